@@ -1,0 +1,71 @@
+// The one place where a device's memory comes from: it counts every byte, keeps freed blocks for reuse, and can be given a limit.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <new>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace needle {
+
+// Where raw memory comes from: the heap on a CPU, the driver on a GPU. allocate returns nullptr when there is none.
+struct MemorySource {
+  virtual ~MemorySource() = default;
+  virtual void* allocate(int64_t bytes) = 0;
+  virtual void release(void* ptr, int64_t bytes) = 0;
+};
+
+constexpr int kCategories = 8;  // numbering and names: needle.memory
+
+// All in bytes. live: held by arrays; reserved: taken from the source, live or cached; borrowed: made elsewhere (DLPack).
+struct MemoryStats {
+  int64_t live = 0, peak = 0, reserved = 0, peak_reserved = 0, borrowed = 0, limit = 0;
+  int64_t allocations = 0;  // how many there have been
+  int64_t live_arrays = 0;
+  std::array<int64_t, kCategories> by_category{};
+  std::array<int64_t, kCategories> by_category_at_peak{};
+};
+
+struct OutOfMemory : std::bad_alloc {
+  OutOfMemory(int64_t requested_, const MemoryStats& stats_);
+  const char* what() const noexcept override { return text.c_str(); }
+  int64_t requested;
+  MemoryStats stats;
+  std::string text;
+};
+
+class Allocator {
+ public:
+  Allocator(MemorySource& source, const char* device_name) : source_(source), device_name_(device_name) {}
+
+  // Zero bytes gives a valid, unique-enough pointer. Throws OutOfMemory when the source or the limit refuses.
+  void* allocate(int64_t bytes);
+  void deallocate(void* ptr, int64_t bytes) noexcept;
+
+  void count(int category, int64_t bytes);
+  void count_borrowed(int64_t bytes);
+  int current_category() const { return current_category_; }
+  void set_current_category(int category) { current_category_ = category; }
+
+  MemoryStats stats() const;
+  void reset_peak();
+  void empty_cache();             // gives cached blocks back to the source
+  void set_limit(int64_t bytes);  // of live bytes; 0 lifts it
+
+ private:
+  MemorySource& source_;
+  const char* device_name_;
+  mutable std::mutex mutex_;
+  MemoryStats stats_;
+  int current_category_ = 0;
+  std::multimap<int64_t, void*> cache_;  // free blocks by their real size
+  std::unordered_map<void*, int64_t> block_bytes_;
+};
+
+}  // namespace needle

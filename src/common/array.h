@@ -1,0 +1,116 @@
+// Array: a flat, typed, shared piece of device memory; View: an array seen through shape, strides and offset.
+#pragma once
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "allocator.h"
+#include "dtype.h"
+
+namespace needle {
+
+using Dims = std::vector<int64_t>;
+
+// The memory behind one or more Arrays. `last_write` is a stamp that Python sets when it writes in place: a recomputation
+// compares it with the time its node was made.
+struct Storage {
+  Storage(Allocator& owner, int64_t bytes)
+      : allocator(&owner), ptr(owner.allocate(bytes)), nbytes(bytes), category(owner.current_category()) {
+    allocator->count(category, nbytes);
+  }
+  // Memory that came from outside (DLPack): counted as borrowed, released by `release`.
+  Storage(Allocator& owner, void* borrowed, int64_t bytes, std::function<void()> release_)
+      : allocator(&owner), ptr(borrowed), nbytes(bytes), release(std::move(release_)) {
+    allocator->count_borrowed(nbytes);
+  }
+  ~Storage() {
+    if (release) {
+      allocator->count_borrowed(-nbytes);
+      release();
+    } else {
+      allocator->count(category, -nbytes);
+      allocator->deallocate(ptr, nbytes);
+    }
+  }
+  Storage(const Storage&) = delete;
+  Storage& operator=(const Storage&) = delete;
+
+  void set_category(int wanted) {
+    if (!release) {
+      allocator->count(category, -nbytes);
+      allocator->count(wanted, nbytes);
+    }
+    category = wanted;
+  }
+
+  Allocator* allocator;
+  void* ptr;
+  int64_t nbytes;
+  int category = 0;
+  int64_t last_write = 0;
+  std::function<void()> release;
+};
+
+class Array {
+ public:
+  Array(Allocator& allocator, int64_t size, DType dtype)
+      : storage_(std::make_shared<Storage>(allocator, checked_bytes(size, dtype))),
+        ptr_(storage_->ptr),
+        size_(size),
+        dtype_(dtype) {}
+  Array(std::shared_ptr<Storage> storage, void* ptr, int64_t size, DType dtype)
+      : storage_(std::move(storage)), ptr_(ptr), size_(size), dtype_(dtype) {}
+
+  int64_t size() const { return size_; }
+  DType dtype() const { return dtype_; }
+  int64_t nbytes() const { return size_ * dtype_size(dtype_); }
+  void* ptr() const { return ptr_; }
+  Storage& storage() const { return *storage_; }
+  const std::shared_ptr<Storage>& shared_storage() const { return storage_; }
+
+  // The elements offset .. offset + size of this array, sharing its memory.
+  Array view(int64_t offset, int64_t size) const {
+    if (offset < 0 || size < 0 || offset + size > size_) throw std::out_of_range("view outside its array");
+    return Array(storage_, static_cast<char*>(ptr_) + offset * dtype_size(dtype_), size, dtype_);
+  }
+
+  template <class T>
+  T* data() const {
+    if (DTypeOf<T>::value != dtype_)
+      throw std::invalid_argument(std::string("array is ") + dtype_name(dtype_) + ", kernel wants " +
+                                  dtype_name(DTypeOf<T>::value));
+    return static_cast<T*>(ptr_);
+  }
+
+ private:
+  static int64_t checked_bytes(int64_t size, DType dtype) {
+    int64_t bytes = 0;
+    if (size < 0 || __builtin_mul_overflow(size, dtype_size(dtype), &bytes))
+      throw std::invalid_argument("impossible array size " + std::to_string(size));
+    return bytes;
+  }
+
+  std::shared_ptr<Storage> storage_;
+  void* ptr_;
+  int64_t size_;
+  DType dtype_;
+};
+
+struct View {
+  const Array& array;
+  const Dims& shape;
+  const Dims& strides;  // empty: contiguous from offset
+  int64_t offset = 0;
+
+  bool contiguous() const { return strides.empty(); }
+  int64_t size() const {
+    int64_t n = 1;
+    for (int64_t d : shape) n *= d;
+    return n;
+  }
+};
+
+}  // namespace needle

@@ -1,0 +1,216 @@
+// Element types: one row each, the 16-bit floats, and the dispatch from a run-time dtype to a C++ type.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#if defined(__CUDACC__)
+#define NEEDLE_HD __host__ __device__
+#else
+#define NEEDLE_HD
+#endif
+
+namespace needle {
+
+template <class To, class From>
+NEEDLE_HD inline To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "bit_cast between different sizes");
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// bfloat16: the upper half of a float32; conversion rounds to nearest even and keeps NaN.
+struct bfloat16 {
+  uint16_t bits;
+  bfloat16() = default;
+  NEEDLE_HD explicit bfloat16(float value) {
+    const uint32_t u = bit_cast<uint32_t>(value);
+    bits = value != value ? uint16_t((u >> 16) | 0x40u) : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+  }
+  NEEDLE_HD operator float() const { return bit_cast<float>(uint32_t(bits) << 16); }
+};
+
+// float16: IEEE binary16. Branch-light conversions, so that g++ vectorizes loops over them.
+struct float16 {
+  uint16_t bits;
+  float16() = default;
+  NEEDLE_HD explicit float16(float value) {
+    const uint32_t u = bit_cast<uint32_t>(value);
+    const uint32_t sign = (u >> 16) & 0x8000u;
+    const uint32_t magnitude = u & 0x7fffffffu;
+    uint32_t half;
+    if (magnitude > 0x7f800000u) {
+      half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);  // NaN stays NaN
+    } else if (magnitude >= 0x477ff000u) {
+      half = 0x7c00u;  // rounds past the largest half
+    } else if (magnitude < 0x38800000u) {
+      // Subnormal: adding 0.5 puts the half's bits, rounded to nearest even, at the bottom of the word.
+      half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+    } else {
+      half = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+    }
+    bits = uint16_t(sign | half);
+  }
+  NEEDLE_HD operator float() const {
+    const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
+    const uint32_t magnitude = uint32_t(bits & 0x7fffu) << 13;
+    uint32_t u;
+    if (magnitude >= 0x0f800000u) {
+      u = magnitude + 0x70000000u;  // inf and NaN
+    } else if (magnitude >= 0x00800000u) {
+      u = magnitude + 0x38000000u;
+    } else {
+      u = bit_cast<uint32_t>(bit_cast<float>(magnitude + 0x38800000u) - bit_cast<float>(0x38800000u));
+    }
+    return bit_cast<float>(sign | u);
+  }
+};
+
+// NEEDLE_DTYPES(row): row(enumerator, C++ type, Python name). The order is the numbering.
+#define NEEDLE_FLOAT_DTYPES(row)      \
+  row(kFloat32, float, "float32")     \
+  row(kFloat16, needle::float16, "float16") \
+  row(kBFloat16, needle::bfloat16, "bfloat16") \
+  row(kFloat64, double, "float64")
+#define NEEDLE_INT_DTYPES(row)     \
+  row(kInt32, int32_t, "int32")    \
+  row(kInt64, int64_t, "int64")    \
+  row(kUInt8, uint8_t, "uint8")
+#define NEEDLE_DTYPES(row) NEEDLE_FLOAT_DTYPES(row) NEEDLE_INT_DTYPES(row) row(kBool, bool, "bool")
+
+enum class DType : uint8_t {
+#define ROW(e, type, name) e,
+  NEEDLE_DTYPES(ROW)
+#undef ROW
+};
+
+template <class T>
+struct DTypeOf;
+#define ROW(e, type, name)                          \
+  template <>                                       \
+  struct DTypeOf<type> {                            \
+    static constexpr DType value = DType::e;        \
+  };
+NEEDLE_DTYPES(ROW)
+#undef ROW
+
+inline const char* dtype_name(DType dtype) {
+  switch (dtype) {
+#define ROW(e, type, name) \
+  case DType::e:           \
+    return name;
+    NEEDLE_DTYPES(ROW)
+#undef ROW
+  }
+  return "?";
+}
+
+inline int64_t dtype_size(DType dtype) {
+  switch (dtype) {
+#define ROW(e, type, name) \
+  case DType::e:           \
+    return sizeof(type);
+    NEEDLE_DTYPES(ROW)
+#undef ROW
+  }
+  return 0;
+}
+
+inline DType dtype_from_name(const std::string& wanted) {
+#define ROW(e, type, name) \
+  if (wanted == name) return DType::e;
+  NEEDLE_DTYPES(ROW)
+#undef ROW
+  throw std::invalid_argument("unknown dtype '" + wanted + "'");
+}
+
+inline bool is_float(DType dtype) {
+  return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
+         dtype == DType::kFloat64;
+}
+
+// The type that arithmetic on T is done in: float for 16-bit floats, T otherwise.
+template <class T>
+struct AccumOf {
+  using type = T;
+};
+template <>
+struct AccumOf<float16> {
+  using type = float;
+};
+template <>
+struct AccumOf<bfloat16> {
+  using type = float;
+};
+template <class T>
+using accum_t = typename AccumOf<T>::type;
+
+template <class T>
+struct Tag {
+  using type = T;
+};
+
+// f(Tag<T>{}) with the C++ type of dtype; anything outside the list is an error that names it.
+#define ROW(e, type, name) \
+  case DType::e:           \
+    f(Tag<type>{});        \
+    return;
+template <class F>
+void dispatch_any(DType dtype, F&& f) {
+  switch (dtype) { NEEDLE_DTYPES(ROW) }
+}
+template <class F>
+void dispatch_num(DType dtype, const char* op, F&& f) {
+  switch (dtype) {
+    NEEDLE_FLOAT_DTYPES(ROW)
+    NEEDLE_INT_DTYPES(ROW)
+    default:
+      throw std::invalid_argument(std::string("[") + op + "] no kernel for dtype " + dtype_name(dtype));
+  }
+}
+template <class F>
+void dispatch_float(DType dtype, const char* op, F&& f) {
+  switch (dtype) {
+    NEEDLE_FLOAT_DTYPES(ROW)
+    default:
+      throw std::invalid_argument(std::string("[") + op + "] needs a floating dtype, got " + dtype_name(dtype));
+  }
+}
+#undef ROW
+
+// A Python number: kernels pick the member that fits their type.
+struct Scalar {
+  double d = 0;
+  int64_t i = 0;
+  template <class T>
+  NEEDLE_HD T to() const;
+};
+template <class T>
+NEEDLE_HD inline T Scalar::to() const {
+  return T(i);
+}
+template <>
+NEEDLE_HD inline float Scalar::to<float>() const {
+  return float(d);
+}
+template <>
+NEEDLE_HD inline double Scalar::to<double>() const {
+  return d;
+}
+template <>
+NEEDLE_HD inline float16 Scalar::to<float16>() const {
+  return float16(float(d));
+}
+template <>
+NEEDLE_HD inline bfloat16 Scalar::to<bfloat16>() const {
+  return bfloat16(float(d));
+}
+template <>
+NEEDLE_HD inline bool Scalar::to<bool>() const {
+  return d != 0;
+}
+
+}  // namespace needle
