@@ -17,7 +17,7 @@ _CHUNK_ELEMENTS = 1 << 20  # hash in pieces, so that the 25.7M-element embedding
 
 @dataclass(frozen=True)
 class PythiaShape:
-    """The sizes that fix every parameter shape. ``vocab`` V, ``d_model`` C, ``n_heads`` H, ``d_ff`` F, ``n_layers`` L."""
+    """The sizes that fix every parameter shape: V ``vocab``, C ``d_model``, H ``n_heads``, F ``d_ff``, L ``n_layers``."""
 
     vocab: int
     d_model: int
@@ -31,7 +31,7 @@ PYTHIA_70M = PythiaShape(vocab=50304, d_model=512, n_heads=8, d_ff=2048, n_layer
 
 
 def parameter_shapes(shape: PythiaShape) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, under the names and layouts of ``transformers`` (Linear weights are (out, in))."""
+    """Name -> shape of every parameter, named and laid out as in the published checkpoints (Linear: (out, in))."""
     V, C, F = shape.vocab, shape.d_model, shape.d_ff
     shapes: dict[str, tuple[int, ...]] = {"gpt_neox.embed_in.weight": (V, C)}
     for layer in range(shape.n_layers):

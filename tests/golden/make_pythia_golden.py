@@ -19,7 +19,7 @@ N_PROBES = 3
 
 
 def checkpoint_parameters(model: transformers.GPTNeoXForCausalLM) -> dict[str, torch.nn.Parameter]:
-    """Parameters under the names of the published checkpoints: transformers 5 calls ``embed_out`` ``lm_head`` in memory."""
+    """Parameters under the names of the published checkpoints; in memory transformers 5 says lm_head for embed_out."""
     return {name.replace("lm_head.", "embed_out."): p for name, p in model.named_parameters()}
 
 
