@@ -17,7 +17,7 @@ _CHUNK_ELEMENTS = 1 << 20  # hash in pieces, so that the 25.7M-element embedding
 
 @dataclass(frozen=True)
 class PythiaShape:
-    """The sizes that fix every parameter shape: V ``vocab``, C ``d_model``, H ``n_heads``, F ``d_ff``, L ``n_layers``."""
+    """The sizes that fix every parameter shape (V, C, H, F and L of the README)."""
 
     vocab: int
     d_model: int
