@@ -42,7 +42,9 @@ struct OutOfMemory : std::bad_alloc {
 
 class Allocator {
  public:
-  Allocator(MemorySource& source, const char* device_name) : source_(source), device_name_(device_name) {}
+  // caching: keep large freed blocks here (allocator.cc says how); false where the source does so itself.
+  explicit Allocator(MemorySource& source, bool caching = false)
+      : source_(source), caching_(caching) {}
 
   // Zero bytes gives a valid, unique-enough pointer. Throws OutOfMemory when the source or the limit refuses.
   void* allocate(int64_t bytes);
@@ -59,13 +61,17 @@ class Allocator {
   void set_limit(int64_t bytes);  // of live bytes; 0 lifts it
 
  private:
+  void release_cached(int64_t reserved);
+
   MemorySource& source_;
-  const char* device_name_;
+  const bool caching_;
   mutable std::mutex mutex_;
   MemoryStats stats_;
   int current_category_ = 0;
   std::multimap<int64_t, void*> cache_;  // free blocks by their real size
-  std::unordered_map<void*, int64_t> block_bytes_;
+  int64_t cached_bytes_ = 0;
+  int64_t top_ = 0;  // the most bytes ever in blocks that were in use
+  std::unordered_map<void*, int64_t> block_bytes_;  // real sizes of large blocks
 };
 
 }  // namespace needle

@@ -1,0 +1,49 @@
+# The CUDA backend, twice: by nvcc for GPUs, and by the C++ compiler against the emulator (cuda_sim).
+file(GLOB cuda_kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/kernels/*_cuda.cu)
+set(cuda_sources ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cu ${cuda_kernels})
+if(NOT EXISTS ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cu)
+  return()
+endif()
+
+if(NOT NEEDLE_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    # Set before enable_language, which would otherwise choose an architecture of its own.
+    set(CMAKE_CUDA_ARCHITECTURES ${NEEDLE_CUDA_ARCHITECTURES})
+    enable_language(CUDA)
+    set(CMAKE_CUDA_STANDARD 17)
+    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+    needle_module(ndarray_backend_cuda cuda ${cuda_sources})
+    # The runtime is linked statically: the module imports on a machine without CUDA and then finds no device.
+    set_target_properties(ndarray_backend_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
+    target_compile_options(ndarray_backend_cuda PRIVATE
+      $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda -lineinfo -Xcompiler=-Wall>)
+    target_link_libraries(ndarray_backend_cuda PRIVATE ${CMAKE_DL_LIBS})
+    message(STATUS "needle: CUDA backend by ${CMAKE_CUDA_COMPILER} for ${NEEDLE_CUDA_ARCHITECTURES}")
+  elseif(NEEDLE_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "NEEDLE_CUDA=ON, but no CUDA compiler was found (set CUDACXX or put nvcc on PATH)")
+  else()
+    message(STATUS "needle: no CUDA compiler, the CUDA backend is not built")
+  endif()
+endif()
+
+if(NEEDLE_CUDA_SIM)
+  file(GLOB sim_sources CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/common/cuda_sim/*.cc)
+  # A source has one language per directory, and these .cu files may be nvcc's already: a .cc that includes the .cu
+  # lets both targets stand in one build.
+  set(sim_wrappers "")
+  foreach(source ${cuda_sources})
+    get_filename_component(stem ${source} NAME_WE)
+    set(wrapper ${CMAKE_CURRENT_BINARY_DIR}/cuda_sim/${stem}.cc)
+    file(CONFIGURE OUTPUT ${wrapper} CONTENT "#include \"${source}\"\n")
+    list(APPEND sim_wrappers ${wrapper})
+  endforeach()
+  needle_module(ndarray_backend_cuda_sim cuda_sim ${sim_wrappers} ${sim_sources})
+  needle_host_flags(ndarray_backend_cuda_sim)
+  if(NEEDLE_RACE)
+    # The kernels' memory accesses call the emulator's __tsan_* hooks; libtsan itself is not linked.
+    set_source_files_properties(${sim_wrappers} PROPERTIES COMPILE_OPTIONS "-fsanitize=thread;-g")
+    target_compile_definitions(ndarray_backend_cuda_sim PRIVATE NEEDLE_RACE=1)
+  endif()
+endif()

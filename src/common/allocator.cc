@@ -1,0 +1,141 @@
+// Policy: small blocks go straight to the source, whose own caching is good at them. Large blocks are kept when freed, because
+// fresh pages cost more than most kernels; a block serves requests down to 7/8 of its size. What is reserved stays close
+// to the peak of what was ever live: a request that would carry it past that first gives cached blocks back.
+#include "allocator.h"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace needle {
+namespace {
+
+constexpr int64_t kLarge = 256 << 10;  // bytes from which blocks are cached
+constexpr int64_t kPage = 4096;
+constexpr int64_t kHeadroom = 32 << 20;  // how far reserved may exceed the peak of live, beside 1/16 of it
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+int64_t block_size(int64_t bytes) {
+  return bytes >= kLarge ? round_up(bytes, kPage) : round_up(std::max<int64_t>(bytes, 1), 64);
+}
+
+std::string readable(int64_t bytes) {
+  char text[64];
+  if (bytes >= (int64_t(1) << 30))
+    std::snprintf(text, sizeof(text), "%.2f GiB", double(bytes) / double(1 << 30));
+  else if (bytes >= (1 << 20))
+    std::snprintf(text, sizeof(text), "%.2f MiB", double(bytes) / double(1 << 20));
+  else
+    std::snprintf(text, sizeof(text), "%lld bytes", static_cast<long long>(bytes));
+  return text;
+}
+
+}  // namespace
+
+OutOfMemory::OutOfMemory(int64_t requested_, const MemoryStats& stats_)
+    : requested(requested_), stats(stats_) {
+  text = "out of memory: " + readable(requested) + " requested, " + readable(stats.live) +
+         " live, " + readable(stats.reserved) + " reserved";
+  if (stats.limit > 0) text += ", limit " + readable(stats.limit);
+}
+
+void* Allocator::allocate(int64_t bytes) {
+  const int64_t size = block_size(bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (stats_.limit > 0 && stats_.live + bytes > stats_.limit) throw OutOfMemory(bytes, stats_);
+  void* ptr = nullptr;
+  if (caching_ && size >= kLarge) {
+    const auto found = cache_.lower_bound(size);
+    if (found != cache_.end() && found->first - size <= found->first / 8) {
+      ptr = found->second;
+      cached_bytes_ -= found->first;
+      cache_.erase(found);
+    } else {
+      const int64_t wanted_live = stats_.reserved - cached_bytes_ + size;
+      const int64_t top = std::max(top_, wanted_live);
+      release_cached(top + top / 16 + kHeadroom - size);
+    }
+  }
+  if (ptr == nullptr) {
+    ptr = source_.allocate(size);
+    if (ptr == nullptr && !cache_.empty()) {
+      release_cached(0);
+      ptr = source_.allocate(size);
+    }
+    if (ptr == nullptr) throw OutOfMemory(bytes, stats_);
+    stats_.reserved += size;
+    if (caching_ && size >= kLarge) block_bytes_[ptr] = size;
+  }
+  stats_.peak_reserved = std::max(stats_.peak_reserved, stats_.reserved);
+  top_ = std::max(top_, stats_.reserved - cached_bytes_);
+  ++stats_.allocations;
+  ++stats_.live_arrays;
+  return ptr;
+}
+
+void Allocator::deallocate(void* ptr, int64_t bytes) noexcept {
+  const int64_t size = block_size(bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  --stats_.live_arrays;
+  if (caching_ && size >= kLarge) {
+    const int64_t real = block_bytes_.at(ptr);
+    cache_.emplace(real, ptr);
+    cached_bytes_ += real;
+  } else {
+    source_.release(ptr, size);
+    stats_.reserved -= size;
+  }
+}
+
+// Gives back cached blocks, the largest first, until at most `reserved` bytes are reserved.
+void Allocator::release_cached(int64_t reserved) {
+  while (!cache_.empty() && stats_.reserved > reserved) {
+    const auto largest = std::prev(cache_.end());
+    source_.release(largest->second, largest->first);
+    block_bytes_.erase(largest->second);
+    stats_.reserved -= largest->first;
+    cached_bytes_ -= largest->first;
+    cache_.erase(largest);
+  }
+}
+
+void Allocator::count(int category, int64_t bytes) {
+  if (category < 0 || category >= kCategories) category = 0;
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.live += bytes;
+  stats_.by_category[category] += bytes;
+  if (stats_.live > stats_.peak) {
+    stats_.peak = stats_.live;
+    stats_.by_category_at_peak = stats_.by_category;
+  }
+}
+
+void Allocator::count_borrowed(int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.borrowed += bytes;
+}
+
+MemoryStats Allocator::stats() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return stats_;
+}
+
+void Allocator::reset_peak() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.peak = stats_.live;
+  stats_.by_category_at_peak = stats_.by_category;
+  stats_.peak_reserved = stats_.reserved;
+}
+
+void Allocator::empty_cache() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  release_cached(0);
+  top_ = stats_.reserved;
+}
+
+void Allocator::set_limit(int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.limit = std::max<int64_t>(bytes, 0);
+}
+
+}  // namespace needle

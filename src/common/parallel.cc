@@ -1,0 +1,222 @@
+#include "parallel.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace needle::cpu {
+namespace {
+
+// Long enough to catch the next job of a busy stretch, short enough to cost nothing where another process wants the core.
+constexpr auto kSpin = std::chrono::microseconds(10);
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
+template <class Done>
+bool spin_until(Done done) {
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      if (done()) return true;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
+struct Job {
+  const std::function<void(int64_t)>* task;
+  int64_t n_tasks;
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr error;  // written once, by whoever sets `failed`
+};
+
+thread_local bool inside_task = false;
+
+void run_tasks(Job& job) {
+  inside_task = true;
+  for (int64_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.n_tasks;) {
+    if (job.failed.load(std::memory_order_relaxed)) continue;
+    try {
+      (*job.task)(i);
+    } catch (...) {
+      if (!job.failed.exchange(true)) job.error = std::current_exception();
+    }
+  }
+  inside_task = false;
+}
+
+// Workers sleep on `wake_`. A job lives on its caller's stack: a worker may touch it only between enter and leave, which
+// the caller waits for.
+class Pool {
+ public:
+  explicit Pool(int threads) : threads_(threads) {
+    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+  }
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stop_ = true;
+      generation_.fetch_add(1);
+    }
+    wake_.notify_all();
+    for (auto& worker : workers_) worker.join();
+  }
+
+  int threads() const { return threads_; }
+
+  void run(Job& job) {
+    const int helpers = int(std::min<int64_t>(threads_ - 1, job.n_tasks - 1));
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = &job;
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    for (int i = 0; i < helpers; ++i) wake_.notify_one();
+    run_tasks(job);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = nullptr;  // nobody enters any more
+    }
+    const auto idle = [this] { return active_.load(std::memory_order_acquire) == 0; };
+    if (spin_until(idle)) return;
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, idle);
+  }
+
+  std::mutex busy;  // held by the caller whose job runs
+
+ private:
+  void work() {
+    uint64_t seen = 0;
+    for (;;) {
+      const auto fresh = [&] { return generation_.load(std::memory_order_acquire) != seen; };
+      spin_until(fresh);
+      Job* job;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        wake_.wait(lock, fresh);
+        if (stop_) return;
+        seen = generation_.load(std::memory_order_relaxed);
+        job = job_;
+        if (job == nullptr) continue;
+        active_.fetch_add(1, std::memory_order_relaxed);
+      }
+      run_tasks(*job);
+      if (active_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        std::lock_guard<std::mutex> lock(mutex_);  // the caller is either before its check or asleep
+        done_.notify_one();
+      }
+    }
+  }
+
+  const int threads_;
+  std::vector<std::thread> workers_;
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> active_{0};
+  Job* job_ = nullptr;
+  bool stop_ = false;
+};
+
+// The cores this process may use: its affinity mask, cut by a container's CPU quota.
+int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  int cores = int(std::thread::hardware_concurrency());
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = CPU_COUNT(&set);
+  if (std::FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
+    long long quota = 0, period = 0;
+    if (std::fscanf(file, "%lld %lld", &quota, &period) == 2 && quota > 0 && period > 0)
+      cores = std::min<int>(cores, int((quota + period - 1) / period));
+    std::fclose(file);
+  }
+  return std::max(cores, 1);
+}
+
+int default_threads() {
+  const char* text = std::getenv("NEEDLE_NUM_THREADS");
+  const int wanted = text ? std::atoi(text) : 0;
+  return wanted > 0 ? wanted : usable_cores();
+}
+
+std::mutex pool_mutex;
+std::atomic<int> wanted_threads{0};
+Pool* pool = nullptr;  // never destroyed at exit: its threads may be asleep while statics go away
+
+// A forked child has no workers and perhaps a locked mutex: it starts afresh.
+void forget_pool() {
+  new (&pool_mutex) std::mutex;
+  pool = nullptr;
+  inside_task = false;
+}
+
+Pool& get_pool() {
+  std::lock_guard<std::mutex> lock(pool_mutex);
+  if (pool == nullptr) {
+    static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
+    (void)registered;
+    pool = new Pool(num_threads());
+  }
+  return *pool;
+}
+
+}  // namespace
+
+int num_threads() {
+  int n = wanted_threads.load();
+  if (n == 0) {
+    n = default_threads();
+    wanted_threads.store(n);
+  }
+  return n;
+}
+
+void set_num_threads(int n) {
+  if (n < 1)
+    throw std::invalid_argument("[set_num_threads] no such number of threads: " +
+                                std::to_string(n) + " (1 or more)");
+  std::lock_guard<std::mutex> lock(pool_mutex);
+  wanted_threads.store(n);
+  if (pool != nullptr && pool->threads() != n) {
+    pool->busy.lock();  // whoever is running finishes first
+    pool->busy.unlock();
+    delete pool;
+    pool = nullptr;
+  }
+}
+
+void parallel_for(int64_t n_tasks, const std::function<void(int64_t)>& task) {
+  if (n_tasks <= 0) return;
+  if (n_tasks > 1 && !inside_task && num_threads() > 1) {
+    Pool& p = get_pool();
+    std::unique_lock<std::mutex> busy(p.busy, std::try_to_lock);
+    if (busy.owns_lock()) {  // else another thread's job has the workers: run here
+      Job job{&task, n_tasks};
+      p.run(job);
+      if (job.error) std::rethrow_exception(job.error);
+      return;
+    }
+  }
+  for (int64_t i = 0; i < n_tasks; ++i) task(i);
+}
+
+}  // namespace needle::cpu
