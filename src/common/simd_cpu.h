@@ -1,0 +1,158 @@
+// Vectors as a type for the fused CPU kernels: one native register wide, on the compiler's vector extensions, so that a
+// loop over `kLanes<A>` elements is vectorized by construction (sums too, without -ffast-math).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "dtype.h"
+
+namespace needle::cpu {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64, kVectorRegisters = 32;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32, kVectorRegisters = 16;
+#elif defined(__aarch64__)
+constexpr int kVectorBytes = 16, kVectorRegisters = 32;
+#else
+constexpr int kVectorBytes = 16, kVectorRegisters = 16;
+#endif
+
+#define NEEDLE_INLINE __attribute__((always_inline)) inline
+
+template <class A>
+struct VecTypes;
+template <>
+struct VecTypes<float> {
+  typedef float vec __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t mask __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct VecTypes<double> {
+  typedef double vec __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t mask __attribute__((vector_size(kVectorBytes)));
+};
+template <class A>
+using Vec = typename VecTypes<A>::vec;
+template <class A>
+using Mask = typename VecTypes<A>::mask;  // of a comparison: all ones or all zeros per lane
+template <class A>
+constexpr int kLanes = kVectorBytes / int(sizeof(A));
+
+template <class A>
+NEEDLE_INLINE Vec<A> broadcast(A value) {
+  return value - Vec<A>{};
+}
+
+// Loads convert 16-bit floats to float, stores round back; n < kLanes loads or stores the first n lanes alone.
+template <class T>
+NEEDLE_INLINE Vec<accum_t<T>> load(const T* from) {
+  using A = accum_t<T>;
+  Vec<A> v;
+  if constexpr (sizeof(T) == sizeof(A)) {
+    memcpy(&v, from, sizeof v);
+  } else {
+    A lanes[kLanes<A>];
+    for (int l = 0; l < kLanes<A>; ++l) lanes[l] = A(from[l]);
+    memcpy(&v, lanes, sizeof v);
+  }
+  return v;
+}
+template <class T>
+NEEDLE_INLINE Vec<accum_t<T>> load(const T* from, int64_t n, accum_t<T> fill) {
+  using A = accum_t<T>;
+  A lanes[kLanes<A>];
+  for (int l = 0; l < kLanes<A>; ++l) lanes[l] = l < n ? A(from[l]) : fill;
+  Vec<A> v;
+  memcpy(&v, lanes, sizeof v);
+  return v;
+}
+template <class T>
+NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v) {
+  using A = accum_t<T>;
+  if constexpr (sizeof(T) == sizeof(A)) {
+    memcpy(to, &v, sizeof v);
+  } else {
+    A lanes[kLanes<A>];
+    memcpy(lanes, &v, sizeof v);
+    for (int l = 0; l < kLanes<A>; ++l) to[l] = T(lanes[l]);
+  }
+}
+template <class T>
+NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v, int64_t n) {
+  for (int64_t l = 0; l < n; ++l) to[l] = T(v[l]);
+}
+
+// f(offset, lanes) over 0 .. n: whole vectors, then the rest; lanes is a compile-time constant in the first form.
+template <class A, class Whole, class Rest>
+NEEDLE_INLINE void for_vectors(int64_t n, Whole&& whole, Rest&& rest) {
+  int64_t i = 0;
+  for (; i + kLanes<A> <= n; i += kLanes<A>) whole(i);
+  if (i < n) rest(i, n - i);
+}
+
+template <class A>
+NEEDLE_INLINE A sum_lanes(Vec<A> v) {
+  A total = 0;
+  for (int l = 0; l < kLanes<A>; ++l) total += v[l];
+  return total;
+}
+template <class A>
+NEEDLE_INLINE A max_lanes(Vec<A> v) {
+  A largest = v[0];
+  for (int l = 1; l < kLanes<A>; ++l) largest = v[l] > largest ? v[l] : largest;
+  return largest;
+}
+
+// The numbers that differ between the two precisions of vexp.
+template <class A>
+struct ExpConstants;
+template <>
+struct ExpConstants<float> {
+  static constexpr float low = -104.f, high = 89.f, round = 0x1.8p23f, ln2_high = 0x1.62e4p-1f,
+                         ln2_low = 0x1.7f7d1cp-20f;
+  static constexpr int terms = 7, mantissa_bits = 23, bias = 127;
+};
+template <>
+struct ExpConstants<double> {
+  static constexpr double low = -746., high = 710., round = 0x1.8p52, ln2_high = 0x1.62e42fefa38p-1,
+                          ln2_low = 0x1.ef35793c7673p-45;
+  static constexpr int terms = 13, mantissa_bits = 52, bias = 1023;
+};
+
+// e^x without branches, within 1.5 ulp: x = n ln 2 + r, e^x = 2^n e^r with e^r by its series. -inf gives 0, inf gives inf,
+// NaN stays. 2^n is applied in two halves so that results below the smallest normal number and above the largest come out right.
+template <class A>
+NEEDLE_INLINE Vec<A> vexp(Vec<A> x) {
+  using C = ExpConstants<A>;
+  const Vec<A> low = broadcast(C::low), high = broadcast(C::high);
+  x = x < low ? low : x;  // comparisons are false for NaN, which so passes through
+  x = x > high ? high : x;
+  const Vec<A> shifted = x * A(1.4426950408889634) + C::round;  // n stands in the low bits
+  const Vec<A> n = shifted - C::round;
+  const Vec<A> r = (x - n * C::ln2_high) - n * C::ln2_low;
+  Vec<A> series = broadcast(A(1));
+  A inverse_factorial[C::terms + 1] = {1};
+  for (int k = 1; k <= C::terms; ++k) inverse_factorial[k] = inverse_factorial[k - 1] / A(k);
+  series = broadcast(inverse_factorial[C::terms]);
+#pragma GCC unroll 16
+  for (int k = C::terms - 1; k >= 0; --k) series = series * r + inverse_factorial[k];
+  Mask<A> n_bits, round_bits;
+  const Vec<A> round = broadcast(C::round);
+  memcpy(&n_bits, &shifted, sizeof n_bits);
+  memcpy(&round_bits, &round, sizeof round_bits);
+  n_bits -= round_bits;
+  const Mask<A> half = n_bits >> 1;
+  const Mask<A> first_bits = (half + C::bias) << C::mantissa_bits;
+  const Mask<A> second_bits = (n_bits - half + C::bias) << C::mantissa_bits;
+  Vec<A> first, second;
+  memcpy(&first, &first_bits, sizeof first);
+  memcpy(&second, &second_bits, sizeof second);
+  return series * first * second;
+}
+
+}  // namespace needle::cpu
