@@ -1,0 +1,236 @@
+// The functions that ewise_ops.def calls, for CPU code. The float versions are free of branches and table look-ups, so
+// that g++ vectorizes loops over them; each says its error against float64 in units of the last place (ulp). float64 goes
+// through libm. NaN, infinities and signed zeros come out as numpy's do.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+#include "dtype.h"
+
+namespace needle::cpu {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer that stands in the low bits of the sum.
+struct ExpParts {
+  int32_t n;
+  float r;
+};
+inline ExpParts exp_parts(float x) {
+  const float shifted = x * 1.44269504f + 0x1.8p23f;
+  const float n = shifted - 0x1.8p23f;
+  return {bit_cast<int32_t>(shifted) - bit_cast<int32_t>(0x1.8p23f),
+          (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f};
+}
+// e^r - 1 - r = r^2 (1/2 + r/6 + ...), the series as far as float sees it.
+inline float exp_tail(float r) {
+  float q = 1.f / 5040;
+  q = q * r + 1.f / 720;
+  q = q * r + 1.f / 120;
+  q = q * r + 1.f / 24;
+  q = q * r + 1.f / 6;
+  q = q * r + 0.5f;
+  return q * r * r;
+}
+inline float power_of_two(int32_t n) { return bit_cast<float>((n + 127) << 23); }  // -126 <= n <= 127
+
+// 1 ulp. 2^n is applied in two halves, so that the smallest and the largest results come out right.
+inline float m_exp(float x) {
+  x = x < -104.f ? -104.f : x;  // comparisons are false for NaN, which so passes through
+  x = x > 89.f ? 89.f : x;
+  const ExpParts p = exp_parts(x);
+  const int32_t half = p.n >> 1;
+  return (1.f + (p.r + exp_tail(p.r))) * power_of_two(half) * power_of_two(p.n - half);
+}
+
+// 2 ulp. 2^n (e^r - 1) + (2^n - 1), halved inside so that n = 128 does not overflow early.
+inline float m_expm1(float x) {
+  float c = x < -30.f ? -30.f : x;
+  c = c > 89.f ? 89.f : c;
+  const ExpParts p = exp_parts(c);
+  const float half = power_of_two(p.n - 1);
+  const float y = 2.f * (half * (p.r + exp_tail(p.r)) + (half - 0.5f));
+  return x == 0.f ? x : y;
+}
+
+// 1 ulp. x = 2^e m with m in [sqrt(1/2), sqrt(2)), then Cephes' polynomial in m - 1.
+inline float m_log(float x) {
+  const bool small = x < std::numeric_limits<float>::min();
+  const float scaled = small ? x * 0x1p23f : x;
+  const int32_t bits = bit_cast<int32_t>(scaled);
+  const int32_t exponent = (bits - 0x3f3504f3) >> 23;
+  const float e = float(exponent) - (small ? 23.f : 0.f);
+  const float z = bit_cast<float>(bits - int32_t(uint32_t(exponent) << 23)) - 1.f;
+  float q = 7.0376836292e-2f;
+  q = q * z - 1.1514610310e-1f;
+  q = q * z + 1.1676998740e-1f;
+  q = q * z - 1.2420140846e-1f;
+  q = q * z + 1.4249322787e-1f;
+  q = q * z - 1.6668057665e-1f;
+  q = q * z + 2.0000714765e-1f;
+  q = q * z - 2.4999993993e-1f;
+  q = q * z + 3.3333331174e-1f;
+  float y = q * z * z * z;
+  y += e * -2.12194440e-4f;
+  y -= 0.5f * z * z;
+  y = (z + y) + e * 0.693359375f;
+  y = x == kInfinity ? x : y;
+  y = x == 0.f ? -kInfinity : y;
+  return x < 0.f || x != x ? std::numeric_limits<float>::quiet_NaN() : y;
+}
+
+// 2 ulp. log(u) for u = 1 + x rounded, and the first-order term for what rounding lost.
+inline float m_log1p(float x) {
+  const float u = 1.f + x;
+  const float lost = x - (u - 1.f);
+  const float y = m_log(u) + lost / u;
+  return u == 0.f || u == kInfinity ? m_log(u) : x == 0.f ? x : y;
+}
+
+// 2 ulp. With t = e^(-2|x|) - 1: tanh |x| = -t / (t + 2).
+inline float m_tanh(float x) {
+  const float t = m_expm1(-2.f * std::fabs(x));
+  return std::copysign(-t / (t + 2.f), x);
+}
+
+// 2 ulp; e^(-|x|) never overflows.
+inline float m_sigmoid(float x) {
+  const float e = m_exp(-std::fabs(x));
+  return (x < 0.f ? e : 1.f) / (1.f + e);
+}
+
+// 1 ulp. Minimax polynomials of N. Juffa, BSD-2: x + x p(x^2) near 0, 1 - e^(q(|x|)) beyond.
+inline float m_erf(float x) {
+  const float t = std::fabs(x), s = x * x;
+  float r = -1.72853470e-5f * t + 3.83197126e-4f;
+  const float u = -3.88396438e-3f * t + 2.42546219e-2f;
+  r = r * s + u;
+  r = r * t - 1.06777877e-1f;
+  r = r * t - 6.34846687e-1f;
+  r = r * t - 1.28717512e-1f;
+  r = r * t - t;
+  r = t > 4.f ? -20.f : r;  // erf is 1 there, and the polynomial ends
+  const float far = std::copysign(1.f - m_exp(r), x);
+  float p = -5.96761703e-4f;
+  p = p * s + 4.99119423e-3f;
+  p = p * s - 2.67681349e-2f;
+  p = p * s + 1.12819925e-1f;
+  p = p * s - 3.76125336e-1f;
+  p = p * s + 1.28379166e-1f;
+  const float near = p * x + x;
+  return x != x ? x : t > 0.927734375f ? far : near;
+}
+
+inline double m_exp(double x) { return std::exp(x); }
+inline double m_expm1(double x) { return std::expm1(x); }
+inline double m_log(double x) { return std::log(x); }
+inline double m_log1p(double x) { return std::log1p(x); }
+inline double m_tanh(double x) { return std::tanh(x); }
+inline double m_erf(double x) { return std::erf(x); }
+inline double m_sigmoid(double x) {
+  const double e = std::exp(-std::fabs(x));
+  return (x < 0 ? e : 1.0) / (1.0 + e);
+}
+
+template <class T>
+inline T m_sqrt(T x) {
+  return std::sqrt(x);
+}
+template <class T>
+inline T m_sin(T x) {
+  return std::sin(x);
+}
+template <class T>
+inline T m_cos(T x) {
+  return std::cos(x);
+}
+template <class T>
+inline T m_floor(T x) {
+  return std::floor(x);
+}
+template <class T>
+inline T m_ceil(T x) {
+  return std::ceil(x);
+}
+
+template <class T>
+inline T m_abs(T x) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::fabs(x);
+  } else {
+    return T(x < T(0) ? T(-x) : x);
+  }
+}
+template <class T>
+inline T m_sign(T x) {
+  return x != x ? x : T(T(x > T(0)) - T(x < T(0)));  // NaN stays NaN
+}
+template <class T>
+inline T m_relu(T x) {
+  return x < T(0) ? T(0) : x;  // NaN stays NaN
+}
+template <class T>
+inline T m_maximum(T a, T b) {
+  return a > b || a != a ? a : b;  // NaN of either side wins
+}
+template <class T>
+inline T m_minimum(T a, T b) {
+  return a < b || a != a ? a : b;
+}
+template <class T>
+inline bool m_isinf(T x) {
+  return std::fabs(x) == std::numeric_limits<T>::infinity();
+}
+template <class T>
+inline bool m_isfinite(T x) {
+  return std::fabs(x) < std::numeric_limits<T>::infinity();
+}
+
+// Integer powers wrap around; a negative exponent gives the truncated reciprocal.
+template <class T>
+inline T m_pow(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::pow(a, b);
+  } else {
+    if (b < T(0)) return a == T(1) ? T(1) : a == T(-1) ? T(b & 1 ? -1 : 1) : T(0);
+    T result = 1;
+    for (; b != T(0); b = T(b >> 1), a = T(a * a))
+      if (b & 1) result = T(result * a);
+    return result;
+  }
+}
+
+template <class T>
+inline T m_silu_backward(T x, T dy) {
+  const T s = m_sigmoid(x);
+  return dy * s * (T(1) + x * (T(1) - s));
+}
+
+// gelu(x) = x Phi(x); its slope is Phi(x) + x phi(x).
+template <class T>
+inline T m_gelu_erf(T x) {
+  return T(0.5) * x * (T(1) + m_erf(x * T(0.70710678118654752440)));
+}
+template <class T>
+inline T m_gelu_erf_backward(T x, T dy) {
+  const T density = m_exp(T(-0.5) * x * x) * T(0.39894228040143267794);
+  return dy * (T(0.5) * (T(1) + m_erf(x * T(0.70710678118654752440))) + x * density);
+}
+
+// gelu(x) = x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3).
+template <class T>
+inline T m_gelu_tanh(T x) {
+  const T u = T(0.79788456080286535588) * (x + T(0.044715) * x * x * x);
+  return T(0.5) * x * (T(1) + m_tanh(u));
+}
+template <class T>
+inline T m_gelu_tanh_backward(T x, T dy) {
+  const T t = m_tanh(T(0.79788456080286535588) * (x + T(0.044715) * x * x * x));
+  const T slope = T(0.79788456080286535588) * (T(1) + T(3 * 0.044715) * x * x);
+  return dy * (T(0.5) * (T(1) + t) + T(0.5) * x * (T(1) - t * t) * slope);
+}
+
+}  // namespace needle::cpu
