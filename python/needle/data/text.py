@@ -1,0 +1,220 @@
+"""Text for language models: a corpus becomes two memory-mapped token files, and these become batches.
+
+    text = load_text("stdlib", vocab_size=10_000)
+    for ids, targets in TokenBatches(text.train, batch_size=2, seq_len=512, seed=0):   # endless; (2, 512) int32 each
+        ...
+
+Everything here is numpy. Batches are made when asked for, from a position that can be saved and restored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .. import config
+from ..errors import DataError
+from .text_corpus import Corpus, load_corpus
+from .text_files import read_tokens, write_tokens
+from .text_tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+
+_FORMAT = "1"  # part of the cache key: change it when the same input would give other tokens
+_SCAN_TOKENS = 1 << 22
+
+
+@dataclass(frozen=True)
+class TextData:
+    """A corpus as ids below ``vocab_size``: ``train`` and ``heldout`` are (tokens,) unsigned and memory-mapped."""
+
+    name: str
+    train: np.ndarray
+    heldout: np.ndarray
+    vocab_size: int
+    tokenizer: TextTokenizer
+    corpus: Corpus
+
+
+def load_text(
+    dataset: str = "stdlib",
+    *,
+    vocab_size: int | None = None,
+    tokenizer: str | Path | None = None,
+    data_dir: str | Path = "data",
+    cache_dir: str | Path | None = None,
+) -> TextData:
+    """Tokenize ``dataset`` (see ``load_corpus``), or find it tokenized in the cache.
+
+    ``tokenizer`` is a tokenizer.json; without it, byte-level BPE with ``vocab_size`` ids (default 10,000) is trained on
+    the training text. With it, ``vocab_size`` is the model's, which may be larger than the tokenizer's (the default).
+    ``cache_dir``: default $NEEDLE_CACHE, or ~/.cache/needle. A cached file is complete or absent.
+
+    raises: DataError, in one line, for a data set, text, tokenizer or vocabulary that cannot be used.
+    """
+    if tokenizer is not None:
+        tokens = load_tokenizer(Path(tokenizer).expanduser())
+        vocab_size = tokens.size if vocab_size is None else vocab_size
+        if tokens.size > vocab_size:
+            raise DataError(f"[vocab_size] smaller than the tokenizer's: {vocab_size} ({tokens.size} or more)")
+        tokenizer_key = hashlib.sha256(Path(tokenizer).expanduser().read_bytes()).hexdigest()
+    else:
+        vocab_size = 10_000 if vocab_size is None else vocab_size
+        tokenizer_key = f"bpe {vocab_size}"
+
+    cache = Path(cache_dir or config.get("NEEDLE_CACHE") or Path.home() / ".cache" / "needle").expanduser()
+    corpus = load_corpus(dataset, data_dir=data_dir, cache_dir=cache)
+    key = hashlib.sha256(f"{_FORMAT} {corpus.key} {tokenizer_key}".encode()).hexdigest()[:16]
+    folder = cache / "tokens" / f"{corpus.name}-{key}"
+    trained_path = folder / "tokenizer.json"
+    cached = tokenizer is not None or trained_path.is_file()
+    if tokenizer is None and cached:
+        tokens = load_tokenizer(trained_path)
+    elif tokenizer is None:
+        texts = (part for piece in corpus.train for part in piece.texts(corpus.name))
+        tokens = train_tokenizer(trained_path, texts, vocab_size, corpus.name)
+
+    arrays = {}
+    for split, pieces in (("train", corpus.train), ("heldout", corpus.heldout)):
+        path = folder / f"{split}.bin"
+        if not cached or read_tokens(path) is None:
+            documents = (piece.texts(corpus.name) for piece in pieces)
+            write_tokens(path, tokens.encode_documents(documents), tokens.size)
+        arrays[split] = read_tokens(path)
+    return TextData(corpus.name, arrays["train"], arrays["heldout"], vocab_size, tokens, corpus)
+
+
+class TokenBatches(Iterator):
+    """Batches (ids, targets), each (B, T) int32, from a flat array of tokens; ``targets`` are ``ids`` one token later.
+
+    The tokens are cut into windows of T that follow one another, so each token but the first is a target once per
+    epoch (a tail shorter than T is left out). Epochs differ in the order of windows, which depends on ``seed`` and the
+    epoch alone. Windows run on from one epoch into the next, so every batch is full; with ``epochs`` given, the last
+    batch may have fewer rows.
+
+    tokens: (tokens,) integers, for instance memory-mapped. vocab_size: ids must be below it; checked as batches are
+    made. max_tokens: use only so many tokens from the start. epochs: None runs for ever. name: for error messages.
+    raises: DataError for too few tokens, and from ``next`` for an id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        batch_size: int,
+        seq_len: int,
+        seed: int = 0,
+        *,
+        vocab_size: int | None = None,
+        max_tokens: int | None = None,
+        epochs: int | None = None,
+        shuffle: bool = True,
+        name: str = "text",
+    ):
+        for what, value in (("batch_size", batch_size), ("seq_len", seq_len), ("max_tokens", max_tokens)):
+            if value is not None and value < 1:
+                raise DataError(f"[{what}] not positive: {value} (1 or more)")
+        self.tokens = tokens[:max_tokens]
+        self.batch_size, self.seq_len, self.seed = batch_size, seq_len, seed
+        self.vocab_size, self.epochs, self.shuffle, self.name = vocab_size, epochs, shuffle, name
+        self.windows_per_epoch = (len(self.tokens) - 1) // seq_len
+        if self.windows_per_epoch < 1:
+            raise DataError(
+                f"[{name}] too short for one sequence: {len(self.tokens)} tokens "
+                f"({seq_len + 1} or more for a sequence length of {seq_len})"
+            )
+        self.position_windows = 0  # how many windows were given out since the start of epoch 0
+        self._order_epoch, self._order = -1, np.empty(0, np.int64)
+
+    @property
+    def epoch(self) -> float:
+        """How many times the text has been gone through, with its fraction."""
+        return self.position_windows / self.windows_per_epoch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches until every window has been seen once."""
+        return -(-self.windows_per_epoch // self.batch_size)
+
+    def __next__(self) -> tuple[np.ndarray, np.ndarray]:
+        rows = self.batch_size
+        if self.epochs is not None:
+            rows = min(rows, self.epochs * self.windows_per_epoch - self.position_windows)
+            if rows <= 0:
+                raise StopIteration
+        starts = np.array([self._window_start(self.position_windows + row) for row in range(rows)])  # (B,)
+        positions = starts[:, None] + np.arange(self.seq_len + 1)  # (B, T + 1)
+        block = np.asarray(self.tokens[positions], dtype=np.int64)
+        self._check_ids(block, positions)
+        self.position_windows += rows
+        block = block.astype(np.int32)
+        return block[:, :-1].copy(), block[:, 1:].copy()
+
+    def state_dict(self) -> dict[str, int]:
+        """The position, and what it is a position in. The batch size may change between saving and loading."""
+        return {"position_windows": self.position_windows, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where ``state`` was saved. raises: DataError if it belongs to other text, seed or sequence length."""
+        for key, value in self._identity().items():
+            if state.get(key) != value:
+                raise DataError(f"[{self.name}] the saved position is in other data: {key} {state.get(key)} ({value})")
+        self.position_windows = int(state["position_windows"])
+
+    def _identity(self) -> dict[str, int]:
+        return {
+            "tokens": len(self.tokens),
+            "seq_len": self.seq_len,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+        }
+
+    def _window_start(self, position: int) -> int:
+        """Index of the first token of the window at ``position`` in the endless sequence of windows."""
+        epoch, index = divmod(position, self.windows_per_epoch)
+        if not self.shuffle:
+            return index * self.seq_len
+        if epoch != self._order_epoch:
+            self._order = np.random.default_rng((self.seed, epoch)).permutation(self.windows_per_epoch)
+            self._order_epoch = epoch
+        return int(self._order[index]) * self.seq_len
+
+    def _check_ids(self, block: np.ndarray, positions: np.ndarray) -> None:
+        if self.vocab_size is None:
+            return
+        bad = (block < 0) | (block >= self.vocab_size)
+        if bad.any():
+            raise DataError(
+                f"[{self.name}] token id outside the vocabulary: {block[bad][0]} at position {positions[bad][0]} "
+                f"(0 to {self.vocab_size - 1})"
+            )
+
+
+def unigram_entropy(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
+    """Nats per token that a model knowing only token frequencies would get on ``heldout``.
+
+    The cross entropy -mean(log p(token)) over ``heldout``, with p(v) = (count of v in train + 1) / (len(train) +
+    vocab_size): add-one smoothing, so that a token never trained on has a finite loss.
+
+    raises: DataError if ``heldout`` is empty or an id is outside the vocabulary.
+    """
+    if len(heldout) == 0:
+        raise DataError("[unigram_entropy] no held-out tokens: 0 (1 or more)")
+    train_counts, heldout_counts = _counts(train, vocab_size), _counts(heldout, vocab_size)
+    log_p = np.log(train_counts + 1.0) - np.log(len(train) + float(vocab_size))
+    return float(-(heldout_counts @ log_p) / len(heldout))
+
+
+def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """(vocab_size,) int64, in pieces because numpy's bincount widens its input to int64."""
+    counts = np.zeros(vocab_size, np.int64)
+    for start in range(0, len(tokens), _SCAN_TOKENS):
+        part = np.asarray(tokens[start : start + _SCAN_TOKENS])
+        low, high = int(part.min()), int(part.max())
+        if low < 0 or high >= vocab_size:
+            raise DataError(
+                f"[unigram_entropy] token id outside the vocabulary: ids {low} to {high} (0 to {vocab_size - 1})"
+            )
+        counts += np.bincount(part, minlength=vocab_size)
+    return counts

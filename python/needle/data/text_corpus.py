@@ -1,0 +1,240 @@
+"""Where training text comes from: which files, which of them are held out, and their characters piece by piece.
+
+A corpus is two lists of pieces (a file, or a byte range of one), so that nothing has to fit in memory. The choice of
+held-out text depends on names and sizes alone: it is the same in every run and on every machine with the same files.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import DataError
+from .text_files import write_atomically
+
+HELDOUT_FRACTION = 0.05  # of the bytes
+_READ_BYTES = 1 << 20
+# Tests; what is not the library's own; and "encodings", generated tables that are near copies of one another, so that
+# a held-out one would have been seen in training all the same.
+_STDLIB_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
+_WIKITEXT_SPLITS = {
+    "train": ("wiki.train.tokens", "wiki.train.raw", "train.txt"),
+    "held-out": ("wiki.valid.tokens", "wiki.valid.raw", "valid.txt", "validation.txt", "val.txt"),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes ``start`` to ``stop`` of a text file."""
+
+    path: Path
+    start: int
+    stop: int
+
+    def texts(self, name: str) -> Iterator[str]:
+        """The text in parts of about 1 MiB that end at a line's end, with ``\\n`` line ends.
+
+        raises: DataError if the bytes are no UTF-8 text; ``name`` is the data set's, for the message.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8-sig" if self.start == 0 else "utf-8")()
+        left = self.stop - self.start
+        with _open(self.path, name) as file:
+            file.seek(self.start)
+            while left > 0:
+                raw = file.read(min(_READ_BYTES, left))
+                raw += file.readline(min(_READ_BYTES, left - len(raw)))
+                left = left - len(raw) if raw else 0  # nothing read: the file has become shorter
+                try:
+                    text = decoder.decode(raw, final=left == 0)
+                except UnicodeDecodeError as error:
+                    raise DataError(f"[{name}] not UTF-8 text: {self.path}: {error.reason} (UTF-8 text)") from error
+                if "\0" in text:
+                    raise DataError(f"[{name}] binary data: {self.path} contains zero bytes (UTF-8 text)")
+                yield text.replace("\r\n", "\n")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out text. ``key``: SHA-256 over both; ``skipped``: how many files were no usable text."""
+
+    name: str
+    train: tuple[Piece, ...]
+    heldout: tuple[Piece, ...]
+    key: str
+    skipped: int = 0
+
+    @property
+    def train_bytes(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.train)
+
+    @property
+    def heldout_bytes(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.heldout)
+
+
+def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str | Path) -> Corpus:
+    """The corpus called ``dataset``: ``stdlib``, ``wikitext-2``, or the path of a text file or of a folder of them.
+
+    ``wikitext-2`` is looked for in ``data_dir/wikitext-2`` and comes from the Hub otherwise (through ``datasets``, kept
+    under ``cache_dir``). A folder that has a training and a validation file under WikiText's usual names is split as
+    they say; of any other folder some whole files are held out, of a single file its end.
+
+    raises: DataError for an unknown name, and for text that is missing, empty, binary or unreadable.
+    """
+    if dataset == "stdlib":
+        return _stdlib()
+    if dataset == "wikitext-2":
+        folder = Path(data_dir) / "wikitext-2"
+        return _wikitext(folder if folder.is_dir() else _download_wikitext(folder, Path(cache_dir)))
+    path = Path(dataset).expanduser()
+    if path.is_file():
+        return _from_files(path.name, [path], path.parent)
+    if path.is_dir():
+        if all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
+            return _wikitext(path)
+        files = [file for file in _walk(path) if not file.name.startswith(".")]
+        return _from_files(path.name or str(path), files, path, skip_binary=True)
+    raise DataError(
+        f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, or an existing file or folder of text)"
+    )
+
+
+def _stdlib() -> Corpus:
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = [
+        file
+        for file in _walk(folder, leave_out=_STDLIB_LEFT_OUT)
+        # Generated when this Python was built, full of that machine's paths.
+        if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
+    ]
+    if not files:
+        raise DataError(f"[stdlib] no Python source: {folder} has no .py files (give a file or folder of text instead)")
+    return _from_files("stdlib", files, folder, skip_binary=True)
+
+
+def _wikitext(folder: Path) -> Corpus:
+    pieces = {}
+    for split, names in _WIKITEXT_SPLITS.items():
+        path = _first_present(folder, names)
+        if path is None:
+            found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+            raise DataError(f"[wikitext-2] no {split} text in {folder}: found {found} ({', '.join(names)})")
+        pieces[split] = Piece(path, 0, path.stat().st_size)
+    digests = [_digest(piece, "wikitext-2") for piece in pieces.values()]
+    return Corpus("wikitext-2", (pieces["train"],), (pieces["held-out"],), _key(digests))
+
+
+def _download_wikitext(wanted: Path, cache_dir: Path) -> Path:
+    folder = cache_dir / "wikitext-2"
+    if all(_first_present(folder, names) for names in _WIKITEXT_SPLITS.values()):
+        return folder
+    where = f"{wanted} does not exist (put wiki.train.tokens and wiki.valid.tokens there"
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise DataError(
+            f"[wikitext-2] no local copy: {where}, or `pip install 'needle[data]'` to download it)"
+        ) from error
+    try:
+        splits = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1")
+    except (OSError, ValueError) as error:
+        raise DataError(f"[wikitext-2] no local copy and the download failed: {error}; {where})") from error
+    for split, file_name in (("validation", "wiki.valid.raw"), ("train", "wiki.train.raw")):
+        with write_atomically(folder / file_name) as file:
+            file.write("".join(splits[split]["text"]).encode())
+    return folder
+
+
+def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = False) -> Corpus:
+    """A corpus of whole files (held out: some of them), or of one file (held out: its end)."""
+    digests: dict[str, Path] = {}  # by content: a copy of a held-out file must not be trained on
+    pieces = {file: Piece(file, 0, file.stat().st_size) for file in files}
+    skipped = 0
+    for file, piece in pieces.items():
+        try:
+            if piece.stop > 0:
+                digests.setdefault(_digest(piece, name), file)
+        except DataError:
+            if not skip_binary:
+                raise
+            skipped += 1
+    if not digests:
+        raise DataError(f"[{name}] no text: {len(files)} files, {skipped} of them binary (a non-empty UTF-8 text file)")
+    pieces = {file: pieces[file] for file in digests.values()}
+    if len(pieces) == 1:
+        train, heldout = _cut(next(iter(pieces.values())), name)
+        return Corpus(name, (train,), (heldout,), _key(list(digests)), skipped)
+    # An order by hash of name is fixed, and unlike the alphabet makes every prefix a fair sample of the whole.
+    order = sorted(pieces, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
+    held = _held_out_files(order, pieces)
+    digest_of = {file: digest for digest, file in digests.items()}
+    return Corpus(
+        name,
+        tuple(pieces[file] for file in order if file not in held),
+        tuple(pieces[file] for file in order if file in held),
+        _key([digest_of[file] for file in order]),
+        skipped,
+    )
+
+
+def _held_out_files(order: list[Path], pieces: dict[Path, Piece]) -> set[Path]:
+    """Files in ``order`` until the fraction is reached, without those so large that one would be most of it."""
+    target = HELDOUT_FRACTION * sum(piece.stop for piece in pieces.values())
+    held: set[Path] = set()
+    held_bytes = 0
+    for file in order:
+        if held_bytes < target and pieces[file].stop <= target / 4:
+            held.add(file)
+            held_bytes += pieces[file].stop
+    return held or {min(order, key=lambda file: pieces[file].stop)}
+
+
+def _cut(piece: Piece, name: str) -> tuple[Piece, Piece]:
+    """One file in two, at the line's end nearest after the cut (at a character's end if there is no such line)."""
+    cut = int(piece.stop * (1 - HELDOUT_FRACTION))
+    with _open(piece.path, name) as file:
+        file.seek(cut)
+        after = file.read(_READ_BYTES)
+    line_end = after.find(b"\n") + 1
+    if not 0 < line_end < piece.stop - cut:
+        line_end = next((i for i, byte in enumerate(after) if byte & 0xC0 != 0x80), 0)
+    cut += line_end
+    if not 0 < cut < piece.stop:
+        raise DataError(f"[{name}] too short to hold some text out: {piece.stop} bytes (a few thousand at least)")
+    return Piece(piece.path, 0, cut), Piece(piece.path, cut, piece.stop)
+
+
+def _walk(folder: Path, leave_out: set[str] = frozenset()) -> list[Path]:
+    found = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = sorted(f for f in folders if f not in leave_out and not f.startswith("."))
+        found += [Path(parent, file) for file in sorted(files)]
+    return [file for file in found if file.is_file()]
+
+
+def _digest(piece: Piece, name: str) -> str:
+    """SHA-256 of the text, read to its end so that bytes which are no text are found before anything is written."""
+    digest = hashlib.sha256()
+    for text in piece.texts(name):
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def _key(digests: list[str]) -> str:
+    return hashlib.sha256("\n".join([*digests, str(HELDOUT_FRACTION)]).encode()).hexdigest()
+
+
+def _first_present(folder: Path, names: tuple[str, ...]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _open(path: Path, name: str):
+    try:
+        return open(path, "rb")
+    except OSError as error:
+        raise DataError(f"[{name}] cannot read {path}: {error.strerror} (a readable file)") from error

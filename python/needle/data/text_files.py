@@ -1,0 +1,68 @@
+"""Files that are either complete or absent, and token files: flat arrays of ids read through a memory map."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from ..errors import DataError
+
+
+@contextlib.contextmanager
+def write_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file open for writing that appears under ``path`` when the block ends well, and not at all when it does not.
+
+    raises: DataError if the folder cannot be made or written.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(temporary, "wb")
+    except OSError as error:
+        raise DataError(f"[cache] cannot write {path}: {error.strerror} (a writable folder)") from error
+    try:
+        with file:
+            yield file
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)  # gone already if it was renamed
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest unsigned dtype for ids below ``vocab_size``: uint16 or uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> None:
+    """Write ``path`` (little-endian ids), then ``path``.json (dtype, count), which vouches for it."""
+    dtype = token_dtype(vocab_size).newbyteorder("<")
+    count = 0
+    with write_atomically(path) as file:
+        for part in ids:
+            file.write(part.astype(dtype).tobytes())
+            count += len(part)
+    with write_atomically(_description(path)) as file:
+        file.write(json.dumps({"dtype": dtype.name, "tokens": count, "vocab_size": vocab_size}).encode())
+
+
+def read_tokens(path: Path) -> np.ndarray | None:
+    """(tokens,) uint16 or uint32, memory-mapped and read-only; None if the file is absent or was not finished."""
+    if not (path.is_file() and _description(path).is_file()):
+        return None
+    description = json.loads(_description(path).read_text())
+    dtype = np.dtype(description["dtype"]).newbyteorder("<")
+    if path.stat().st_size != description["tokens"] * dtype.itemsize:
+        return None
+    if description["tokens"] == 0:  # an empty file cannot be mapped
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r")
+
+
+def _description(path: Path) -> Path:
+    return path.with_name(path.name + ".json")

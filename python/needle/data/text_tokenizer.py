@@ -1,0 +1,106 @@
+"""Byte-level BPE: trained on a corpus and kept, or read from a file. Needs the package ``tokenizers``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import DataError
+from .text_files import write_atomically
+
+END_OF_TEXT = "<|endoftext|>"  # GPT-NeoX's name for the token after each document
+SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
+
+
+class TextTokenizer:
+    """Text to ids and back. ``size``: how many ids it can make; ``end_of_text``: the id after a document, or None."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.end_of_text: int | None = tokenizer.token_to_id(END_OF_TEXT)
+        self.size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> np.ndarray:
+        """(tokens,) int64."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ``ids``; an id that only fills up the model's vocabulary gives nothing."""
+        return self._tokenizer.decode([int(i) for i in ids if i < self.size], skip_special_tokens=False)
+
+    def encode_documents(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
+        """Ids of each part of each document, and ``end_of_text`` after a document."""
+        for parts in documents:
+            for part in parts:
+                for encoding in self._tokenizer.encode_batch_fast(_at_lines(part), add_special_tokens=False):
+                    yield np.array(encoding.ids, dtype=np.int64)
+            if self.end_of_text is not None:
+                yield np.array([self.end_of_text], dtype=np.int64)
+
+
+def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str) -> TextTokenizer:
+    """Train byte-level BPE with exactly ``vocab_size`` ids on ``texts`` and keep it in ``path`` (a tokenizer.json).
+
+    raises: DataError if ``tokenizers`` is missing or the text does not support so many ids; ``name`` is the data set's.
+    """
+    tokenizers = _import_tokenizers()
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(f"[vocab_size] too small: {vocab_size} ({SMALLEST_VOCABULARY} or more)")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    reached = tokenizer.get_vocab_size()
+    if reached < vocab_size:
+        raise DataError(f"[{name}] too little text for the vocabulary: {vocab_size} ids asked ({reached} at most)")
+    with write_atomically(path) as file:
+        file.write(tokenizer.to_str().encode())
+    return TextTokenizer(tokenizer)
+
+
+def load_tokenizer(path: Path) -> TextTokenizer:
+    """raises: DataError if ``tokenizers`` is missing, or ``path`` is absent or not in the format of tokenizer.json."""
+    tokenizers = _import_tokenizers()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"[tokenizer] cannot read {path}: {error} (a tokenizer.json)") from error
+    try:
+        return TextTokenizer(tokenizers.Tokenizer.from_str(text))
+    except Exception as error:  # tokenizers raises bare Exception for every malformed file
+        raise DataError(f"[tokenizer] not a tokenizer file: {path}: {error} (a tokenizer.json)") from error
+
+
+def _import_tokenizers():
+    try:
+        import tokenizers
+    except ModuleNotFoundError as error:
+        raise DataError("[tokenizer] package missing: tokenizers (pip install 'needle[data]')") from error
+    return tokenizers
+
+
+def _at_lines(text: str, characters: int = 1 << 14) -> list[str]:
+    """``text`` in parts of about ``characters``, so that a batch of them runs on all cores.
+
+    The cut is before a newline that follows no other white space. There byte-level BPE ends a word anyway, so the ids
+    are those of the whole text.
+    """
+    parts, start = [], 0
+    while len(text) - start > characters:
+        cut = text.find("\n", start + characters)
+        while cut > 0 and text[cut - 1].isspace():
+            cut = text.find("\n", cut + 1)
+        if cut < 0:
+            break
+        parts.append(text[start:cut])
+        start = cut
+    return [*parts, text[start:]]

@@ -1,0 +1,341 @@
+"""Text to tokens to batches: what is held out, what is cached, what a batch holds, and what bad input says."""
+
+import math
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from needle.data import text as text_module
+from needle.data.text import TokenBatches, load_text, unigram_entropy
+from needle.data.text_corpus import load_corpus
+from needle.data.text_files import read_tokens, write_atomically, write_tokens
+from needle.data.text_tokenizer import _at_lines, load_tokenizer
+from needle.errors import DataError
+
+WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
+
+
+def make_text(seed, lines=200):
+    rng = np.random.default_rng(seed)
+    return "".join(" ".join(rng.choice(WORDS, 8)) + f" {seed}-{i}\n" for i in range(lines))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Forty files of text, one of them in a subfolder."""
+    root = tmp_path / "texts"
+    (root / "sub").mkdir(parents=True)
+    for i in range(40):
+        (root / ("sub" if i == 7 else "") / f"{i}.txt").write_text(make_text(i))
+    return root
+
+
+def whole_text(pieces):
+    return "".join(part for piece in pieces for part in piece.texts("x"))
+
+
+def cached_files(cache):
+    return sorted(p.name for p in cache.rglob("*") if p.is_file())
+
+
+# ---- corpora
+
+
+def test_stdlib_is_this_pythons_source_without_tests_and_holds_out_whole_files(tmp_path):
+    corpus = load_corpus("stdlib", cache_dir=tmp_path)
+    train, heldout = ({piece.path for piece in pieces} for pieces in (corpus.train, corpus.heldout))
+    assert not train & heldout
+    assert all(piece.start == 0 and piece.stop == piece.path.stat().st_size for piece in corpus.train + corpus.heldout)
+    assert not any({"test", "tests", "idle_test", "site-packages"} & set(path.parts) for path in train | heldout)
+    assert any(path.name == "argparse.py" for path in train | heldout)
+    total = corpus.train_bytes + corpus.heldout_bytes
+    assert total > 5e6 and 0.03 < corpus.heldout_bytes / total < 0.08
+    assert max(piece.stop for piece in corpus.heldout) < 0.3 * corpus.heldout_bytes
+    assert load_corpus("stdlib", cache_dir=tmp_path) == corpus
+
+
+def test_folder_holds_out_whole_files_and_never_a_copy_of_one(folder, tmp_path):
+    for file in list(folder.glob("*.txt")):
+        (folder / f"copy-of-{file.name}").write_bytes(file.read_bytes())
+    (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
+    (folder / "empty.txt").write_text("")
+    corpus = load_corpus(str(folder), cache_dir=tmp_path)
+    assert len(corpus.train) + len(corpus.heldout) == 40
+    assert corpus.skipped == 1
+    contents = [{piece.path.read_text() for piece in pieces} for pieces in (corpus.train, corpus.heldout)]
+    assert contents[1] and not contents[0] & contents[1]
+
+
+def test_two_files_hold_out_the_smaller(tmp_path):
+    (tmp_path / "a.txt").write_text(make_text(0, 50))
+    (tmp_path / "b.txt").write_text(make_text(1, 90))
+    corpus = load_corpus(str(tmp_path), cache_dir=tmp_path)
+    assert [p.path.name for p in corpus.train + corpus.heldout] == ["b.txt", "a.txt"]
+
+
+@pytest.mark.parametrize("text", [make_text(3), "ein Wort über Größe " * 500, "é" * 5001], ids=["lines", "words", "é"])
+def test_one_file_holds_out_its_end(tmp_path, text):
+    file = tmp_path / "book.txt"
+    file.write_text(text, encoding="utf-8")
+    corpus = load_corpus(str(file), cache_dir=tmp_path)
+    train, heldout = whole_text(corpus.train), whole_text(corpus.heldout)
+    assert train + heldout == text
+    assert 0.02 < len(heldout) / len(text) < 0.06
+    assert "\n" not in text or train.endswith("\n")
+
+
+def test_pieces_are_read_in_parts_without_loss(tmp_path):
+    text = "\ufeff" + "".join(f"zeile {i} größer\r\n" for i in range(150_000))  # 3 MB, BOM, Windows line ends
+    (tmp_path / "big.txt").write_bytes(text.encode())
+    corpus = load_corpus(str(tmp_path / "big.txt"), cache_dir=tmp_path)
+    assert len(list(corpus.train[0].texts("x"))) > 2
+    assert whole_text(corpus.train + corpus.heldout) == text[1:].replace("\r\n", "\n")
+
+
+def test_wikitext_from_a_local_folder(tmp_path):
+    local = tmp_path / "data" / "wikitext-2"
+    local.mkdir(parents=True)
+    (local / "valid.txt").write_text(make_text(1))
+    with pytest.raises(DataError, match=r"\[wikitext-2\] no train text in .*found valid.txt \(wiki.train.tokens"):
+        load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path)
+    (local / "wiki.train.tokens").write_text(make_text(0))
+    (local / "test.txt").write_text(make_text(2))
+    for name in ("wikitext-2", str(local)):
+        corpus = load_corpus(name, data_dir=tmp_path / "data", cache_dir=tmp_path)
+        assert whole_text(corpus.train) == make_text(0)
+        assert whole_text(corpus.heldout) == make_text(1)
+
+
+def test_wikitext_from_the_hub(tmp_path, monkeypatch):
+    lines = {"train": make_text(0), "validation": make_text(1), "test": make_text(2)}
+    splits = {name: {"text": text.splitlines(keepends=True)} for name, text in lines.items()}
+    fake = types.SimpleNamespace(load_dataset=lambda path, name: splits)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    corpus = load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path)
+    assert whole_text(corpus.train) == lines["train"] and whole_text(corpus.heldout) == lines["validation"]
+
+    def offline(path, name):
+        raise ConnectionError("no network")
+
+    fake.load_dataset = offline
+    assert load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path) == corpus
+    with pytest.raises(DataError, match=r"\[wikitext-2\] .*no network"):
+        load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path / "other")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"\[wikitext-2\] no local copy.*needle\[data\]"):
+        load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path / "other")
+
+
+# ---- tokens
+
+
+def test_load_text_round_trips_and_is_cached(folder, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    first = load_text(str(folder), vocab_size=300, cache_dir=cache)
+    assert first.tokenizer.size == first.vocab_size == 300
+    assert isinstance(first.train, np.memmap) and first.train.dtype == np.uint16
+    assert first.train.max() < 300
+    end = "<|endoftext|>"
+    for tokens, pieces in ((first.train, first.corpus.train), (first.heldout, first.corpus.heldout)):
+        assert first.tokenizer.decode(tokens) == "".join(whole_text([piece]) + end for piece in pieces)
+    assert cached_files(cache) == ["heldout.bin", "heldout.bin.json", "tokenizer.json", "train.bin", "train.bin.json"]
+
+    def must_not_run(*args):
+        raise AssertionError("tokenized again")
+
+    monkeypatch.setattr(text_module, "train_tokenizer", must_not_run)
+    monkeypatch.setattr(text_module, "write_tokens", must_not_run)
+    second = load_text(str(folder), vocab_size=300, cache_dir=cache)
+    np.testing.assert_array_equal(first.train, second.train)
+    with pytest.raises(AssertionError, match="tokenized again"):  # another vocabulary is another entry
+        load_text(str(folder), vocab_size=301, cache_dir=cache)
+    next(folder.glob("*.txt")).write_text(make_text(99))
+    with pytest.raises(AssertionError, match="tokenized again"):  # and so is changed text
+        load_text(str(folder), vocab_size=300, cache_dir=cache)
+
+
+def test_training_the_tokenizer_is_deterministic_and_sees_no_held_out_text(folder, tmp_path):
+    a = load_text(str(folder), vocab_size=320, cache_dir=tmp_path / "a")
+    held = a.corpus.heldout[0].path
+    held.write_text(held.read_text().replace("alpha", "omega"))
+    b = load_text(str(folder), vocab_size=320, cache_dir=tmp_path / "b")
+    (x,), (y,) = ((tmp_path / c).rglob("tokenizer.json") for c in "ab")
+    assert x.read_bytes() == y.read_bytes()
+    np.testing.assert_array_equal(a.train, b.train)
+
+
+def test_a_truncated_token_file_is_made_again(folder, tmp_path):
+    first = np.array(load_text(str(folder), vocab_size=300, cache_dir=tmp_path / "c").train)
+    (path,) = (tmp_path / "c").rglob("train.bin")
+    path.write_bytes(path.read_bytes()[:100])
+    assert read_tokens(path) is None
+    np.testing.assert_array_equal(load_text(str(folder), vocab_size=300, cache_dir=tmp_path / "c").train, first)
+
+
+def test_given_tokenizer_file_and_larger_model_vocabulary(folder, tmp_path):
+    load_text(str(folder), vocab_size=300, cache_dir=tmp_path / "c")
+    (path,) = (tmp_path / "c").rglob("tokenizer.json")
+    text = load_text(str(folder), tokenizer=path, vocab_size=70_000, cache_dir=tmp_path / "d")
+    assert text.vocab_size == 70_000 and text.tokenizer.size == 300
+    assert text.tokenizer.decode([*text.tokenizer.encode("alpha beta"), 69_999]) == "alpha beta"
+    assert load_text(str(folder), tokenizer=path, cache_dir=tmp_path / "d").vocab_size == 300
+    with pytest.raises(DataError, match=r"\[vocab_size\] smaller than the tokenizer's: 299 \(300 or more\)"):
+        load_text(str(folder), tokenizer=path, vocab_size=299, cache_dir=tmp_path / "d")
+    path.write_text("{}")
+    with pytest.raises(DataError, match=r"\[tokenizer\] not a tokenizer file"):
+        load_tokenizer(path)
+    with pytest.raises(DataError, match=r"\[tokenizer\] cannot read"):
+        load_tokenizer(tmp_path / "absent.json")
+
+
+def test_cutting_text_for_parallel_encoding_changes_no_id(folder, tmp_path):
+    tokenizer = load_text(str(folder), vocab_size=320, cache_dir=tmp_path).tokenizer
+    text = "\n\n  alpha beta\n\n\n\tgamma\r\n delta \n" * 50
+    parts = _at_lines(text, characters=10)
+    assert len(parts) > 20 and "".join(parts) == text
+    np.testing.assert_array_equal(np.concatenate([tokenizer.encode(p) for p in parts]), tokenizer.encode(text))
+
+
+def test_token_files_hold_large_ids(tmp_path):
+    ids = np.array([0, 65_535, 65_536, 99_999])
+    write_tokens(tmp_path / "x.bin", [ids[:2], ids[2:]], 100_000)
+    back = read_tokens(tmp_path / "x.bin")
+    assert back.dtype == np.uint32
+    np.testing.assert_array_equal(back, ids)
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "no text: 1 files, 0 of them binary"),
+        (b"ab\0cd" * 1000, "binary data"),
+        ("naïve café".encode("latin-1") * 100, "not UTF-8"),
+        (make_text(0).encode("utf-16"), "not UTF-8"),
+        (b"a", "too short to hold some text out"),
+        (make_text(0, 3).encode(), "too little text for the vocabulary: 10000 ids asked"),
+        (make_text(0).encode() * 400 + b"\0", "binary data"),
+    ],
+    ids=["empty", "zeros", "latin-1", "utf-16", "short", "vocabulary", "late zeros"],
+)
+def test_unusable_text_is_one_clear_line_and_leaves_nothing(tmp_path, content, message):
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(DataError, match=message) as info:
+        load_text(str(tmp_path / "bad.txt"), cache_dir=tmp_path / "cache", vocab_size=10_000)
+    assert str(info.value).startswith("[bad.txt] ") and "\n" not in str(info.value)
+    assert not any("train" in name or "tmp" in name for name in cached_files(tmp_path / "cache"))
+
+
+def test_other_bad_input(folder, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"\[dataset\] unknown data set: 'nowhere' \(stdlib, wikitext-2, or"):
+        load_text("nowhere", cache_dir=tmp_path)
+    with pytest.raises(DataError, match=r"\[vocab_size\] too small: 256 \(257 or more\)"):
+        load_text(str(folder), vocab_size=256, cache_dir=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"\[cache\] cannot write"):
+        load_text(str(folder), vocab_size=300, cache_dir=tmp_path / "file")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(DataError, match=r"\[empty\] no text: 0 files"):
+        load_text(str(empty), cache_dir=tmp_path)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(DataError, match=r"package missing: tokenizers \(pip install"):
+        load_text(str(folder), vocab_size=300, cache_dir=tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), write_atomically(path) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert cached_files(tmp_path) == ["x"] and path.read_bytes() == b"old"
+
+
+# ---- batches
+
+TOKENS = np.arange(1003, dtype=np.uint16)  # 100 windows of 10 and a tail
+
+
+def test_batches_hold_each_window_once_per_epoch_and_targets_are_one_later():
+    batches = TokenBatches(TOKENS, 8, 10, seed=1)
+    seen = []
+    for _ in range(25):  # two epochs
+        ids, targets = next(batches)
+        assert ids.shape == targets.shape == (8, 10) and ids.dtype == targets.dtype == np.int32
+        np.testing.assert_array_equal(targets, ids + 1)
+        seen += list(ids[:, 0])
+    assert batches.epoch == 2.0
+    first, second = seen[:100], seen[100:]
+    assert sorted(first) == sorted(second) == list(range(0, 1000, 10))
+    assert first != second and first != sorted(first)
+    again = TokenBatches(TOKENS, 100, 10, seed=1)
+    assert list(next(again)[0][:, 0]) == first  # the order does not depend on the batch size
+    assert list(next(TokenBatches(TOKENS, 100, 10, seed=2))[0][:, 0]) != first
+
+
+def test_finite_batches_end_with_a_shorter_one():
+    batches = TokenBatches(TOKENS, 64, 10, epochs=1, shuffle=False)
+    got = list(batches)
+    assert [len(ids) for ids, _ in got] == [64, 36] and batches.batches_per_epoch == 2
+    np.testing.assert_array_equal(np.concatenate([t for _, t in got]).ravel(), np.arange(1, 1001))
+
+
+@pytest.mark.parametrize("resumed_batch_size", [8, 4])
+def test_a_saved_position_goes_on_with_the_next_window(resumed_batch_size):
+    whole = TokenBatches(TOKENS, 8, 10, seed=3)
+    for _ in range(14):  # into the second epoch
+        next(whole)
+    state = whole.state_dict()
+    resumed = TokenBatches(TOKENS, resumed_batch_size, 10, seed=3)
+    resumed.load_state_dict(state)
+    got = np.concatenate([next(resumed)[0] for _ in range(8 // resumed_batch_size)])
+    np.testing.assert_array_equal(got, next(whole)[0])
+    with pytest.raises(DataError, match=r"saved position is in other data: seed 3 \(4\)"):
+        TokenBatches(TOKENS, 8, 10, seed=4).load_state_dict(state)
+    with pytest.raises(DataError, match="seq_len 10"):
+        TokenBatches(TOKENS, 8, 20, seed=3).load_state_dict(state)
+
+
+def test_max_tokens_and_bad_sizes():
+    batches = TokenBatches(TOKENS, 2, 10, max_tokens=51, epochs=1)
+    assert max(int(targets.max()) for _, targets in batches) == 50
+    with pytest.raises(DataError, match=r"\[train\] too short for one sequence: 10 tokens \(11 or more"):
+        TokenBatches(TOKENS[:10], 2, 10, name="train")
+    with pytest.raises(DataError, match=r"\[batch_size\] not positive: 0"):
+        TokenBatches(TOKENS, 0, 10)
+
+
+def test_an_id_outside_the_vocabulary_is_named_with_its_position():
+    tokens = TOKENS % 50
+    tokens[523] = 50
+    batches = TokenBatches(tokens, 10, 10, vocab_size=50, epochs=1, name="train")
+    message = r"\[train\] token id outside the vocabulary: 50 at position 523 \(0 to 49\)"
+    with pytest.raises(DataError, match=message):
+        list(batches)
+    list(TokenBatches(tokens, 10, 10, vocab_size=51, epochs=1))
+    with pytest.raises(DataError, match="-1 at position 4"):
+        next(TokenBatches(np.array([0, 1, 2, 3, -1, 5]), 1, 5, vocab_size=50))
+
+
+def test_batches_do_not_alias_the_tokens():
+    tokens = np.arange(11, dtype=np.int32)
+    ids, targets = next(TokenBatches(tokens, 1, 10))
+    ids[:] = 0
+    assert targets[0, 0] == 1 and tokens[5] == 5
+
+
+def test_unigram_entropy_is_add_one_smoothed_cross_entropy():
+    train, heldout = np.array([0, 0, 0, 1], np.uint16), np.array([0, 1, 2], np.uint16)
+    expected = -(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3
+    assert unigram_entropy(train, heldout, 3) == pytest.approx(expected, rel=1e-12)
+    uniform = np.arange(100).repeat(7)
+    assert unigram_entropy(uniform, uniform, 100) == pytest.approx(math.log(100), rel=1e-12)
+    with pytest.raises(DataError, match=r"outside the vocabulary: ids 0 to 2 \(0 to 1\)"):
+        unigram_entropy(train, heldout, 2)
+    with pytest.raises(DataError, match="no held-out tokens"):
+        unigram_entropy(train, heldout[:0], 3)
