@@ -3,6 +3,7 @@
 #pragma once
 
 #include "array.h"
+#include "dlpack.h"
 
 namespace needle {
 
@@ -20,7 +21,13 @@ constexpr int kLayerNormPartials = 64;  // LAYER_NORM_PARTIALS in kernels.py
 
 namespace NEEDLE_DEVICE {
 
+// What a device has beside its kernels, in src/ndarray_backend_<device>.
 Allocator& allocator();
+DLDevice dlpack_device();
+void sync();  // returns when everything asked so far is done, and raises what went wrong on the device
+void copy_to_host(const Array& from, void* to);          // all of `from`; both wait until the copy is done
+void copy_from_host(const void* from, const Array& to);  // all of `to`
+
 #include "kernel_api.h"
 
 }  // namespace NEEDLE_DEVICE

@@ -1,0 +1,413 @@
+// The Python face of a compiled backend: Array, the kernels of kernel_api.h by their own names, the course's names on top.
+// Included once per device, by src/ndarray_backend_<device>, whose PYBIND11_MODULE calls bind_backend(m).
+#pragma once
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cmath>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "backend.h"
+#include "bindings_casters.h"
+#include "bindings_dlpack.h"
+
+#define NEEDLE_STRING_(x) #x
+#define NEEDLE_STRING(x) NEEDLE_STRING_(x)
+
+namespace needle::NEEDLE_DEVICE {
+
+namespace py = pybind11;
+
+// --- calling kernels -----------------------------------------------------------------------------------------------
+
+// Lets other Python threads run during large work; for small work the hand-over costs more than the kernel.
+class Unlocked {
+ public:
+  explicit Unlocked(int64_t elements)
+      : state_(elements >= kLargeElements ? PyEval_SaveThread() : nullptr) {}
+  ~Unlocked() {
+    if (state_) PyEval_RestoreThread(state_);
+  }
+  Unlocked(const Unlocked&) = delete;
+  Unlocked& operator=(const Unlocked&) = delete;
+
+ private:
+  static constexpr int64_t kLargeElements = 1 << 15;
+  PyThreadState* state_;
+};
+
+inline int64_t elements_of(const Array& array) { return array.size(); }
+template <class T>
+int64_t elements_of(const T&) {
+  return 0;
+}
+
+// Bound<kernel>::call is the kernel with the interpreter's lock released when one of its arrays is large.
+template <auto kernel>
+struct Bound;
+template <class... Args, void (*kernel)(Args...)>
+struct Bound<kernel> {
+  static void call(Args... args) {
+    int64_t largest = 0;
+    ((largest = std::max(largest, elements_of(args))), ...);
+    Unlocked unlocked(largest);
+    kernel(args...);
+  }
+};
+
+// A view whose every element lies inside its array; anything else is an IndexError rather than a crash.
+inline View checked(const Array& array, const Dims& shape, const Dims& strides, int64_t offset) {
+  if (strides.size() != shape.size())
+    throw std::invalid_argument("a view has " + std::to_string(shape.size()) + " dimensions and " +
+                                std::to_string(strides.size()) + " strides");
+  int64_t low = offset, high = offset;
+  bool empty = false;
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (shape[i] <= 0) empty = true;
+    (strides[i] < 0 ? low : high) += (shape[i] - 1) * strides[i];
+  }
+  if (!empty && (low < 0 || high >= array.size()))
+    throw std::out_of_range("a view reaches elements " + std::to_string(low) + " to " +
+                            std::to_string(high) + " of an array of " +
+                            std::to_string(array.size()));
+  return View{array, shape, strides, offset};
+}
+
+inline View whole(const Array& array, const Dims& shape) {
+  static const Dims contiguous;
+  if (array.size() < shape[0])
+    throw std::out_of_range("an operand has " + std::to_string(array.size()) +
+                            " elements, out has " + std::to_string(shape[0]));
+  return View{array, shape, contiguous, 0};
+}
+
+inline Dims compact_strides(const Dims& shape) {
+  Dims strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = stride;
+  return strides;
+}
+
+// --- binding, family by family -----------------------------------------------------------------------------------------
+
+inline void bind_array(py::module_& m) {
+  py::class_<Array>(m, "Array", py::module_local())
+      .def(py::init([](int64_t size, const std::string& dtype) {
+             return std::make_unique<Array>(allocator(), size, dtype_from_name(dtype));
+           }),
+           py::arg("size"), py::arg("dtype") = "float32")
+      .def_property_readonly("size", &Array::size)
+      .def_property_readonly("dtype", [](const Array& a) { return dtype_name(a.dtype()); })
+      .def_property_readonly("nbytes", &Array::nbytes)
+      .def_property_readonly("itemsize", [](const Array& a) { return dtype_size(a.dtype()); })
+      .def("ptr", [](const Array& a) { return reinterpret_cast<uintptr_t>(a.ptr()); })
+      .def("view", &Array::view, py::arg("offset"), py::arg("size"))
+      .def_property(
+          "last_write", [](const Array& a) { return a.storage().last_write; },
+          [](const Array& a, int64_t stamp) { a.storage().last_write = stamp; })
+      .def_property(
+          "category", [](const Array& a) { return a.storage().category; },
+          [](const Array& a, int category) { a.storage().set_category(category); });
+}
+
+inline py::dict stats_dict(const MemoryStats& s) {
+  py::dict d;
+  d["live"] = s.live;
+  d["peak"] = s.peak;
+  d["reserved"] = s.reserved;
+  d["peak_reserved"] = s.peak_reserved;
+  d["borrowed"] = s.borrowed;
+  d["limit"] = s.limit;
+  d["allocations"] = s.allocations;
+  d["live_arrays"] = s.live_arrays;
+  py::list now, at_peak;
+  for (int64_t bytes : s.by_category) now.append(bytes);
+  for (int64_t bytes : s.by_category_at_peak) at_peak.append(bytes);
+  d["by_category"] = now;
+  d["by_category_at_peak"] = at_peak;
+  return d;
+}
+
+// OutOfMemory becomes the package's OutOfMemoryError(message, requested_bytes, stats); MemoryError where the module was
+// imported alone.
+inline void bind_memory(py::module_& m) {
+  m.def("memory_stats", [] { return stats_dict(allocator().stats()); });
+  m.def("reset_peak", [] { allocator().reset_peak(); });
+  m.def("empty_cache", [] {
+    sync();
+    allocator().empty_cache();
+  });
+  m.def("set_limit", [](int64_t bytes) { allocator().set_limit(bytes); });
+  m.def("set_current_category", [](int category) { allocator().set_current_category(category); });
+
+  const auto name = m.attr("__name__").cast<std::string>();
+  const auto parent = name.rfind('.');
+  const auto root = parent == std::string::npos ? parent : name.rfind('.', parent - 1);
+  static PyObject* error_class = PyExc_MemoryError;
+  if (root != std::string::npos)
+    error_class = py::module_::import((name.substr(0, root) + ".errors").c_str())
+                      .attr("OutOfMemoryError")
+                      .release()
+                      .ptr();
+  py::register_local_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const OutOfMemory& e) {
+      const std::string text = std::string("[" NEEDLE_STRING(NEEDLE_DEVICE) "] ") + e.what();
+      const py::object error = py::handle(error_class)(text, e.requested, stats_dict(e.stats));
+      PyErr_SetObject(error_class, error.ptr());
+    }
+  });
+}
+
+inline const char* numpy_dtype(DType dtype) {
+  return dtype == DType::kBFloat16 ? "uint16" : dtype_name(dtype);
+}
+
+inline py::array to_numpy(const Array& a, const Dims& shape, const Dims& strides, int64_t offset) {
+  const View view = checked(a, shape, strides, offset);
+  py::array result(py::dtype(numpy_dtype(a.dtype())), shape);
+  const int64_t n = view.size();
+  if (n == 0) return result;
+  const Dims compact = compact_strides(shape);
+  void* to = result.mutable_data();
+  Unlocked unlocked(n);
+  if (strides == compact) {
+    copy_to_host(a.view(offset, n), to);
+  } else if (dlpack_device().device_type == kDLCPU) {  // straight into numpy's memory
+    const Array host(std::make_shared<Storage>(allocator(), to, n * dtype_size(a.dtype()), [] {}),
+                     to, n, a.dtype());
+    strided_copy(a, strides, offset, host, compact, 0, shape);
+    sync();
+  } else {
+    const Array packed(allocator(), n, a.dtype());
+    strided_copy(a, strides, offset, packed, compact, 0, shape);
+    copy_to_host(packed, to);
+  }
+  return result;
+}
+
+inline void from_numpy(py::array a, const Array& out) {
+  const py::dtype wanted(numpy_dtype(out.dtype()));
+  if (!a.dtype().equal(wanted) || !(a.flags() & py::array::c_style))
+    a = py::module_::import("numpy").attr("ascontiguousarray")(a, wanted);
+  if (a.size() != out.size())
+    throw std::invalid_argument("[from_numpy] sizes differ: the numpy array has " +
+                                std::to_string(a.size()) + " elements, out has " +
+                                std::to_string(out.size()));
+  const void* from = a.data();
+  Unlocked unlocked(out.size());
+  if (out.size() > 0) copy_from_host(from, out);
+}
+
+inline void bind_movement(py::module_& m) {
+  m.def("to_numpy", &to_numpy);
+  m.def("from_numpy", &from_numpy);
+  m.def("to_dlpack", [](const Array& a, Dims shape, Dims strides, int64_t offset) {
+    checked(a, shape, strides, offset);
+    sync();
+    return dlpack_export(a, std::move(shape), std::move(strides), offset, dlpack_device());
+  });
+  m.def("from_dlpack", [](py::capsule capsule) {
+    return dlpack_import(std::move(capsule), allocator(), dlpack_device());
+  });
+  m.def("fill", &Bound<&fill>::call);
+  m.def("arange", &Bound<&arange>::call);
+  m.def("strided_copy",
+        [](const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,
+           const Dims& out_strides, int64_t out_offset, const Dims& shape) {
+          const View from = checked(a, shape, a_strides, a_offset);
+          checked(out, shape, out_strides, out_offset);
+          Unlocked unlocked(from.size());
+          strided_copy(a, a_strides, a_offset, out, out_strides, out_offset, shape);
+        });
+  m.def("strided_fill", [](const Array& out, const Dims& strides, int64_t offset, const Dims& shape,
+                           Scalar value) {
+    const View to = checked(out, shape, strides, offset);
+    Unlocked unlocked(to.size());
+    strided_fill(out, strides, offset, shape, value);
+  });
+  // The course's names for the same.
+  m.def("compact", [](const Array& a, const Array& out, const Dims& shape, const Dims& strides,
+                      int64_t offset) {
+    const View from = checked(a, shape, strides, offset);
+    const Dims compact = compact_strides(shape);
+    checked(out, shape, compact, 0);
+    Unlocked unlocked(from.size());
+    strided_copy(a, strides, offset, out, compact, 0, shape);
+  });
+  m.def("ewise_setitem", [](const Array& a, const Array& out, const Dims& shape,
+                            const Dims& strides, int64_t offset) {
+    const Dims compact = compact_strides(shape);
+    const View from = checked(a, shape, compact, 0);
+    checked(out, shape, strides, offset);
+    Unlocked unlocked(from.size());
+    strided_copy(a, compact, 0, out, strides, offset, shape);
+  });
+  m.def("scalar_setitem", [](int64_t, Scalar value, const Array& out, const Dims& shape,
+                             const Dims& strides, int64_t offset) {
+    const View to = checked(out, shape, strides, offset);
+    Unlocked unlocked(to.size());
+    strided_fill(out, strides, offset, shape, value);
+  });
+}
+
+inline void bind_unary(py::module_& m, const std::string& name, UnaryOp op) {
+  m.def(name.c_str(), [op](const Array& a, const Array& out) {
+    const Dims shape{out.size()};
+    const View view = whole(a, shape);
+    Unlocked unlocked(out.size());
+    ewise_unary(op, view, out);
+  });
+  m.def(name.c_str(), [op](const Array& a, const Dims& strides, int64_t offset, const Array& out,
+                           const Dims& shape) {
+    const View view = checked(a, shape, strides, offset);
+    Unlocked unlocked(out.size());
+    ewise_unary(op, view, out);
+  });
+}
+
+inline void bind_binary(py::module_& m, const std::string& name, BinaryOp op) {
+  const std::string ewise = "ewise_" + name, scalar = "scalar_" + name, rscalar = "rscalar_" + name;
+  m.def(ewise.c_str(), [op](const Array& a, const Array& b, const Array& out) {
+    const Dims shape{out.size()};
+    const View x = whole(a, shape), y = whole(b, shape);
+    Unlocked unlocked(out.size());
+    ewise_binary(op, x, y, out);
+  });
+  m.def(ewise.c_str(), [op](const Array& a, const Dims& a_strides, int64_t a_offset, const Array& b,
+                            const Dims& b_strides, int64_t b_offset, const Array& out,
+                            const Dims& shape) {
+    const View x = checked(a, shape, a_strides, a_offset);
+    const View y = checked(b, shape, b_strides, b_offset);
+    Unlocked unlocked(out.size());
+    ewise_binary(op, x, y, out);
+  });
+  m.def(scalar.c_str(), [op](const Array& a, Scalar b, const Array& out) {
+    const Dims shape{out.size()};
+    const View x = whole(a, shape);
+    Unlocked unlocked(out.size());
+    scalar_binary(op, x, b, out);
+  });
+  m.def(scalar.c_str(), [op](const Array& a, const Dims& strides, int64_t offset, Scalar b,
+                             const Array& out, const Dims& shape) {
+    const View x = checked(a, shape, strides, offset);
+    Unlocked unlocked(out.size());
+    scalar_binary(op, x, b, out);
+  });
+  m.def(rscalar.c_str(), [op](const Array& b, Scalar a, const Array& out) {
+    const Dims shape{out.size()};
+    const View y = whole(b, shape);
+    Unlocked unlocked(out.size());
+    rscalar_binary(op, a, y, out);
+  });
+  m.def(rscalar.c_str(), [op](const Array& b, const Dims& strides, int64_t offset, Scalar a,
+                              const Array& out, const Dims& shape) {
+    const View y = checked(b, shape, strides, offset);
+    Unlocked unlocked(out.size());
+    rscalar_binary(op, a, y, out);
+  });
+}
+
+inline void bind_ewise(py::module_& m) {
+#define NEEDLE_UNARY(name, kind, expression) bind_unary(m, "ewise_" #name, UnaryOp::name);
+#define NEEDLE_BINARY(name, kind, expression) bind_binary(m, #name, BinaryOp::name);
+#include "ewise_ops.def"
+  m.def("where", [](const Array& c, const Array& a, const Array& b, const Array& out) {
+    const Dims shape{out.size()};
+    const View condition = whole(c, shape), x = whole(a, shape), y = whole(b, shape);
+    Unlocked unlocked(out.size());
+    where(condition, x, y, out);
+  });
+  m.def("where", [](const Array& c, const Dims& c_strides, int64_t c_offset, const Array& a,
+                    const Dims& a_strides, int64_t a_offset, const Array& b, const Dims& b_strides,
+                    int64_t b_offset, const Array& out, const Dims& shape) {
+    const View condition = checked(c, shape, c_strides, c_offset);
+    const View x = checked(a, shape, a_strides, a_offset);
+    const View y = checked(b, shape, b_strides, b_offset);
+    Unlocked unlocked(out.size());
+    where(condition, x, y, out);
+  });
+}
+
+inline void bind_reduce(py::module_& m) {
+  const std::pair<const char*, ReduceOp> rows[] = {
+      {"reduce_sum", ReduceOp::sum},       {"reduce_max", ReduceOp::max},
+      {"reduce_min", ReduceOp::min},       {"reduce_prod", ReduceOp::prod},
+      {"reduce_sumsq", ReduceOp::sumsq},   {"reduce_argmax", ReduceOp::argmax},
+      {"reduce_argmin", ReduceOp::argmin},
+  };
+  for (const auto& [name, op_] : rows) {
+    const ReduceOp op = op_;
+    const auto run = [op](const Array& a, const Array& out, int64_t outer, int64_t reduce_size,
+                          int64_t inner) {
+      if (a.size() < outer * reduce_size * inner || out.size() < outer * inner)
+        throw std::out_of_range("[reduce] an array is smaller than its shape says");
+      Unlocked unlocked(a.size());
+      reduce(op, a, out, outer, reduce_size, inner);
+    };
+    m.def(name, run);
+    // The course's form: rows of reduce_size elements.
+    m.def(name, [run](const Array& a, const Array& out, int64_t reduce_size) {
+      run(a, out, out.size(), reduce_size, 1);
+    });
+  }
+}
+
+inline void bind_matmul(py::module_& m) {
+  m.def("matmul", &Bound<&matmul>::call);
+  // The course's form: (m, n) @ (n, p), all compact.
+  m.def("matmul", [](const Array& a, const Array& b, const Array& out, int64_t rows, int64_t inner,
+                     int64_t cols) {
+    if (a.size() < rows * inner || b.size() < inner * cols || out.size() < rows * cols)
+      throw std::out_of_range("[matmul] an array is smaller than its shape says");
+    Unlocked unlocked(std::max(a.size(), b.size()));
+    matmul(a, 0, {}, inner, false, b, 0, {}, cols, false, out, {}, rows, inner, cols, false);
+  });
+}
+
+inline void bind_fused(py::module_& m) {
+#define NEEDLE_BIND(name) m.def(#name, &Bound<&name>::call);
+  NEEDLE_BIND(softmax_forward)
+  NEEDLE_BIND(softmax_backward)
+  NEEDLE_BIND(log_softmax_forward)
+  NEEDLE_BIND(log_softmax_backward)
+  NEEDLE_BIND(logsumexp_forward)
+  NEEDLE_BIND(logsumexp_backward)
+  NEEDLE_BIND(layer_norm_forward)
+  NEEDLE_BIND(layer_norm_backward)
+  NEEDLE_BIND(rotary)
+  NEEDLE_BIND(embedding_forward)
+  NEEDLE_BIND(embedding_backward)
+  NEEDLE_BIND(one_hot)
+  NEEDLE_BIND(cross_entropy_forward)
+  NEEDLE_BIND(cross_entropy_backward)
+  NEEDLE_BIND(adamw_step)
+  NEEDLE_BIND(attention_forward)
+  NEEDLE_BIND(attention_backward)
+  NEEDLE_BIND(blocksparse_sdd)
+  NEEDLE_BIND(blocksparse_dsd)
+  NEEDLE_BIND(blocksparse_dds)
+  NEEDLE_BIND(random_uniform)
+  NEEDLE_BIND(random_normal)
+  NEEDLE_BIND(dropout)
+#undef NEEDLE_BIND
+}
+
+inline void bind_backend(py::module_& m) {
+  m.attr("__device_name__") = NEEDLE_STRING(NEEDLE_DEVICE);
+  m.attr("__tile_size__") = 8;
+  m.def("sync", [] { sync(); });
+  bind_array(m);
+  bind_memory(m);
+  bind_movement(m);
+  bind_ewise(m);
+  bind_reduce(m);
+  bind_matmul(m);
+  bind_fused(m);
+}
+
+}  // namespace needle::NEEDLE_DEVICE

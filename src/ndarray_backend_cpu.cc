@@ -1,0 +1,87 @@
+// The CPU backend's module: its memory, the pool's size, and everything of bindings.h.
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <cstring>
+
+#include "common/bindings.h"
+#include "common/gemm_cpu.h"
+#include "common/parallel.h"
+
+namespace needle::cpu {
+namespace {
+
+constexpr int64_t kMapped = 256 << 10;  // bytes from which a block is pages of its own
+constexpr int64_t kHugePage = 2 << 20;
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Small blocks from the heap; large ones as pages, which go back to the system when released. From 4 MiB on they start
+// at a huge page's boundary and ask for huge pages: 512 times fewer faults.
+class HostMemory : public MemorySource {
+ public:
+  void* allocate(int64_t bytes) override {
+    if (exact_ || bytes < kMapped) return std::aligned_alloc(64, size_t(round_up(bytes, 64)));
+    if (bytes < 2 * kHugePage) return map(bytes);
+    char* raw = static_cast<char*>(map(bytes + kHugePage));
+    if (raw == nullptr) return nullptr;
+    const auto address = reinterpret_cast<uintptr_t>(raw);
+    const int64_t before = round_up(int64_t(address), kHugePage) - int64_t(address);
+    if (before > 0) munmap(raw, size_t(before));
+    if (before < kHugePage) munmap(raw + before + bytes, size_t(kHugePage - before));
+    madvise(raw + before, size_t(bytes), MADV_HUGEPAGE);
+    return raw + before;
+  }
+  void release(void* ptr, int64_t bytes) override {
+    if (exact_ || bytes < kMapped)
+      std::free(ptr);
+    else
+      munmap(ptr, size_t(bytes));
+  }
+
+ private:
+  static void* map(int64_t bytes) {
+    void* p = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return p == MAP_FAILED ? nullptr : p;
+  }
+#ifdef __SANITIZE_ADDRESS__
+  static constexpr bool exact_ = true;  // the sanitizer watches the heap
+#else
+  static constexpr bool exact_ = false;
+#endif
+};
+
+}  // namespace
+
+Allocator& allocator() {
+  static HostMemory memory;
+#ifdef __SANITIZE_ADDRESS__
+  static auto* instance = new Allocator(memory, false);
+#else
+  static auto* instance = new Allocator(memory, true);  // never destroyed: arrays may outlive statics
+#endif
+  return *instance;
+}
+
+DLDevice dlpack_device() { return {kDLCPU, 0}; }
+void sync() {}
+void copy_to_host(const Array& from, void* to) {
+  std::memcpy(to, from.ptr(), size_t(from.nbytes()));
+}
+void copy_from_host(const void* from, const Array& to) {
+  std::memcpy(to.ptr(), from, size_t(to.nbytes()));
+}
+
+// out (m/8, p/8, 8, 8) = a (m/8, n/8, 8, 8) @ b (n/8, p/8, 8, 8), all in tiles; in kernels/matmul_cpu.cc.
+void matmul_tiled(const Array& a, const Array& b, const Array& out, int64_t m, int64_t n, int64_t p);
+
+}  // namespace needle::cpu
+
+PYBIND11_MODULE(NEEDLE_MODULE, m) {
+  using namespace needle::cpu;
+  bind_backend(m);
+  m.def("num_threads", &num_threads);
+  m.def("set_num_threads", &set_num_threads);
+  m.def("matmul_tiled", &Bound<&matmul_tiled>::call);
+  m.attr("__gemm__") = gemm_library();
+}
