@@ -1,144 +1,27 @@
-// Products of tiles that lie in cache, for use inside one pool task. Nothing is packed: elements of A are read one at a time,
-// through any two strides, and multiplied with whole vectors of a row of B. So a caller chooses what runs along the vector
-// lanes, and gets both A and A^T for free.
+// Products and transposes of tiles that lie in cache, for use inside one pool task. Nothing is
+// packed: elements of A are read one at a time, through any two strides, and multiplied with whole
+// vectors of a row of B. So a caller chooses what runs along the vector lanes, and gets both A and
+// A^T for free.
 //
-// Each element of C is one chain of fused multiply-adds in ascending k, whatever the tile it falls into, so splitting m or n
-// differently, or continuing a sum over k with `accumulate`, gives the same bits.
+// Each element of C is one chain of fused multiply-adds in ascending k, whatever the tile it falls
+// into, so splitting m or n differently, or continuing a sum over k with `accumulate`, gives the
+// same bits.
 #pragma once
-
-#include <type_traits>
 
 #include "simd_cpu.h"
 
 namespace needle::cpu {
 
-// C (rows, vectors) in registers: rows x vectors sums, `vectors` of B and one element of A.
-template <class A, int rows, int vectors, bool whole>
-NEEDLE_INLINE void lane_gemm_tile(int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b, int64_t ldb,
-                                  A* c, int64_t ldc, bool accumulate, int64_t lanes) {
-  static_assert(whole || vectors == 1, "only a single vector may be cut");
-  constexpr int L = kLanes<A>;
-  Vec<A> sum[rows][vectors];
-#pragma GCC unroll 16
-  for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < vectors; ++v) {
-      if (!accumulate)
-        sum[r][v] = Vec<A>{};
-      else if constexpr (whole)
-        sum[r][v] = load(c + r * ldc + v * L);
-      else
-        sum[r][v] = load(c + r * ldc, lanes, A(0));
-    }
-  for (int64_t p = 0; p < k; ++p, a += a_col, b += ldb) {
-    Vec<A> bv[vectors];
-#pragma GCC unroll 16
-    for (int v = 0; v < vectors; ++v) {
-      if constexpr (whole)
-        bv[v] = load(b + v * L);
-      else
-        bv[v] = load(b, lanes, A(0));
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) {
-      const A element = a[r * a_row];
-#pragma GCC unroll 16
-      for (int v = 0; v < vectors; ++v) sum[r][v] += element * bv[v];
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 16
-    for (int v = 0; v < vectors; ++v) {
-      if constexpr (whole)
-        store(c + r * ldc + v * L, sum[r][v]);
-      else
-        store(c + r * ldc, sum[r][v], lanes);
-    }
-}
-
-// All m rows of a strip of `vectors` vectors.
-template <class A, int vectors, bool whole>
-void lane_gemm_strip(int64_t m, int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b, int64_t ldb,
-                     A* c, int64_t ldc, bool accumulate, int64_t lanes) {
-  constexpr int kRows = 6;
-  int64_t i = 0;
-  for (; i + kRows <= m; i += kRows)
-    lane_gemm_tile<A, kRows, vectors, whole>(k, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc, ldc, accumulate,
-                                             lanes);
-  a += i * a_row;
-  c += i * ldc;
-  switch (m - i) {
-#define ROWS(r)                                                                                       \
-  case r:                                                                                             \
-    lane_gemm_tile<A, r, vectors, whole>(k, a, a_row, a_col, b, ldb, c, ldc, accumulate, lanes); \
-    break;
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5)
-#undef ROWS
-  }
-}
-
-// C (m, n) = A (m, k) B (k, n), or C += with accumulate. A element (i, p) is a[i * a_row + p * a_col]; rows of B and C are
-// contiguous.
+// C (m, n) = A (m, k) B (k, n), or C += with accumulate. A element (i, p) is a[i * a_row + p *
+// a_col]; rows of B and C are contiguous. float and double.
 template <class A>
-void lane_gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b, int64_t ldb,
-               A* c, int64_t ldc, bool accumulate) {
-  constexpr int L = kLanes<A>, kVectors = kVectorRegisters >= 32 ? 4 : 2;
-  int64_t j = 0;
-  for (; j + kVectors * L <= n; j += kVectors * L)
-    lane_gemm_strip<A, kVectors, true>(m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, accumulate, L);
-  for (; j + 2 * L <= n; j += 2 * L)
-    lane_gemm_strip<A, 2, true>(m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, accumulate, L);
-  for (; j + L <= n; j += L)
-    lane_gemm_strip<A, 1, true>(m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, accumulate, L);
-  if (j < n) lane_gemm_strip<A, 1, false>(m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, accumulate, n - j);
-}
+void lane_gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_col,
+               const A* b, int64_t ldb, A* c, int64_t ldc, bool accumulate);
 
-// The permutation that swaps the off-diagonal step x step squares of two rows: one stage of a transpose in registers.
-template <class A, int step, bool high, size_t... lane>
-NEEDLE_INLINE Vec<A> swap_squares(Vec<A> a, Vec<A> b, std::index_sequence<lane...>) {
-  constexpr int L = kLanes<A>;
-#if defined(__clang__)
-  return high ? __builtin_shufflevector(a, b, int(lane & step ? lane + L : lane + step)...)
-              : __builtin_shufflevector(a, b, int(lane & step ? lane - step + L : lane)...);
-#else
-  return high ? __builtin_shuffle(a, b, Mask<A>{(lane & step ? int(lane) + L : int(lane) + step)...})
-              : __builtin_shuffle(a, b, Mask<A>{(lane & step ? int(lane) - step + L : int(lane))...});
-#endif
-}
-template <class A, int step>
-NEEDLE_INLINE void transpose_stage(Vec<A>* row) {
-  constexpr auto lanes = std::make_index_sequence<kLanes<A>>{};
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes<A>; ++i) {
-    if (i & step) continue;
-    const Vec<A> a = row[i], b = row[i + step];
-    row[i] = swap_squares<A, step, false>(a, b, lanes);
-    row[i + step] = swap_squares<A, step, true>(a, b, lanes);
-  }
-}
-
-// to (cols, rows) = the transpose of from (rows, cols), converted; both with contiguous rows.
+// to (cols, rows) = the transpose of from (rows, cols), both with contiguous rows. From and To are
+// one floating type, or one of them is the accumulate type of the other.
 template <class From, class To>
-void transpose_tile(const From* from, int64_t ld_from, int64_t rows, int64_t cols, To* to, int64_t ld_to) {
-  using A = accum_t<From>;
-  static_assert(std::is_same_v<A, accum_t<To>>, "one precision");
-  constexpr int L = kLanes<A>;
-  const int64_t whole_rows = rows - rows % L, whole_cols = cols - cols % L;
-  for (int64_t i = 0; i < whole_rows; i += L)
-    for (int64_t j = 0; j < whole_cols; j += L) {
-      Vec<A> square[L];
-#pragma GCC unroll 16
-      for (int r = 0; r < L; ++r) square[r] = load(from + (i + r) * ld_from + j);
-      transpose_stage<A, 1>(square);
-      if constexpr (L > 2) transpose_stage<A, 2>(square);
-      if constexpr (L > 4) transpose_stage<A, 4>(square);
-      if constexpr (L > 8) transpose_stage<A, 8>(square);
-#pragma GCC unroll 16
-      for (int r = 0; r < L; ++r) store(to + (j + r) * ld_to + i, square[r]);
-    }
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = i < whole_rows ? whole_cols : 0; j < cols; ++j) to[j * ld_to + i] = To(A(from[i * ld_from + j]));
-}
+void transpose_tile(const From* from, int64_t ld_from, int64_t rows, int64_t cols, To* to,
+                    int64_t ld_to);
 
 }  // namespace needle::cpu

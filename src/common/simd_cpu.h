@@ -1,5 +1,6 @@
-// Vectors as a type for the fused CPU kernels: one native register wide, on the compiler's vector extensions, so that a
-// loop over `kLanes<A>` elements is vectorized by construction (sums too, without -ffast-math).
+// Vectors as a type for the fused CPU kernels: one native register wide, on the compiler's vector
+// extensions, so that a loop over `kLanes<A>` elements is vectorized by construction (sums too,
+// without -ffast-math).
 #pragma once
 
 #include <cmath>
@@ -48,7 +49,8 @@ NEEDLE_INLINE Vec<A> broadcast(A value) {
   return value - Vec<A>{};
 }
 
-// Loads convert 16-bit floats to float, stores round back; n < kLanes loads or stores the first n lanes alone.
+// Loads convert 16-bit floats to float, stores round back; n < kLanes loads or stores the first n
+// lanes alone.
 template <class T>
 NEEDLE_INLINE Vec<accum_t<T>> load(const T* from) {
   using A = accum_t<T>;
@@ -87,7 +89,8 @@ NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v, int64_t n) {
   for (int64_t l = 0; l < n; ++l) to[l] = T(v[l]);
 }
 
-// f(offset, lanes) over 0 .. n: whole vectors, then the rest; lanes is a compile-time constant in the first form.
+// f(offset, lanes) over 0 .. n: whole vectors, then the rest; lanes is a compile-time constant in
+// the first form.
 template <class A, class Whole, class Rest>
 NEEDLE_INLINE void for_vectors(int64_t n, Whole&& whole, Rest&& rest) {
   int64_t i = 0;
@@ -124,8 +127,9 @@ struct ExpConstants<double> {
   static constexpr int terms = 13, mantissa_bits = 52, bias = 1023;
 };
 
-// e^x without branches, within 1.5 ulp: x = n ln 2 + r, e^x = 2^n e^r with e^r by its series. -inf gives 0, inf gives inf,
-// NaN stays. 2^n is applied in two halves so that results below the smallest normal number and above the largest come out right.
+// e^x without branches, within 1.5 ulp: x = n ln 2 + r, e^x = 2^n e^r with e^r by its series. -inf
+// gives 0, inf gives inf, NaN stays. 2^n is applied in two halves so that results below the
+// smallest normal number and above the largest come out right.
 template <class A>
 NEEDLE_INLINE Vec<A> vexp(Vec<A> x) {
   using C = ExpConstants<A>;

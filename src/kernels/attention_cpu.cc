@@ -1,0 +1,481 @@
+// Attention over a block layout, never storing more than one tile of scores.
+//
+//   s = scale q k^T (masked to -inf), lse = log sum_j exp(s_ij), p = exp(s - lse), out = p v
+//   dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), delta_i = dout_i . out_i,
+//   dq = scale ds k, dk = scale ds^T q
+//
+// A tile is up to 64 queries against a run of adjacent key blocks. Queries lie along the vector
+// lanes: scores are kept as S^T (keys, queries), so that row maxima and sums are plain vector
+// operations, and both products read k and v where they are (lane_gemm). Forward carries a running
+// maximum and sum (Milakov & Gimelshein 2018; Dao et al. 2022).
+//
+// Backward has two ways that give the same bits: all three gradients of one (batch, head) in one
+// task, five products per tile, when there are heads enough to feed the pool; else dq by query
+// tiles and dk, dv by key tiles (keys along the lanes, by the transposed index), seven products,
+// any number of tasks. 16-bit types always take the second, whose sums stay in float32. Every
+// element of a gradient is the same chain of additions in both: ascending, whatever the tiles.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "../common/backend.h"
+#include "../common/lane_gemm_cpu.h"
+#include "../common/parallel.h"
+
+namespace needle::NEEDLE_DEVICE {
+namespace {
+
+constexpr int64_t kTile = 64;      // queries (keys in the dk, dv pass) along the lanes
+constexpr int64_t kChunk = 128;    // the longest run of the other side
+constexpr int64_t kMaxHead = 256;  // head size
+
+// One thread's workspace, of fixed size, made at its first use.
+template <class A>
+struct Scratch {
+  alignas(64) A q_lanes[kMaxHead * kTile], dout_lanes[kMaxHead * kTile];
+  alignas(64) A out_lanes[kMaxHead * kTile], out2_lanes[kMaxHead * kTile];
+  alignas(64) A scores[kChunk * kTile], dscores[kChunk * kTile];
+  alignas(64) A rows[kChunk * kMaxHead], rows2[kChunk * kMaxHead];  // converted 16-bit rows
+  alignas(64) A max[kTile], sum[kTile], limit[kTile], lse[kTile], delta[kTile];
+
+  static Scratch& of_this_thread() {
+    static thread_local std::unique_ptr<Scratch> scratch(new Scratch);
+    return *scratch;
+  }
+};
+
+// One (batch, head) of a (B, H, T, D) array.
+template <class T>
+struct Rows {
+  T* data;
+  int64_t stride;
+  Rows(const Array& array, const Dims& strides, int64_t b, int64_t h)
+      : data(array.data<std::remove_const_t<T>>() + b * strides[0] + h * strides[1]),
+        stride(strides[2]) {}
+  T* row(int64_t i) const { return data + i * stride; }
+};
+
+template <class A>
+struct Matrix {
+  const A* data;
+  int64_t stride;
+};
+
+// Rows first .. first + n in the accumulate type: where they are, or converted into `buffer`.
+template <class T, class A = accum_t<T>>
+Matrix<A> fetch(const Rows<T>& from, int64_t first, int64_t n, int64_t D, A* buffer) {
+  if constexpr (sizeof(T) == sizeof(A)) {
+    (void)n, (void)D, (void)buffer;
+    return {from.row(first), from.stride};
+  } else {
+    for (int64_t i = 0; i < n; ++i)
+      for (int64_t d = 0; d < D; ++d) buffer[i * D + d] = A(from.row(first + i)[d]);
+    return {buffer, D};
+  }
+}
+
+int64_t padded(int64_t n, int64_t lanes) { return (n + lanes - 1) / lanes * lanes; }
+
+// lanes (D, kTile) = the transpose of n rows; lanes up to `width` beyond n are zero.
+template <class T, class A = accum_t<T>>
+void to_lanes(const Rows<T>& from, int64_t first, int64_t n, int64_t width, int64_t D, A* lanes) {
+  transpose_tile(from.row(first), from.stride, n, D, lanes, kTile);
+  for (int64_t d = 0; d < D && n < width; ++d)
+    std::fill(lanes + d * kTile + n, lanes + d * kTile + width, A(0));
+}
+
+// The block layout as attention reads it: block -> the blocks of the other side.
+struct BlockIndex {
+  const int32_t *row_ptr, *col_idx;
+  const uint8_t* partial;
+  int64_t block, rows,
+      others;  // rows: blocks of this side per head; others: elements of the other side
+
+  // f(first, n, partial) over pieces of at most kChunk elements of runs of adjacent full blocks,
+  // and of single partial ones, ascending. The split depends on the layout alone.
+  template <class F>
+  void for_runs(int64_t head, int64_t row, F&& f) const {
+    int64_t e = row_ptr[head * rows + row];
+    const int64_t end = row_ptr[head * rows + row + 1];
+    while (e < end) {
+      int64_t last = e + 1;
+      while (!partial[e] && last < end && !partial[last] && col_idx[last] == col_idx[last - 1] + 1)
+        ++last;
+      const int64_t stop = std::min((col_idx[last - 1] + 1) * block, others);
+      for (int64_t first = col_idx[e] * block; first < stop; first += kChunk)
+        f(first, std::min(kChunk, stop - first), partial[e] != 0);
+      e = last;
+    }
+  }
+};
+
+template <class A>
+struct Problem {
+  int64_t B, H, T, S, D, layout_heads, block, q_start;
+  A scale;
+  BlockIndex by_query, by_key;
+};
+
+template <class A>
+BlockIndex block_index(const Array& ptr, const Array& idx, const Array& partial, int64_t block,
+                       int64_t size, int64_t others) {
+  const uint8_t* flags = static_cast<const uint8_t*>(partial.ptr());
+  return {
+      ptr.data<int32_t>(), idx.data<int32_t>(), flags, block, (size + block - 1) / block, others};
+}
+
+template <class A>
+Problem<A> problem(const Array& row_ptr, const Array& col_idx, const Array& partial, int64_t B,
+                   int64_t H, int64_t T, int64_t S, int64_t D, int64_t layout_heads, int64_t block,
+                   int64_t q_start, double scale) {
+  if (D > kMaxHead)
+    throw std::invalid_argument("[attention] head size is too large: " + std::to_string(D) +
+                                " (at most " + std::to_string(kMaxHead) + ")");
+  if (block < 1)
+    throw std::invalid_argument("[attention] bad block size: " + std::to_string(block) +
+                                " (at least 1)");
+  const BlockIndex by_query = block_index<A>(row_ptr, col_idx, partial, block, T, S);
+  return {B, H, T, S, D, layout_heads, block, q_start, A(scale), by_query, by_query};
+}
+
+// f(b, h, layout head, block, first, n) for every tile of at most kTile elements of the blocks of
+// this side, in parallel; within a (batch, head) the last tile first, for a causal layout gives
+// that the most work.
+template <class F>
+void for_tiles(int64_t B, int64_t H, int64_t layout_heads, int64_t block, int64_t size,
+               int64_t first_head, F&& f) {
+  const int64_t per_block = (block + kTile - 1) / kTile, blocks = (size + block - 1) / block;
+  const int64_t per_head = blocks * per_block;
+  parallel_for((B * H - first_head) * per_head, [&](int64_t task) {
+    const int64_t head = first_head + task / per_head, tile = per_head - 1 - task % per_head;
+    const int64_t row = tile / per_block, first = row * block + tile % per_block * kTile;
+    const int64_t n = std::min({kTile, (row + 1) * block - first, size - first});
+    if (n > 0) f(head / H, head % H, head % H % layout_heads, row, first, n);
+  });
+}
+
+// --- forward
+// ---------------------------------------------------------------------------------------
+
+// One run's scores S^T (n, width) become exp(s - max) against the new running maximum; sum and out
+// follow.
+template <class A, bool masked>
+void online_softmax(A* scores, int64_t n, int64_t width, int64_t D, A scale, Scratch<A>& s) {
+  const Vec<A> minus_infinity = broadcast(-std::numeric_limits<A>::infinity());
+  for (int64_t lane = 0; lane < width; lane += kLanes<A>) {
+    A* column = scores + lane;
+    const Vec<A> old_max = load(s.max + lane), limit = load(s.limit + lane);
+    Vec<A> max = old_max;
+    for (int64_t j = 0; j < n; ++j) {
+      Vec<A> x = load(column + j * kTile) * scale;
+      if constexpr (masked) x = broadcast(A(j)) > limit ? minus_infinity : x;
+      store(column + j * kTile, x);
+      max = x > max ? x : max;
+    }
+    const Vec<A> shift = max == minus_infinity ? Vec<A>{} : max;  // no key yet: exp(-inf - 0) = 0
+    const Vec<A> decay = vexp<A>(old_max - shift);
+    Vec<A> sum{};
+    for (int64_t j = 0; j < n; ++j) {
+      const Vec<A> p = vexp<A>(load(column + j * kTile) - shift);
+      store(column + j * kTile, p);
+      sum += p;
+    }
+    store(s.max + lane, max);
+    store(s.sum + lane, load(s.sum + lane) * decay + sum);
+    for (int64_t d = 0; d < D; ++d)
+      store(s.out_lanes + d * kTile + lane, load(s.out_lanes + d * kTile + lane) * decay);
+  }
+}
+
+// limit[i]: the last key of the run (counted from first_key) that query i may see.
+template <class A>
+void causal_limits(int64_t first_query, int64_t first_key, int64_t width, A* limit) {
+  for (int64_t i = 0; i < width; ++i)
+    limit[i] = A(std::clamp<int64_t>(first_query + i - first_key, -1, kChunk));
+}
+
+template <class T, class A = accum_t<T>>
+void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, int64_t first,
+                  int64_t nq, const Rows<const T>& q, const Rows<const T>& k,
+                  const Rows<const T>& v, const Rows<T>& out, A* lse) {
+  Scratch<A>& s = Scratch<A>::of_this_thread();
+  const int64_t D = p.D, width = padded(nq, kLanes<A>);
+  to_lanes(q, first, nq, width, D, s.q_lanes);
+  std::fill_n(s.max, kTile, -std::numeric_limits<A>::infinity());
+  std::fill_n(s.sum, kTile, A(0));
+  std::fill_n(s.out_lanes, D * kTile, A(0));
+
+  p.by_query.for_runs(layout_head, block_row, [&](int64_t key, int64_t n, bool partial) {
+    if (partial)
+      n = std::min(n, p.q_start + first + nq - key);  // the rest is masked for all queries here
+    if (n <= 0) return;
+    const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
+    lane_gemm(n, width, D, keys.data, keys.stride, 1, s.q_lanes, kTile, s.scores, kTile, false);
+    if (partial) {
+      causal_limits(p.q_start + first, key, width, s.limit);
+      online_softmax<A, true>(s.scores, n, width, D, p.scale, s);
+    } else {
+      online_softmax<A, false>(s.scores, n, width, D, p.scale, s);
+    }
+    const Matrix<A> values = fetch<const T>(v, key, n, D, s.rows);
+    lane_gemm(D, width, n, values.data, 1, values.stride, s.scores, kTile, s.out_lanes, kTile,
+              true);
+  });
+
+  A inverse[kTile];
+  for (int64_t i = 0; i < nq; ++i) {
+    const bool none = s.max[i] == -std::numeric_limits<A>::infinity() && s.sum[i] == 0;
+    inverse[i] = none ? A(0) : A(1) / s.sum[i];
+    lse[first + i] = none ? s.max[i] : s.max[i] + std::log(s.sum[i]);
+  }
+  for (int64_t d = 0; d < D; ++d)
+    for (int64_t i = 0; i < nq; ++i) s.out_lanes[d * kTile + i] *= inverse[i];
+  transpose_tile(s.out_lanes, kTile, D, nq, out.row(first), out.stride);
+}
+
+// --- backward
+// --------------------------------------------------------------------------------------
+
+// scores (n, width) raw products -> p; dscores (n, width) dp -> ds / scale. lse and delta belong to
+// the lanes (queries along the lanes) or to the rows (keys along the lanes). Masked are the
+// elements with j > limit (lanes), or, when keys lie along the lanes, the lanes greater than
+// limit[j].
+template <class A, bool masked, bool queries_on_lanes>
+void softmax_gradient(A* scores, A* dscores, int64_t n, int64_t width, A scale, const A* lse,
+                      const A* delta, const A* limit) {
+  Vec<A> lane_numbers;
+  for (int l = 0; l < kLanes<A>; ++l) lane_numbers[l] = A(l);
+  for (int64_t lane = 0; lane < width; lane += kLanes<A>) {
+    Vec<A> lane_lse{}, lane_delta{}, lane_limit{};
+    if (queries_on_lanes) {
+      lane_lse = load(lse + lane), lane_delta = load(delta + lane);
+      if (masked) lane_limit = load(limit + lane);
+    }
+    for (int64_t j = 0; j < n; ++j) {
+      A *x = scores + j * kTile + lane, *dx = dscores + j * kTile + lane;
+      const Vec<A> row_lse = queries_on_lanes ? lane_lse : broadcast(lse[j]);
+      const Vec<A> row_delta = queries_on_lanes ? lane_delta : broadcast(delta[j]);
+      Vec<A> probability = vexp<A>(load(x) * scale - row_lse);
+      if constexpr (masked) {
+        if constexpr (queries_on_lanes)
+          probability = broadcast(A(j)) > lane_limit ? Vec<A>{} : probability;
+        else
+          probability = lane_numbers + A(lane) > broadcast(limit[j]) ? Vec<A>{} : probability;
+      }
+      store(x, probability);
+      store(dx, probability * (load(dx) - row_delta));
+    }
+  }
+}
+
+// Rows without a key have lse = -inf; +inf makes their probabilities zero.
+template <class A>
+void load_lse(const A* lse, int64_t n, int64_t width, A* to) {
+  const A infinity = std::numeric_limits<A>::infinity();
+  for (int64_t i = 0; i < width; ++i) to[i] = i < n && lse[i] != -infinity ? lse[i] : infinity;
+}
+
+// dq of one tile of queries; with_keys (T must be the accumulate type): adds the tile's part of dk
+// / scale and dv as well.
+template <class T, bool with_keys, class A = accum_t<T>>
+void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, int64_t first,
+                         int64_t nq, const Rows<const T>& dout, const Rows<const T>& q,
+                         const Rows<const T>& k, const Rows<const T>& v, const A* lse,
+                         const A* delta, const Rows<T>& dq, const Rows<T>& dk, const Rows<T>& dv) {
+  Scratch<A>& s = Scratch<A>::of_this_thread();
+  const int64_t D = p.D, width = padded(nq, kLanes<A>);
+  to_lanes(q, first, nq, width, D, s.q_lanes);
+  to_lanes(dout, first, nq, width, D, s.dout_lanes);
+  load_lse(lse + first, nq, width, s.lse);
+  for (int64_t i = 0; i < width; ++i) s.delta[i] = i < nq ? delta[first + i] : A(0);
+  std::fill_n(s.out_lanes, D * kTile, A(0));
+
+  p.by_query.for_runs(layout_head, block_row, [&](int64_t key, int64_t n, bool partial) {
+    if (partial) n = std::min(n, p.q_start + first + nq - key);
+    if (n <= 0) return;
+    const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
+    const Matrix<A> values = fetch<const T>(v, key, n, D, s.rows2);
+    lane_gemm(n, width, D, keys.data, keys.stride, 1, s.q_lanes, kTile, s.scores, kTile, false);
+    lane_gemm(n, width, D, values.data, values.stride, 1, s.dout_lanes, kTile, s.dscores, kTile,
+              false);
+    if (partial) {
+      causal_limits(p.q_start + first, key, width, s.limit);
+      softmax_gradient<A, true, true>(s.scores, s.dscores, n, width, p.scale, s.lse, s.delta,
+                                      s.limit);
+    } else {
+      softmax_gradient<A, false, true>(s.scores, s.dscores, n, width, p.scale, s.lse, s.delta,
+                                       s.limit);
+    }
+    lane_gemm(D, width, n, keys.data, 1, keys.stride, s.dscores, kTile, s.out_lanes, kTile, true);
+    if constexpr (with_keys) {
+      lane_gemm(n, D, nq, s.scores, kTile, 1, dout.row(first), dout.stride, dv.row(key), dv.stride,
+                true);
+      lane_gemm(n, D, nq, s.dscores, kTile, 1, q.row(first), q.stride, dk.row(key), dk.stride,
+                true);
+    }
+  });
+
+  for (int64_t i = 0; i < D * kTile; ++i) s.out_lanes[i] *= p.scale;
+  transpose_tile(s.out_lanes, kTile, D, nq, dq.row(first), dq.stride);
+}
+
+// dk and dv of one tile of keys.
+template <class T, class A = accum_t<T>>
+void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, int64_t first,
+                       int64_t nk, const Rows<const T>& dout, const Rows<const T>& q,
+                       const Rows<const T>& k, const Rows<const T>& v, const A* lse, const A* delta,
+                       const Rows<T>& dk, const Rows<T>& dv) {
+  Scratch<A>& s = Scratch<A>::of_this_thread();
+  const int64_t D = p.D, width = padded(nk, kLanes<A>);
+  A row_lse[kChunk], limit[kChunk];
+  to_lanes(k, first, nk, width, D, s.q_lanes);
+  to_lanes(v, first, nk, width, D, s.dout_lanes);
+  std::fill_n(s.out_lanes, D * kTile, A(0));
+  std::fill_n(s.out2_lanes, D * kTile, A(0));
+
+  p.by_key.for_runs(layout_head, block_row, [&](int64_t query, int64_t n, bool partial) {
+    if (partial) {  // queries before the tile's first key see none of it
+      const int64_t skip = std::max<int64_t>(0, first - p.q_start - query);
+      query += skip, n -= skip;
+    }
+    if (n <= 0) return;
+    const Matrix<A> queries = fetch<const T>(q, query, n, D, s.rows);
+    const Matrix<A> douts = fetch<const T>(dout, query, n, D, s.rows2);
+    lane_gemm(n, width, D, queries.data, queries.stride, 1, s.q_lanes, kTile, s.scores, kTile,
+              false);
+    lane_gemm(n, width, D, douts.data, douts.stride, 1, s.dout_lanes, kTile, s.dscores, kTile,
+              false);
+    load_lse(lse + query, n, n, row_lse);
+    if (partial) {
+      causal_limits(p.q_start + query, first, n, limit);
+      softmax_gradient<A, true, false>(s.scores, s.dscores, n, width, p.scale, row_lse,
+                                       delta + query, limit);
+    } else {
+      softmax_gradient<A, false, false>(s.scores, s.dscores, n, width, p.scale, row_lse,
+                                        delta + query, limit);
+    }
+    lane_gemm(D, width, n, douts.data, 1, douts.stride, s.scores, kTile, s.out2_lanes, kTile, true);
+    lane_gemm(D, width, n, queries.data, 1, queries.stride, s.dscores, kTile, s.out_lanes, kTile,
+              true);
+  });
+
+  for (int64_t i = 0; i < D * kTile; ++i) s.out_lanes[i] *= p.scale;
+  transpose_tile(s.out_lanes, kTile, D, nk, dk.row(first), dk.stride);
+  transpose_tile(s.out2_lanes, kTile, D, nk, dv.row(first), dv.stride);
+}
+
+// All gradients of one (batch, head).
+template <class T>
+void backward_head(const Problem<T>& p, int64_t layout_head, const Rows<const T>& dout,
+                   const Rows<const T>& q, const Rows<const T>& k, const Rows<const T>& v,
+                   const T* lse, const T* delta, const Rows<T>& dq, const Rows<T>& dk,
+                   const Rows<T>& dv) {
+  for (int64_t j = 0; j < p.S; ++j) {
+    std::fill_n(dk.row(j), p.D, T(0));
+    std::fill_n(dv.row(j), p.D, T(0));
+  }
+  for (int64_t row = 0; row < p.by_query.rows; ++row) {
+    const int64_t stop = std::min((row + 1) * p.block, p.T);
+    for (int64_t first = row * p.block; first < stop; first += kTile)
+      backward_query_tile<T, true>(p, layout_head, row, first, std::min(kTile, stop - first), dout,
+                                   q, k, v, lse, delta, dq, dk, dv);
+  }
+  for (int64_t j = 0; j < p.S; ++j)
+    for (int64_t d = 0; d < p.D; ++d) dk.row(j)[d] *= p.scale;
+}
+
+// delta (B, H, T) = sum_d dout * out
+template <class T, class A = accum_t<T>>
+void row_products(const Array& dout, const Dims& dout_strides, const Array& out,
+                  const Dims& out_strides, A* delta, int64_t B, int64_t H, int64_t T_, int64_t D) {
+  parallel_ranges(B * H * T_, 512, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t head = i / T_;
+      const T* a = Rows<const T>(dout, dout_strides, head / H, head % H).row(i % T_);
+      const T* b = Rows<const T>(out, out_strides, head / H, head % H).row(i % T_);
+      Vec<A> sum{};
+      for_vectors<A>(
+          D, [&](int64_t d) { sum += load(a + d) * load(b + d); },
+          [&](int64_t d, int64_t n) { sum += load(a + d, n, A(0)) * load(b + d, n, A(0)); });
+      delta[i] = sum_lanes<A>(sum);
+    }
+  });
+}
+
+}  // namespace
+
+void attention_forward(const Array& q, const Dims& q_strides, const Array& k, const Dims& k_strides,
+                       const Array& v, const Dims& v_strides, const Array& out,
+                       const Dims& out_strides, const Array& lse, const Array& row_ptr,
+                       const Array& col_idx, const Array& partial, int64_t B, int64_t H, int64_t T,
+                       int64_t S, int64_t D, int64_t layout_heads, int64_t block, int64_t q_start,
+                       double scale) {
+  dispatch_float(q.dtype(), "attention", [&](auto tag) {
+    using E = typename decltype(tag)::type;
+    using A = accum_t<E>;
+    const auto p =
+        problem<A>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block, q_start, scale);
+    for_tiles(
+        B, H, layout_heads, block, T, 0,
+        [&](int64_t b, int64_t h, int64_t layout_head, int64_t row, int64_t first, int64_t n) {
+          forward_tile<E>(p, layout_head, row, first, n, {q, q_strides, b, h}, {k, k_strides, b, h},
+                          {v, v_strides, b, h}, {out, out_strides, b, h},
+                          lse.data<A>() + (b * H + h) * T);
+        });
+  });
+}
+
+void attention_backward(const Array& dout, const Dims& dout_strides, const Array& q,
+                        const Dims& q_strides, const Array& k, const Dims& k_strides,
+                        const Array& v, const Dims& v_strides, const Array& out,
+                        const Dims& out_strides, const Array& lse, const Array& delta,
+                        const Array& dq, const Dims& dq_strides, const Array& dk,
+                        const Dims& dk_strides, const Array& dv, const Dims& dv_strides,
+                        const Array& row_ptr, const Array& col_idx, const Array& partial,
+                        const Array& col_ptr, const Array& row_idx, const Array& t_partial,
+                        int64_t B, int64_t H, int64_t T, int64_t S, int64_t D, int64_t layout_heads,
+                        int64_t block, int64_t q_start, double scale) {
+  dispatch_float(q.dtype(), "attention", [&](auto tag) {
+    using E = typename decltype(tag)::type;
+    using A = accum_t<E>;
+    auto p =
+        problem<A>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block, q_start, scale);
+    p.by_key = block_index<A>(col_ptr, row_idx, t_partial, block, S, T);
+    row_products<E>(dout, dout_strides, out, out_strides, delta.data<A>(), B, H, T, D);
+
+    // As many whole heads as divide evenly among the threads go one per task; the rest, tile by
+    // tile.
+    int64_t whole_heads = 0;
+    if constexpr (std::is_same_v<E, A>) {
+      const int64_t threads = num_threads();
+      whole_heads = B * H / threads * threads;
+      parallel_for(whole_heads, [&](int64_t head) {
+        const int64_t b = head / H, h = head % H;
+        backward_head<E>(p, h % layout_heads, {dout, dout_strides, b, h}, {q, q_strides, b, h},
+                         {k, k_strides, b, h}, {v, v_strides, b, h}, lse.data<A>() + head * T,
+                         delta.data<A>() + head * T, {dq, dq_strides, b, h}, {dk, dk_strides, b, h},
+                         {dv, dv_strides, b, h});
+      });
+    }
+    for_tiles(
+        B, H, layout_heads, block, T, whole_heads,
+        [&](int64_t b, int64_t h, int64_t layout_head, int64_t row, int64_t first, int64_t n) {
+          const int64_t at = (b * H + h) * T;
+          backward_query_tile<E, false>(
+              p, layout_head, row, first, n, {dout, dout_strides, b, h}, {q, q_strides, b, h},
+              {k, k_strides, b, h}, {v, v_strides, b, h}, lse.data<A>() + at, delta.data<A>() + at,
+              {dq, dq_strides, b, h}, {dk, dk_strides, b, h}, {dv, dv_strides, b, h});
+        });
+    for_tiles(
+        B, H, layout_heads, block, S, whole_heads,
+        [&](int64_t b, int64_t h, int64_t layout_head, int64_t row, int64_t first, int64_t n) {
+          const int64_t at = (b * H + h) * T;
+          backward_key_tile<E>(p, layout_head, row, first, n, {dout, dout_strides, b, h},
+                               {q, q_strides, b, h}, {k, k_strides, b, h}, {v, v_strides, b, h},
+                               lse.data<A>() + at, delta.data<A>() + at, {dk, dk_strides, b, h},
+                               {dv, dv_strides, b, h});
+        });
+  });
+}
+
+}  // namespace needle::NEEDLE_DEVICE
