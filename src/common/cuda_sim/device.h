@@ -1,0 +1,147 @@
+// Indices, barriers, fences, and the device functions that the host's headers do not have.
+#pragma once
+
+#include <cmath>
+#include <cstdio>
+#include <ctime>
+#include <type_traits>
+
+#include "thread.h"
+
+constexpr int warpSize = needle::sim::kWarpSize;
+
+inline void __syncthreads(NEEDLE_SIM_SITE) {
+  needle::sim::block_barrier(needle::sim::BarrierKind::kPlain, 0, site);
+}
+inline int __syncthreads_count(int predicate, NEEDLE_SIM_SITE) {
+  return needle::sim::block_barrier(needle::sim::BarrierKind::kCount, predicate, site);
+}
+inline int __syncthreads_and(int predicate, NEEDLE_SIM_SITE) {
+  return needle::sim::block_barrier(needle::sim::BarrierKind::kAnd, predicate, site);
+}
+inline int __syncthreads_or(int predicate, NEEDLE_SIM_SITE) {
+  return needle::sim::block_barrier(needle::sim::BarrierKind::kOr, predicate, site);
+}
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_block() { __threadfence(); }
+inline void __threadfence_system() { __threadfence(); }
+[[noreturn]] inline void __trap(NEEDLE_SIM_SITE) { needle::sim::fault("__trap() was called", site); }
+inline void __nanosleep(unsigned) {}
+inline long long clock64() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+// CUDA's min and max: any two arithmetic types; with a NaN the other one, as fmin and fmax.
+template <class A, class B, class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
+std::common_type_t<A, B> min(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  if constexpr (std::is_floating_point_v<T>) return std::fmin(T(a), T(b));
+  return T(b) < T(a) ? T(b) : T(a);
+}
+template <class A, class B, class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
+std::common_type_t<A, B> max(A a, B b) {
+  using T = std::common_type_t<A, B>;
+  if constexpr (std::is_floating_point_v<T>) return std::fmax(T(a), T(b));
+  return T(a) < T(b) ? T(b) : T(a);
+}
+
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <class T>
+T __ldcg(const T* p) {
+  return *p;
+}
+template <class T>
+T __ldcs(const T* p) {
+  return *p;
+}
+template <class T>
+void __stcg(T* p, T value) {
+  *p = value;
+}
+template <class T>
+void __stcs(T* p, T value) {
+  *p = value;
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
+inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __ffsll(long long x) { return __builtin_ffsll(x); }
+inline unsigned __brev(unsigned x) {
+  unsigned reversed = 0;
+  for (int i = 0; i < 32; ++i) reversed |= ((x >> i) & 1u) << (31 - i);
+  return reversed;
+}
+inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((static_cast<unsigned long long>(a) * b) >> 32); }
+inline int __mulhi(int a, int b) { return int((static_cast<long long>(a) * b) >> 32); }
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
+}
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return unsigned(((uint64_t(high) << 32 | low) << (shift & 31)) >> 32);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return unsigned((uint64_t(high) << 32 | low) >> (shift & 31));
+}
+#define NEEDLE_SIM_BITS(name, To, From)          \
+  inline To name(From value) {                   \
+    To to;                                       \
+    std::memcpy(&to, &value, sizeof(To));        \
+    return to;                                   \
+  }
+NEEDLE_SIM_BITS(__float_as_int, int, float)
+NEEDLE_SIM_BITS(__float_as_uint, unsigned, float)
+NEEDLE_SIM_BITS(__int_as_float, float, int)
+NEEDLE_SIM_BITS(__uint_as_float, float, unsigned)
+NEEDLE_SIM_BITS(__double_as_longlong, long long, double)
+NEEDLE_SIM_BITS(__longlong_as_double, double, long long)
+#undef NEEDLE_SIM_BITS
+inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
+inline int __float2int_rz(float x) { return int(x); }
+inline int __float2int_rd(float x) { return int(std::floor(x)); }
+inline int __float2int_ru(float x) { return int(std::ceil(x)); }
+inline float __int2float_rn(int x) { return float(x); }
+inline float __uint2float_rn(unsigned x) { return float(x); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __frcp_rn(float a) { return 1.0f / a; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __frsqrt_rn(float a) { return 1.0f / std::sqrt(a); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float fdividef(float a, float b) { return a / b; }
+inline float __saturatef(float x) { return std::fmin(std::fmax(x, 0.0f), 1.0f); }
+
+// Templates, since newer C libraries have rsqrtf as a C function, which an overload may not redefine.
+template <class T>
+float rsqrtf(T x) {
+  return 1.0f / std::sqrt(static_cast<float>(x));
+}
+template <class T>
+T rsqrt(T x) {
+  return T(1) / std::sqrt(x);
+}
+// Macros, since glibc's math.h declares __expf and the like without defining them.
+#define __expf(x) expf(x)
+#define __exp10f(x) exp10f(x)
+#define __logf(x) logf(x)
+#define __log2f(x) log2f(x)
+#define __log10f(x) log10f(x)
+#define __sinf(x) sinf(x)
+#define __cosf(x) cosf(x)
+#define __tanf(x) tanf(x)
+#define __powf(x, y) powf(x, y)
+
+#define threadIdx (::needle::sim::self().thread_idx)
+#define blockIdx (::needle::sim::self().block->block_idx)
+#define blockDim (::needle::sim::self().block->block_dim)
+#define gridDim (::needle::sim::self().block->grid_dim)

@@ -1,0 +1,204 @@
+// From a launch to its blocks: the checks that the driver makes, and a pool of workers.
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <thread>
+
+#include "faults.h"
+#include "scheduler.h"
+
+namespace needle::sim {
+
+namespace {
+
+std::mutex& opt_in_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+std::map<const void*, size_t>& opted_in() {
+  static std::map<const void*, size_t> bytes;
+  return bytes;
+}
+
+size_t dynamic_shared_limit(const void* function) {
+  std::lock_guard<std::mutex> lock(opt_in_mutex());
+  const auto found = opted_in().find(function);
+  return found == opted_in().end() ? kSharedBytesDefault : std::max(found->second, kSharedBytesDefault);
+}
+
+std::string text(dim3 v) {
+  return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
+}
+
+// A grid that is being run. Workers draw blocks from `next` until there are none or one has faulted.
+struct Grid {
+  const Launch& launch;
+  OrderOption order;
+  uint64_t n_blocks;
+  std::atomic<uint64_t> next{0};
+  std::mutex fault_mutex{};
+  std::string fault{};
+
+  uint64_t block_at(uint64_t i) const {
+    if (order.order == Order::kReverse) return n_blocks - 1 - i;
+    if (order.order == Order::kForward) return i;
+    uint64_t stride = (order.seed * 2654435761u + 1) % n_blocks | 1;
+    while (std::gcd(stride, n_blocks) != 1) stride += 2;
+    return (stride % n_blocks * i + order.seed) % n_blocks;
+  }
+
+  void work(Block& block) {
+    for (uint64_t i; (i = next++) < n_blocks;) {
+      std::string text = block.run(launch, block_at(i), order);
+      if (text.empty()) continue;
+      next = n_blocks;
+      std::lock_guard<std::mutex> lock(fault_mutex);
+      if (fault.empty()) fault = std::move(text);
+    }
+  }
+};
+
+// A worker's fibers never leave it, since they are found by its index.
+Block& block_of_worker(int worker) {
+  static std::unique_ptr<Block> blocks[kMaxWorkers];
+  if (!blocks[worker]) blocks[worker] = std::make_unique<Block>(worker);
+  return *blocks[worker];
+}
+
+// Threads that sleep until there is a grid. The caller works too and does not wait for those that woke too late.
+class Pool {
+ public:
+  explicit Pool(int helpers) {
+    for (int i = 1; i <= helpers; ++i) {
+      Block& block = block_of_worker(i);
+      std::thread([this, &block] { serve(block); }).detach();
+    }
+  }
+
+  void run(Grid& grid) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      grid_ = &grid;
+      ++generation_;
+    }
+    wake_.notify_all();
+    grid.work(block_of_worker(0));
+    std::unique_lock<std::mutex> lock(mutex_);
+    grid_ = nullptr;
+    done_.wait(lock, [&] { return busy_ == 0; });
+  }
+
+ private:
+  void serve(Block& block) {
+    prepare_thread_for_faults();
+    uint64_t seen = 0;
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [&] { return grid_ && generation_ != seen; });
+      seen = generation_;
+      Grid& grid = *grid_;
+      ++busy_;
+      lock.unlock();
+      grid.work(block);
+      lock.lock();
+      if (--busy_ == 0) done_.notify_one();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_, done_;
+  Grid* grid_ = nullptr;
+  uint64_t generation_ = 0;
+  int busy_ = 0;
+};
+
+// Processors this process may use, or NEEDLE_NUM_THREADS. Sanitizers see one worker.
+int worker_count() {
+  if (NEEDLE_SIM_ASAN || race_hooks) return 1;
+  int n = 0;
+  if (const char* wanted = std::getenv("NEEDLE_NUM_THREADS")) n = std::atoi(wanted);
+  if (n <= 0) {
+    cpu_set_t usable;
+    n = sched_getaffinity(0, sizeof(usable), &usable) == 0 ? CPU_COUNT(&usable) : 1;
+  }
+  return std::clamp(n, 1, kMaxWorkers);
+}
+
+// One grid at a time. Held across fork, so that a child never starts inside somebody's grid; the pool's threads do not
+// exist in the child, which makes new ones.
+std::mutex grid_mutex;
+Pool* pool = nullptr;
+
+void keep_usable_after_fork() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    pthread_atfork([] { grid_mutex.lock(); }, [] { grid_mutex.unlock(); },
+                   [] {
+                     pool = nullptr;
+                     grid_mutex.unlock();
+                   });
+  });
+}
+
+constexpr uint64_t kThreadsWorthWaking = 1024;
+
+}  // namespace
+
+std::string check_launch(const Launch& launch) {
+  const dim3 grid = launch.grid, block = launch.block;
+  const std::string refused = std::string("[") + launch.kernel_name + "] launch refused: ";
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0)
+    return refused + "empty grid " + text(grid) + " or block " + text(block);
+  if (grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
+    return refused + "grid " + text(grid) + " (at most 2147483647, 65535, 65535)";
+  const uint64_t threads = uint64_t(block.x) * block.y * block.z;
+  if (block.x > 1024 || block.y > 1024 || block.z > 64 || threads > kMaxBlockThreads)
+    return refused + "block " + text(block) + " has " + std::to_string(threads) +
+           " threads (at most 1024; per axis 1024, 1024, 64)";
+  const size_t limit = dynamic_shared_limit(launch.function);
+  if (launch.smem > limit)
+    return refused + std::to_string(launch.smem) + " bytes of dynamic shared memory (at most " + std::to_string(limit) +
+           (limit == kSharedBytesDefault ? "; allow_dynamic_shared asks for more)" : ", as asked for)");
+  return "";
+}
+
+std::string run_grid(const Launch& launch) {
+  reserve_stacks();
+  keep_usable_after_fork();
+  const OrderOption order = order_option();
+  std::lock_guard<std::mutex> lock(grid_mutex);
+  prepare_thread_for_faults();
+  if (race_hooks) race_hooks->begin_launch(launch.kernel_name);
+
+  const uint64_t n_blocks = uint64_t(launch.grid.x) * launch.grid.y * launch.grid.z;
+  const uint64_t n_threads = n_blocks * launch.block.x * launch.block.y * launch.block.z;
+  Grid grid{launch, order, n_blocks};
+  const int workers = worker_count();
+  if (workers == 1 || n_blocks == 1 || order.reproducible || n_threads < kThreadsWorthWaking) {
+    grid.work(block_of_worker(0));
+  } else {
+    if (!pool) pool = new Pool(workers - 1);  // lives as long as the process: its threads never end
+    pool->run(grid);
+  }
+  if (race_hooks && grid.fault.empty()) return race_hooks->take_report();
+  return std::move(grid.fault);
+}
+
+}  // namespace needle::sim
+
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+  using namespace needle::sim;
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value < 0 || static_cast<size_t>(value) > kSharedBytesMax) return cudaErrorInvalidValue;
+  std::lock_guard<std::mutex> lock(opt_in_mutex());
+  opted_in()[function] = static_cast<size_t>(value);
+  return cudaSuccess;
+}

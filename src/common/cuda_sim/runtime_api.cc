@@ -1,0 +1,362 @@
+// Memory, streams and events of the CUDA runtime, on host memory.
+#include "runtime_api.h"
+
+#include <malloc.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+#include "launch_sim.h"
+#include "scheduler.h"
+
+namespace needle::sim {
+
+namespace {
+
+struct Item {
+  uint64_t sequence;  // of issue, over all streams
+  std::function<std::string()> work;
+};
+
+using Clock = std::chrono::steady_clock;
+
+}  // namespace
+
+struct Stream {
+  bool blocking = true;  // waits for the default stream, and it for this one
+  bool is_default = false;
+  bool running = false;
+  std::deque<Item> items;
+};
+
+struct Event {
+  Stream* stream = nullptr;
+  uint64_t sequence = 0;  // of the last record
+  bool done = true;
+  Clock::time_point time{};
+};
+
+namespace {
+
+// Recursive, since work that waits for another stream runs that stream's work.
+std::recursive_mutex mutex;
+uint64_t issued = 0;
+Stream default_stream{true, true, false, {}};
+std::vector<Stream*>& streams() {
+  static std::vector<Stream*> all{&default_stream};
+  return all;
+}
+std::atomic<size_t> bytes_in_use{0};
+thread_local cudaError_t last_error = cudaSuccess;
+thread_local std::string last_fault;
+
+Stream& stream_or_default(cudaStream_t stream) { return stream ? *stream : default_stream; }
+
+cudaError_t remember(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+void run_until(Stream& stream, uint64_t sequence, std::string& fault);
+
+void run_first(Stream& stream, std::string& fault) {
+  Item item = std::move(stream.items.front());
+  stream.items.pop_front();
+  if (stream.blocking)
+    for (Stream* other : streams())
+      if (other != &stream && other->blocking && (other->is_default || stream.is_default))
+        run_until(*other, item.sequence, fault);
+  std::string text = item.work();
+  if (fault.empty()) fault = std::move(text);
+}
+
+// Everything of `stream` issued up to `sequence`.
+void run_until(Stream& stream, uint64_t sequence, std::string& fault) {
+  while (!stream.items.empty() && stream.items.front().sequence <= sequence) run_first(stream, fault);
+}
+
+cudaError_t wait_for(Stream& stream, uint64_t sequence) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::string fault;
+  run_until(stream, sequence, fault);
+  if (stream.is_default)  // what the default stream comes after is done as well when it is
+    for (Stream* other : streams())
+      if (other->blocking) run_until(*other, sequence, fault);
+  if (fault.empty()) return cudaSuccess;
+  last_fault = std::move(fault);
+  return remember(cudaErrorLaunchFailure);
+}
+
+void issue(cudaStream_t stream, std::function<std::string()> work) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  stream_or_default(stream).items.push_back({++issued, std::move(work)});
+}
+
+// At once, or when somebody waits.
+template <class F>
+cudaError_t do_or_issue(cudaStream_t stream, F&& work) {
+  if (streams_are_lazy())
+    issue(stream, [work] {
+      work();
+      return std::string();
+    });
+  else
+    work();
+  return cudaSuccess;
+}
+
+size_t total_bytes() {
+  static const size_t bytes =
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
+int compute_capability() {
+  const char* wanted = std::getenv("NEEDLE_SIM_SM");
+  return wanted && *wanted ? std::atoi(wanted) : 90;
+}
+
+}  // namespace
+
+bool streams_are_lazy() {
+  const char* wanted = std::getenv("NEEDLE_SIM_STREAMS");
+  return wanted && std::string(wanted) == "lazy";
+}
+
+void enqueue(cudaStream_t stream, std::function<std::string()> work) { issue(stream, std::move(work)); }
+
+}  // namespace needle::sim
+
+using namespace needle::sim;
+
+// --- memory ---------------------------------------------------------------------------------------------------------
+
+// Exact sizes, so that AddressSanitizer sees the first byte past the end; 0xff, so that what nobody wrote is NaN.
+cudaError_t cudaMalloc(void** pointer, size_t bytes) {
+  *pointer = nullptr;
+  if (bytes == 0) return cudaSuccess;
+  if (bytes > total_bytes() || posix_memalign(pointer, 256, bytes) != 0) {
+    *pointer = nullptr;
+    return remember(cudaErrorMemoryAllocation);
+  }
+  std::memset(*pointer, 0xff, bytes);
+  bytes_in_use += malloc_usable_size(*pointer);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* pointer) {
+  const cudaError_t error = cudaDeviceSynchronize();
+  if (pointer) bytes_in_use -= malloc_usable_size(pointer);
+  std::free(pointer);
+  return error;
+}
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
+  return do_or_issue(stream, [pointer] {
+    if (pointer) bytes_in_use -= malloc_usable_size(pointer);
+    std::free(pointer);
+  });
+}
+cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
+  *pointer = std::malloc(bytes ? bytes : 1);
+  return *pointer ? cudaSuccess : remember(cudaErrorMemoryAllocation);
+}
+cudaError_t cudaFreeHost(void* pointer) {
+  std::free(pointer);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  return do_or_issue(stream, [=] { std::memmove(to, from, bytes); });
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
+  cudaMemcpyAsync(to, from, bytes, kind, nullptr);
+  return cudaStreamSynchronize(nullptr);
+}
+cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
+  return do_or_issue(stream, [=] { std::memset(to, value, bytes); });
+}
+cudaError_t cudaMemset(void* to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
+cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
+  *total = total_bytes();
+  *free_bytes = *total - std::min<size_t>(*total, bytes_in_use);
+  return cudaSuccess;
+}
+
+// --- streams and events ---------------------------------------------------------------------------------------------
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  *stream = new Stream{!(flags & cudaStreamNonBlocking), false, false, {}};
+  streams().push_back(*stream);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  if (!stream) return remember(cudaErrorInvalidResourceHandle);
+  const cudaError_t error = cudaStreamSynchronize(stream);
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  auto& all = streams();
+  all.erase(std::remove(all.begin(), all.end(), stream), all.end());
+  delete stream;
+  return error;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait_for(stream_or_default(stream), UINT64_MAX); }
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  return stream_or_default(stream).items.empty() ? cudaSuccess : cudaErrorNotReady;
+}
+cudaError_t cudaDeviceSynchronize() {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  cudaError_t result = cudaSuccess;
+  const std::vector<Stream*> all = streams();
+  for (Stream* stream : all) {
+    const cudaError_t error = wait_for(*stream, UINT64_MAX);
+    if (result == cudaSuccess) result = error;
+  }
+  return result;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = new Event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  if (!event) return remember(cudaErrorInvalidResourceHandle);
+  const cudaError_t error = cudaEventSynchronize(event);
+  delete event;
+  return error;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  event->stream = &stream_or_default(stream);
+  event->done = false;
+  const uint64_t mine = event->sequence = issued + 1;
+  return do_or_issue(stream, [event, mine] {
+    if (event->sequence > mine) return;  // recorded again since
+    event->done = true;
+    event->time = Clock::now();
+  });
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  return event->done ? cudaSuccess : wait_for(*event->stream, event->sequence);
+}
+cudaError_t cudaEventQuery(cudaEvent_t event) { return event->done ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  std::lock_guard<std::recursive_mutex> lock(mutex);
+  if (event->done) return cudaSuccess;
+  Stream* awaited = event->stream;
+  const uint64_t sequence = event->sequence;
+  issue(stream, [awaited, sequence] {
+    std::string fault;
+    run_until(*awaited, sequence, fault);
+    return fault;
+  });
+  return cudaSuccess;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t stop) {
+  if (!start->done || !stop->done) return remember(cudaErrorNotReady);
+  *milliseconds = std::chrono::duration<float, std::milli>(stop->time - start->time).count();
+  return cudaSuccess;
+}
+
+// --- the device -----------------------------------------------------------------------------------------------------
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : remember(cudaErrorInvalidDevice); }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  if (device != 0) return remember(cudaErrorInvalidDevice);
+  switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = kMaxBlockThreads;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *value = static_cast<int>(kSharedBytesDefault);
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = static_cast<int>(kSharedBytesMax);
+      return cudaSuccess;
+    case cudaDevAttrWarpSize:
+      *value = kWarpSize;
+      return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 4;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = compute_capability() / 10;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = compute_capability() % 10;
+      return cudaSuccess;
+  }
+  return remember(cudaErrorInvalidValue);
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
+  if (device != 0) return remember(cudaErrorInvalidDevice);
+  *properties = {"needle cuda_sim",       total_bytes(), kSharedBytesDefault, kSharedBytesMax, compute_capability() / 10,
+                 compute_capability() % 10, 4,             kWarpSize,           kMaxBlockThreads};
+  return cudaSuccess;
+}
+
+cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaGetLastError() {
+  const cudaError_t error = last_error;
+  last_error = cudaSuccess;
+  return error;
+}
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "cudaSuccess";
+    case cudaErrorInvalidValue:
+      return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation:
+      return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidConfiguration:
+      return "cudaErrorInvalidConfiguration";
+    case cudaErrorInvalidDevice:
+      return "cudaErrorInvalidDevice";
+    case cudaErrorInvalidResourceHandle:
+      return "cudaErrorInvalidResourceHandle";
+    case cudaErrorNotReady:
+      return "cudaErrorNotReady";
+    case cudaErrorLaunchFailure:
+      return "cudaErrorLaunchFailure";
+  }
+  return "unknown error";
+}
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorMemoryAllocation:
+      return "out of memory";
+    case cudaErrorInvalidConfiguration:
+      return "invalid configuration argument";
+    case cudaErrorInvalidDevice:
+      return "invalid device ordinal";
+    case cudaErrorInvalidResourceHandle:
+      return "invalid resource handle";
+    case cudaErrorNotReady:
+      return "device not ready";
+    case cudaErrorLaunchFailure:
+      return last_fault.empty() ? "unspecified launch failure" : last_fault.c_str();
+  }
+  return "unrecognized error code";
+}

@@ -1,0 +1,112 @@
+// One worker runs one block at a time: its CUDA threads take turns on fibers. Internal to the runtime.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "fiber.h"
+#include "launch_sim.h"
+#include "thread.h"
+
+namespace needle::sim {
+
+enum class Order { kForward, kReverse, kRandom };
+
+struct OrderOption {
+  Order order = Order::kForward;
+  uint64_t seed = 0;
+  bool reproducible = false;  // set explicitly: blocks run on one worker
+};
+OrderOption order_option();  // NEEDLE_SIM_ORDER=forward|reverse|random:SEED
+
+constexpr size_t kSharedBytesDefault = 48 * 1024;
+constexpr size_t kSharedBytesMax = 227 * 1024;  // sm_90; more needs other hardware
+
+struct Warp {
+  uint32_t live = 0;     // lanes that have not exited
+  uint32_t waiting = 0;  // lanes in a collective
+  Thread* lane[kWarpSize] = {};
+};
+
+struct SharedVariable {
+  const void* declaration;
+  const char* name;
+  char* address;
+};
+
+// The blocks of a worker follow each other in one object: fibers, arena and lists stay.
+class Block : public BlockIndex {
+ public:
+  explicit Block(int worker);
+
+  // Runs block `index` of the launch. Returns the text of a fault, empty if there was none.
+  std::string run(const Launch& launch, uint64_t index, const OrderOption& order);
+
+  int barrier(Thread& thread, BarrierKind kind, int predicate, Site site);
+  void collective(Thread& thread, uint32_t mask, void* frame, const Collective& op, Site site);
+  char* shared(const void* declaration, const char* name, size_t bytes, size_t alignment);
+  [[noreturn]] void fault(Thread& thread, const std::string& what, Site site);
+
+  const Launch* launch = nullptr;
+  uint64_t linear_index = 0;
+  uint32_t epoch = 0;  // block barriers completed
+  Warp warps[kMaxBlockThreads / kWarpSize];
+
+ private:
+  static void runner();
+  void start_thread(Thread& thread);
+  void exit_thread(Thread& thread);
+  Thread* next(Thread* idle_runner);
+  Thread* take_fiber();
+  void make_ready(Thread* thread);
+  void suspend(Thread& thread);
+  void complete_barrier();
+  bool complete_collective(Warp& warp, uint32_t mask, Thread& any);
+  std::string waiting_threads() const;
+  std::string place(const Thread& thread) const;
+  uint64_t random();
+
+  const int worker_;
+  OrderOption order_;
+  uint64_t random_state_ = 0;
+  unsigned n_threads_ = 0, started_ = 0, live_ = 0;
+  std::vector<unsigned> start_order_;  // for kRandom
+
+  // A ring of threads that may go on.
+  Thread* ready_[kMaxBlockThreads];
+  unsigned ready_head_ = 0, ready_count_ = 0;
+
+  Thread* at_barrier_[kMaxBlockThreads];
+  unsigned n_at_barrier_ = 0;
+  BarrierKind barrier_kind_ = BarrierKind::kPlain;
+  Site barrier_site_{};
+  unsigned barrier_true_ = 0, barrier_arrived_ = 0;
+  int barrier_result_ = 0;
+
+  Thread* idle_[kMaxBlockThreads];  // parked runners
+  unsigned n_idle_ = 0, n_made_ = 0;
+  Context main_{};
+
+  std::vector<SharedVariable> shared_;
+  char* arena_ = nullptr;
+  size_t arena_used_ = 0, shared_bytes_ = 0;
+  std::string fault_;
+};
+
+// Drops copies that nobody waited for; the stack's next thread starts with none.
+void drop_async_copies(Thread& thread);
+
+// What the race detector, where it is linked, wants to hear.
+struct RaceHooks {
+  void (*begin_launch)(const char* kernel_name);
+  void (*begin_block)(Block& block);
+  void (*sync_warp)(Thread& thread, uint32_t mask);  // once per __syncwarp, by its last lane
+  void (*access)(const void* address, size_t bytes, bool write, const void* pc);
+  std::string (*take_report)();  // empty: no race so far
+};
+extern const RaceHooks* race_hooks;
+
+// "a.cu:12", or module and offset where there is no debug information.
+std::string describe_code_address(const void* pc);
+
+}  // namespace needle::sim
