@@ -1,0 +1,198 @@
+"""The harness side of a benchmark: contestants as processes that take turns, so that a noisy machine is noisy for all.
+
+Between its turns a contestant is stopped (SIGSTOP): a thread pool that spins while it waits cannot slow the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+WAITS = {
+    "passive": {"OMP_WAIT_POLICY": "passive"},
+    "default": {},
+    "active": {"OMP_WAIT_POLICY": "active"},
+}
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """``name`` is what the report calls it; ``python`` runs ``script``; ``waits`` is a key of WAITS."""
+
+    name: str
+    python: str
+    script: Path
+    waits: str = "default"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table: a case, its arguments, and how to measure it.
+
+    ``tokens`` or ``ops`` is what one step processes (for rates). Each turn does ``settle`` steps unrecorded and
+    ``steps`` recorded ones.
+    """
+
+    case: str
+    args: dict
+    tokens: int | None = None
+    ops: int | None = None
+    steps: int = 1
+    settle: int = 0
+    warmup: int = 2
+
+
+class WorkerError(RuntimeError):
+    """A contestant ended or answered nonsense; its own stderr says why."""
+
+
+class Worker:
+    """A running contestant, stopped unless it is its turn."""
+
+    def __init__(self, contestant: Contestant, row: Row, threads: int):
+        self.contestant = contestant
+        counts = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NEEDLE_NUM_THREADS")}
+        environment = {**os.environ, **counts, **WAITS[contestant.waits]}
+        self._process = subprocess.Popen(
+            [contestant.python, str(contestant.script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.setup = self._ask(f"setup {row.case} {json.dumps(row.args)}")
+        self.seconds: list[float] = []
+        self.first_value: float | None = None
+        self.last_value: float | None = None
+        if row.warmup:
+            self.first_value = self._ask("step 1")["value"]
+            self._ask(f"step {row.warmup - 1}")
+        self._process.send_signal(signal.SIGSTOP)
+
+    def turn(self, row: Row) -> None:
+        self._process.send_signal(signal.SIGCONT)
+        if row.settle:
+            self._ask(f"step {row.settle}")
+        answer = self._ask(f"step {row.steps}")
+        self.seconds += answer["seconds"]
+        self.last_value = answer["value"]
+        self._process.send_signal(signal.SIGSTOP)
+
+    def memory(self) -> dict[str, int]:
+        self._process.send_signal(signal.SIGCONT)
+        return self._ask("memory")
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _ask(self, line: str) -> dict:
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended; the empty answer below says so
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise WorkerError(f"[{self.contestant.name}] ended with code {self._process.wait()} on: {line}")
+        return json.loads(answer)
+
+
+@contextlib.contextmanager
+def busy_cores(count: int) -> Iterator[None]:
+    """``count`` processes that do nothing but keep a core busy."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def measure(row: Row, contestants: list[Contestant], *, threads: int, rounds: int, busy: int = 0) -> list[dict]:
+    """Run ``rounds`` of turns, A B A B ..., and give one record per contestant. The first is what ratios refer to."""
+    workers: list[Worker] = []
+    try:
+        for contestant in contestants:
+            workers.append(Worker(contestant, row, threads))
+        with busy_cores(busy):
+            for _ in range(rounds):
+                for worker in workers:
+                    worker.turn(row)
+        return [_record(worker, row, workers[0], threads, busy) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _record(worker: Worker, row: Row, first: Worker, threads: int, busy: int) -> dict:
+    median = statistics.median(worker.seconds)
+    ordered = sorted(worker.seconds)
+    record = {
+        "case": row.case,
+        "args": row.args,
+        "contestant": worker.contestant.name,
+        "waits": worker.contestant.waits,
+        "threads": threads,
+        "busy_cores": busy,
+        "median_s": median,
+        "p10_s": ordered[len(ordered) // 10],
+        "p90_s": ordered[-1 - len(ordered) // 10],
+        "samples": len(ordered),
+        "time_over_first": median / statistics.median(first.seconds),
+        "first_value": worker.first_value,
+        "last_value": worker.last_value,
+        **worker.memory(),
+        **worker.setup,
+    }
+    if row.tokens:
+        record["tokens_per_s"] = row.tokens / median
+    if row.ops:
+        record["us_per_op"] = median / row.ops * 1e6
+    return record
+
+
+def machine() -> dict:
+    """What the figures depend on: date, commit, CPU, number of usable cores."""
+    cpu = platform.processor()
+    with contextlib.suppress(FileNotFoundError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        commit = "unknown"
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {
+        "date": now.isoformat(timespec="seconds"),
+        "commit": commit,
+        "cpu": cpu,
+        "cores": cores,
+        "load_1min": os.getloadavg()[0],
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def append_results(path: Path, records: list[dict]) -> None:
+    """One JSON line per record."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        for record in records:
+            file.write(json.dumps(record) + "\n")

@@ -1,0 +1,96 @@
+"""PyTorch's side of the benchmarks. Needs torch and numpy; see worker.py for the protocol."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from torch_pythia import Pythia, make_optimizer, train_step
+from worker import Case, serve
+
+
+def _case(step: Callable[[], float | None], device: str) -> Case:
+    on_gpu = torch.device(device).type == "cuda"
+
+    def finished_step() -> float | None:
+        value = step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        return value
+
+    versions = {"torch": str(torch.__version__)}
+    if on_gpu:
+        versions["device"] = torch.cuda.get_device_name()
+    return Case(finished_step, versions, torch.get_num_threads(), torch.cuda.max_memory_allocated if on_gpu else None)
+
+
+def pythia_step(batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu") -> Case:
+    """A training step of Pythia-70M on the same random tokens every time; the value is the loss."""
+    torch.manual_seed(0)
+    model = Pythia(vocab_size, seq_len).to(device)
+    optimizer = make_optimizer(model)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (batch_size, seq_len + 1))
+    ids, targets = (torch.from_numpy(part.copy()).to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
+    return _case(lambda: train_step(model, optimizer, ids, targets).item(), device)
+
+
+def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64) -> Case:
+    """Dense causal attention, B 1; with ``backward``, the gradients of q, k and v too."""
+    rng = np.random.default_rng(0)
+    q, k, v, grad = (
+        torch.from_numpy(rng.standard_normal((1, heads, seq_len, head_dim), dtype=np.float32)).to(device)
+        for _ in range(4)
+    )
+
+    def forward() -> None:
+        with torch.no_grad():
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def forward_backward() -> None:
+        for x in (q, k, v):
+            x.grad = None
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).backward(grad)
+
+    if backward:
+        for x in (q, k, v):
+            x.requires_grad_()
+    return _case(forward_backward if backward else forward, device)
+
+
+def adds(count: int, device: str = "cpu") -> Case:
+    """``count`` chained additions x + c of 4 x 4 arrays, forward and backward: nothing but overhead."""
+    x = torch.ones(4, 4, device=device, requires_grad=True)
+    c = torch.ones(4, 4, device=device)
+    grad = torch.ones(4, 4, device=device)
+
+    def step() -> None:
+        x.grad = None
+        y = x
+        for _ in range(count):
+            y = y + c
+        y.backward(grad)
+
+    return _case(step, device)
+
+
+def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
+    """(m, k) @ (k, n) in float32, without TF32."""
+    rng = np.random.default_rng(0)
+    a, b = (torch.from_numpy(rng.standard_normal(s, dtype=np.float32)).to(device) for s in ((m, k), (k, n)))
+
+    def step() -> None:
+        a @ b
+
+    return _case(step, device)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    serve({"pythia_step": pythia_step, "attention": attention, "adds": adds, "gemm": gemm})

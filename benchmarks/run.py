@@ -1,0 +1,116 @@
+"""Run benchmarks: needle beside PyTorch, in turns, on this machine.
+
+    python benchmarks/run.py step --torch-python ../torch-env/bin/python
+    python benchmarks/run.py step --busy 1                   # one core busy elsewhere
+    python benchmarks/run.py step --threads 1 2 4            # scaling
+    python benchmarks/run.py attention adds --rounds 5 --waits passive
+
+Prints a table and appends one JSON line per contestant and row to benchmarks/results/<group>.jsonl. PyTorch runs once
+per way of waiting (--waits); its best is the one to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from interleave import HERE, WAITS, Contestant, Row, WorkerError, append_results, machine, measure
+
+NEEDLE_WORKER = HERE / "needle_worker.py"
+TORCH_WORKER = HERE / "peers" / "torch_worker.py"
+
+
+def _step(batch_size: int, seq_len: int, vocab_size: int) -> Row:
+    args = {"batch_size": batch_size, "seq_len": seq_len, "vocab_size": vocab_size}
+    return Row("pythia_step", args, tokens=batch_size * seq_len)
+
+
+def _attention(seq_len: int, backward: bool) -> Row:
+    return Row("attention", {"seq_len": seq_len, "backward": backward}, tokens=seq_len, settle=1, steps=3)
+
+
+GROUPS: dict[str, list[Row]] = {
+    "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
+    "long": [_step(2, 512, 10000), _step(1, 2048, 10000), _step(1, 8192, 10000)],
+    "attention": [_attention(seq_len, backward) for seq_len in (2048, 8192) for backward in (False, True)],
+    "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
+    "gemm": [
+        Row("gemm", {"m": m, "k": k, "n": n}, ops=2 * m * k * n, settle=1, steps=5)
+        for m, k, n in ((1024, 512, 50304), (1024, 512, 2048), (1024, 2048, 512), (512, 512, 512))
+    ],
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="+", choices=GROUPS)
+    parser.add_argument("--torch-python", default=sys.executable, help="a Python that has torch (default: this one)")
+    parser.add_argument("--needle-python", default=sys.executable, help="a Python that has needle (default: this one)")
+    parser.add_argument("--only", choices=("needle", "torch"), help="run one side alone")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[_cores()], help="threads per run (default: all cores)"
+    )
+    parser.add_argument("--waits", nargs="+", choices=WAITS, default=["passive", "default"], help="how PyTorch waits")
+    parser.add_argument("--busy", type=int, default=0, help="cores kept busy beside (default: 0)")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant (default: 7)")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON lines")
+    options = parser.parse_args()
+
+    contestants = _contestants(options)
+    failed = False
+    for group in options.groups:
+        for threads in options.threads:
+            for row in GROUPS[group]:
+                row = Row(**{**vars(row), "args": {**row.args, "device": options.device}})
+                try:
+                    records = measure(row, contestants, threads=threads, rounds=options.rounds, busy=options.busy)
+                except WorkerError as error:
+                    print(f"{row.case} {row.args}: {error}", file=sys.stderr)
+                    failed = True
+                    continue
+                append_results(options.results / f"{group}.jsonl", [{**machine(), **record} for record in records])
+                _print(records)
+    return 1 if failed else 0
+
+
+def _contestants(options: argparse.Namespace) -> list[Contestant]:
+    found = []
+    if options.only != "torch":
+        if not NEEDLE_WORKER.is_file():
+            raise SystemExit(f"[benchmarks] no {NEEDLE_WORKER.name} (--only torch runs without needle)")
+        found.append(Contestant("needle", options.needle_python, NEEDLE_WORKER))
+    if options.only != "needle":
+        if subprocess.run([options.torch_python, "-c", "import torch"], capture_output=True).returncode:
+            raise SystemExit(f"[benchmarks] {options.torch_python} has no torch (--torch-python, or --only needle)")
+        found += [Contestant(f"torch-{waits}", options.torch_python, TORCH_WORKER, waits) for waits in options.waits]
+    return found
+
+
+def _print(records: list[dict]) -> None:
+    first = records[0]
+    args = " ".join(f"{key}={value}" for key, value in first["args"].items())
+    print(f"{first['case']} {args} threads={first['threads']} busy={first['busy_cores']}")
+    for r in records:
+        rate = f"{r['tokens_per_s']:10.0f} tok/s" if "tokens_per_s" in r else ""
+        if r["case"] == "gemm":
+            rate = f"{1e-3 / r['us_per_op']:10.1f} GFLOP/s"
+        elif "us_per_op" in r:
+            rate = f"{r['us_per_op']:10.2f} us/op"
+        device = f"{r['device_peak_bytes'] / 1e6:8.0f} MB device" if "device_peak_bytes" in r else ""
+        print(
+            f"  {r['contestant']:14s} {r['median_s'] * 1e3:10.2f} ms ({r['p10_s'] * 1e3:.2f} to {r['p90_s'] * 1e3:.2f})"
+            f" {rate}  x{r['time_over_first']:.2f}  {r['peak_rss_bytes'] / 1e6:8.0f} MB peak{device}",
+            flush=True,
+        )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

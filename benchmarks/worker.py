@@ -1,0 +1,86 @@
+"""The worker side of a benchmark: one process, one case, driven over stdin and stdout. Needs only the standard library.
+
+A contestant is a script that ends with ``serve({"pythia_step": make_step, ...})``. Each value is a function
+``make(**args)`` that builds everything (model, data) and returns a ``Case``; ``Case.step`` then does the work once,
+waits until it is done, and returns a figure to record (the loss, a checksum) or None. ``serve`` does the timing.
+
+One line in, one line of JSON out:
+
+    setup NAME {"batch_size": 8, ...}   ->  {"versions": {...}, "threads": 4}      builds the case
+    step N                              ->  {"seconds": [...], "value": 10.9}      N steps, each timed alone
+    memory                              ->  {"peak_rss_bytes": ..., "rss_bytes": ..., "device_peak_bytes": ...}
+    quit                                                                           ends the process
+
+An error in a case ends the process with a traceback on stderr; the harness then reports it. What libraries print goes
+to stderr too, so that it cannot mix with the answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Case:
+    """A prepared benchmark. ``device_peak_bytes`` is the accelerator's peak since setup, where there is one."""
+
+    step: Callable[[], float | None]
+    versions: dict[str, str] = field(default_factory=dict)
+    threads: int | None = None
+    device_peak_bytes: Callable[[], int] | None = None
+
+
+def memory_bytes() -> dict[str, int]:
+    """Peak and present resident set of this process.
+
+    Linux's VmHWM, because ru_maxrss of a child starts at the size its parent had when it started the child.
+    """
+    try:
+        with open("/proc/self/status") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except FileNotFoundError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    kib = {key: int(fields[name].split()[0]) for key, name in (("peak_rss_bytes", "VmHWM"), ("rss_bytes", "VmRSS"))}
+    return {key: value * 1024 for key, value in kib.items()}
+
+
+def timed_steps(case: Case, count: int) -> dict:
+    seconds, value = [], None
+    for _ in range(count):
+        start = time.perf_counter()
+        value = case.step()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": seconds, "value": value}
+
+
+def serve(cases: dict[str, Callable[..., Case]]) -> None:
+    """Answer commands until ``quit`` or the end of input."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    case: Case | None = None
+    for line in sys.stdin:
+        command, _, rest = line.strip().partition(" ")
+        if command == "quit":
+            return
+        if command == "setup":
+            name, _, args = rest.partition(" ")
+            if name not in cases:
+                raise SystemExit(f"[worker] unknown case: {name} ({', '.join(cases)})")
+            case = cases[name](**json.loads(args))
+            answer = {"versions": {"python": sys.version.split()[0], **case.versions}, "threads": case.threads}
+        elif command == "step" and case is not None:
+            answer = timed_steps(case, int(rest))
+        elif command == "memory" and case is not None:
+            answer = memory_bytes()
+            if case.device_peak_bytes is not None:
+                answer["device_peak_bytes"] = case.device_peak_bytes()
+        else:
+            raise SystemExit(f"[worker] unknown command, or no case yet: {line.strip()} (setup, step, memory, quit)")
+        answers.write(json.dumps(answer) + "\n")
