@@ -148,8 +148,8 @@ inline void bind_memory(py::module_& m) {
   const auto root = parent == std::string::npos ? parent : name.rfind('.', parent - 1);
   static PyObject* error_class = PyExc_MemoryError;
   if (root != std::string::npos)
-    error_class = py::module_::import((name.substr(0, root) + ".errors").c_str())
-                      .attr("OutOfMemoryError")
+    error_class = py::getattr(py::module_::import((name.substr(0, root) + ".errors").c_str()),
+                              "OutOfMemoryError")
                       .release()
                       .ptr();
   py::register_local_exception_translator([](std::exception_ptr p) {

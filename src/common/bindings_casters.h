@@ -79,6 +79,12 @@ struct type_caster<needle::Dims> {
     }
     return true;
   }
+
+  static handle cast(const needle::Dims& dims, return_value_policy, handle) {
+    tuple result(dims.size());
+    for (size_t i = 0; i < dims.size(); ++i) result[i] = int_(dims[i]);
+    return result.release();
+  }
 };
 
 }  // namespace pybind11::detail

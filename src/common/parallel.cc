@@ -41,6 +41,7 @@ bool spin_until(Done done) {
 }
 
 struct Job {
+  Job(const std::function<void(int64_t)>& task_, int64_t n) : task(&task_), n_tasks(n) {}
   const std::function<void(int64_t)>* task;
   int64_t n_tasks;
   std::atomic<int64_t> next{0};
@@ -210,7 +211,7 @@ void parallel_for(int64_t n_tasks, const std::function<void(int64_t)>& task) {
     Pool& p = get_pool();
     std::unique_lock<std::mutex> busy(p.busy, std::try_to_lock);
     if (busy.owns_lock()) {  // else another thread's job has the workers: run here
-      Job job{&task, n_tasks};
+      Job job(task, n_tasks);
       p.run(job);
       if (job.error) std::rethrow_exception(job.error);
       return;

@@ -1,0 +1,177 @@
+// Moving data: fill, arange, and copies between strided views with conversion between any two dtypes.
+//
+// out[out_strides . i + out_offset] = convert(a[a_strides . i + a_offset]). Copies of one dtype move bits; a transposition goes by
+// square blocks, so that both sides use whole cache lines.
+#include <algorithm>
+#include <cstring>
+
+#include "../common/backend.h"
+#include "../common/parallel.h"
+#include "../common/strided_cpu.h"
+
+namespace needle::cpu {
+namespace {
+
+constexpr int64_t kGrain = 1 << 16;  // elements per task
+constexpr int64_t kBlock = 32;       // side of a transposed block
+
+template <class To, class From>
+To convert(From x) {
+  if constexpr (std::is_same_v<To, bool>) {
+    return accum_t<From>(x) != accum_t<From>(0);
+  } else if constexpr (std::is_same_v<To, uint8_t>) {
+    return To(int64_t(accum_t<From>(x)));  // negative numbers wrap, as integers do
+  } else if constexpr (sizeof(To) == 2) {
+    return To(float(accum_t<From>(x)));
+  } else {
+    return To(accum_t<From>(x));
+  }
+}
+
+// Calls f with an unsigned integer as wide as the dtype: enough to move bits.
+template <class F>
+void dispatch_width(DType dtype, F&& f) {
+  switch (dtype_size(dtype)) {
+    case 1:
+      return f(Tag<uint8_t>{});
+    case 2:
+      return f(Tag<uint16_t>{});
+    case 4:
+      return f(Tag<uint32_t>{});
+    default:
+      return f(Tag<uint64_t>{});
+  }
+}
+
+template <class From, class To>
+void copy_row(const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t n) {
+  if (from_stride == 1 && to_stride == 1) {
+    if constexpr (std::is_same_v<From, To>) {
+      std::memmove(to, from, size_t(n) * sizeof(To));
+    } else {
+      for (int64_t i = 0; i < n; ++i) to[i] = convert<To>(from[i]);
+    }
+  } else if (from_stride == 0 && to_stride == 1) {
+    std::fill(to, to + n, convert<To>(*from));
+  } else {
+    for (int64_t i = 0; i < n; ++i) to[i * to_stride] = convert<To>(from[i * from_stride]);
+  }
+}
+
+// Both walked in C order of shape; when the source's unit stride is in another dimension than the target's, those two are
+// walked by blocks and the others one by one.
+template <class T>
+bool copy_transposed(const T* from, T* to, const Walk<2>& walk) {
+  if (walk.strides[1][0] != 1 || walk.strides[0][0] == 1) return false;
+  int across = 0;
+  for (int d = 1; d < walk.rank; ++d)
+    if (walk.strides[0][d] == 1) across = d;
+  if (across == 0 || walk.shape[across] < 8 || walk.shape[0] < 8) return false;
+
+  const int64_t rows = walk.shape[across], cols = walk.shape[0];
+  const int64_t to_stride = walk.strides[1][across], from_stride = walk.strides[0][0];
+  const int64_t bands = (rows + kBlock - 1) / kBlock;
+  const int64_t others = walk.size / (rows * cols);
+  const auto band = [&](int64_t task) {
+    int64_t rest = task / bands, from_at = 0, to_at = 0;
+    for (int d = 1; d < walk.rank; ++d) {
+      if (d == across) continue;
+      from_at += rest % walk.shape[d] * walk.strides[0][d];
+      to_at += rest % walk.shape[d] * walk.strides[1][d];
+      rest /= walk.shape[d];
+    }
+    const int64_t i0 = task % bands * kBlock, i1 = std::min(rows, i0 + kBlock);
+    for (int64_t j0 = 0; j0 < cols; j0 += kBlock) {
+      const int64_t j1 = std::min(cols, j0 + kBlock);
+      for (int64_t i = i0; i < i1; ++i)
+        for (int64_t j = j0; j < j1; ++j)
+          to[to_at + i * to_stride + j] = from[from_at + j * from_stride + i];
+    }
+  };
+  const int64_t tasks = others * bands;
+  const int64_t grain = std::max<int64_t>(1, kGrain / (kBlock * cols));
+  parallel_ranges(tasks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) band(task);
+  });
+  return true;
+}
+
+template <class From, class To>
+void copy_walk(const From* from, To* to, const Walk<2>& walk) {
+  if constexpr (std::is_same_v<From, To>)
+    if (copy_transposed(from, to, walk)) return;
+  parallel_ranges(walk.size, kGrain, [&](int64_t begin, int64_t end) {
+    walk.rows(begin, end, [&](int64_t count, const std::array<int64_t, 2>& at) {
+      copy_row(from + at[0], walk.strides[0][0], to + at[1], walk.strides[1][0], count);
+    });
+  });
+}
+
+template <class T>
+void fill_walk(T* to, const Walk<1>& walk, T value) {
+  parallel_ranges(walk.size, kGrain, [&](int64_t begin, int64_t end) {
+    walk.rows(begin, end, [&](int64_t count, const std::array<int64_t, 1>& at) {
+      T* row = to + at[0];
+      const int64_t stride = walk.strides[0][0];
+      if (stride == 1)
+        std::fill(row, row + count, value);
+      else
+        for (int64_t i = 0; i < count; ++i) row[i * stride] = value;
+    });
+  });
+}
+
+}  // namespace
+
+void fill(const Array& out, Scalar value) {
+  strided_fill(out, {1}, 0, {out.size()}, value);
+}
+
+void arange(const Array& out, Scalar start, Scalar step) {
+  dispatch_any(out.dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    T* to = out.data<T>();
+    parallel_ranges(out.size(), kGrain, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if constexpr (std::is_integral_v<T>)
+          to[i] = convert<T>(start.i + i * step.i);
+        else
+          to[i] = convert<T>(start.d + double(i) * step.d);
+      }
+    });
+  });
+}
+
+void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,
+                  const Dims& out_strides, int64_t out_offset, const Dims& shape) {
+  const Walk<2> walk(shape, {&a_strides, &out_strides});
+  if (walk.size == 0) return;
+  if (a.dtype() == out.dtype()) {
+    dispatch_width(a.dtype(), [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      copy_walk(static_cast<const T*>(a.ptr()) + a_offset, static_cast<T*>(out.ptr()) + out_offset,
+                walk);
+    });
+    return;
+  }
+  dispatch_any(a.dtype(), [&](auto from_tag) {
+    using From = typename decltype(from_tag)::type;
+    dispatch_any(out.dtype(), [&](auto to_tag) {
+      using To = typename decltype(to_tag)::type;
+      if constexpr (!std::is_same_v<From, To>)
+        copy_walk(a.data<From>() + a_offset, out.data<To>() + out_offset, walk);
+    });
+  });
+}
+
+void strided_fill(const Array& out, const Dims& strides, int64_t offset, const Dims& shape,
+                  Scalar value) {
+  const Walk<1> walk(shape, {&strides});
+  if (walk.size == 0) return;
+  dispatch_any(out.dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    fill_walk(out.data<T>() + offset, walk, value.to<T>());
+  });
+}
+
+}  // namespace needle::cpu
