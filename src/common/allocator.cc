@@ -130,6 +130,7 @@ void Allocator::reset_peak() {
 void Allocator::empty_cache() {
   std::lock_guard<std::mutex> lock(mutex_);
   release_cached(0);
+  source_.trim();
   top_ = stats_.reserved;
 }
 

@@ -19,6 +19,7 @@ struct MemorySource {
   virtual ~MemorySource() = default;
   virtual void* allocate(int64_t bytes) = 0;
   virtual void release(void* ptr, int64_t bytes) = 0;
+  virtual void trim() {}  // gives back to the system what the source itself keeps
 };
 
 constexpr int kCategories = 8;  // numbering and names: needle.memory

@@ -7,6 +7,8 @@
 #include <string>
 
 #if defined(__CUDACC__)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #define NEEDLE_HD __host__ __device__
 #else
 #define NEEDLE_HD
@@ -22,13 +24,18 @@ NEEDLE_HD inline To bit_cast(const From& from) {
   return to;
 }
 
-// bfloat16: the upper half of a float32; conversion rounds to nearest even and keeps NaN.
+// bfloat16: the upper half of a float32; conversion rounds to nearest even and keeps NaN. Device code converts by the
+// hardware's instructions, which round alike.
 struct bfloat16 {
   uint16_t bits;
   bfloat16() = default;
   NEEDLE_HD explicit bfloat16(float value) {
+#if defined(__CUDA_ARCH__)
+    bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+#else
     const uint32_t u = bit_cast<uint32_t>(value);
     bits = value != value ? uint16_t((u >> 16) | 0x40u) : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+#endif
   }
   NEEDLE_HD operator float() const { return bit_cast<float>(uint32_t(bits) << 16); }
 };
@@ -38,6 +45,9 @@ struct float16 {
   uint16_t bits;
   float16() = default;
   NEEDLE_HD explicit float16(float value) {
+#if defined(__CUDA_ARCH__)
+    bits = __half_as_ushort(__float2half_rn(value));
+#else
     const uint32_t u = bit_cast<uint32_t>(value);
     const uint32_t sign = (u >> 16) & 0x8000u;
     const uint32_t magnitude = u & 0x7fffffffu;
@@ -53,8 +63,12 @@ struct float16 {
       half = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
     }
     bits = uint16_t(sign | half);
+#endif
   }
   NEEDLE_HD operator float() const {
+#if defined(__CUDA_ARCH__)
+    return __half2float(__ushort_as_half(bits));
+#else
     const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
     const uint32_t magnitude = uint32_t(bits & 0x7fffu) << 13;
     uint32_t u;
@@ -66,6 +80,7 @@ struct float16 {
       u = bit_cast<uint32_t>(bit_cast<float>(magnitude + 0x38800000u) - bit_cast<float>(0x38800000u));
     }
     return bit_cast<float>(sign | u);
+#endif
   }
 };
 
