@@ -1,0 +1,80 @@
+// Passes over one contiguous row that softmax and cross entropy share, and how rows are dealt to
+// the pool.
+#pragma once
+
+#include "parallel.h"
+#include "simd_cpu.h"
+
+namespace needle::cpu {
+
+// body(row) for every row, in parallel, in tasks of at least a few thousand elements.
+template <class F>
+void for_rows(int64_t rows, int64_t cols, F&& body) {
+  const int64_t grain = cols >= 8192 ? 1 : 8192 / (cols + 1) + 1;
+  parallel_ranges(rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) body(r);
+  });
+}
+
+// y[i] = f(vector of x at i) over a row; x may be y.
+template <class T, class F>
+NEEDLE_INLINE void map_row(const T* x, T* y, int64_t n, F&& f) {
+  using A = accum_t<T>;
+  for_vectors<A>(
+      n, [&](int64_t i) { store(y + i, f(load(x + i))); },
+      [&](int64_t i, int64_t lanes) { store(y + i, f(load(x + i, lanes, A(0))), lanes); });
+}
+template <class T, class F>
+NEEDLE_INLINE void map_row(const T* a, const T* b, T* y, int64_t n, F&& f) {
+  using A = accum_t<T>;
+  for_vectors<A>(
+      n, [&](int64_t i) { store(y + i, f(load(a + i), load(b + i))); },
+      [&](int64_t i, int64_t lanes) {
+        store(y + i, f(load(a + i, lanes, A(0)), load(b + i, lanes, A(0))), lanes);
+      });
+}
+
+// The largest element that is not NaN; -inf if there is none. Four vectors at a time: one compare
+// waits for the last.
+template <class T, class A = accum_t<T>>
+A row_max(const T* x, int64_t n) {
+  const A lowest = -std::numeric_limits<A>::infinity();
+  constexpr int L = kLanes<A>;
+  const auto larger = [](Vec<A> a, Vec<A> b) { return b > a ? b : a; };
+  Vec<A> m[4] = {broadcast(lowest), broadcast(lowest), broadcast(lowest), broadcast(lowest)};
+  int64_t i = 0;
+  for (; i + 4 * L <= n; i += 4 * L)
+    for (int u = 0; u < 4; ++u) m[u] = larger(m[u], load(x + i + u * L));
+  for_vectors<A>(
+      n - i, [&](int64_t j) { m[0] = larger(m[0], load(x + i + j)); },
+      [&](int64_t j, int64_t lanes) { m[1] = larger(m[1], load(x + i + j, lanes, lowest)); });
+  return max_lanes<A>(larger(larger(m[0], m[1]), larger(m[2], m[3])));
+}
+
+// sum_i f(i-th vector), where f sees `fill` beyond the end and must give 0 for it.
+template <class T, class F, class A = accum_t<T>>
+NEEDLE_INLINE A row_sum(const T* x, int64_t n, A fill, F&& f) {
+  Vec<A> even{}, odd{};
+  constexpr int L = kLanes<A>;
+  int64_t i = 0;
+  for (; i + 2 * L <= n; i += 2 * L) {
+    even += f(load(x + i));
+    odd += f(load(x + i + L));
+  }
+  for_vectors<A>(
+      n - i, [&](int64_t j) { even += f(load(x + i + j)); },
+      [&](int64_t j, int64_t lanes) { odd += f(load(x + i + j, lanes, fill)); });
+  return sum_lanes<A>(even + odd);
+}
+
+// log sum exp x. -inf for a row of -inf alone, NaN if any element is NaN.
+template <class T, class A = accum_t<T>>
+A row_logsumexp(const T* x, int64_t n) {
+  const A infinity = std::numeric_limits<A>::infinity();
+  const A max = row_max(x, n);
+  const A shift = max == infinity || max == -infinity ? A(0) : max;
+  const A sum = row_sum(x, n, -infinity, [&](Vec<A> v) { return vexp<A>(v - shift); });
+  return shift + std::log(sum);
+}
+
+}  // namespace needle::cpu

@@ -1,0 +1,66 @@
+// Cross entropy of rows of logits against class numbers.
+//   lse = log sum exp logits, loss = lse - logits[target]
+//   dlogits = (exp(logits - lse) - one_hot(target)) dloss, in place if asked
+// A row whose target is ignore_index has loss 0 and gradient 0. Two reads of the logits forward,
+// one backward.
+#include "../common/backend.h"
+#include "../common/ids_cpu.h"
+#include "../common/rows_cpu.h"
+
+namespace needle::NEEDLE_DEVICE {
+namespace {
+
+template <class I>
+void check_targets(const I* targets, int64_t rows, int64_t cols, int64_t ignore_index) {
+  // An ignore_index among the classes needs no exception, and 0 stands for none.
+  check_ids(targets, rows, cols, "cross_entropy", "target", "classes", ignore_index);
+}
+
+}  // namespace
+
+void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss,
+                           const Array& lse, int64_t rows, int64_t cols, int64_t ignore_index) {
+  dispatch_ids(targets, "cross_entropy", [&](auto* target) {
+    check_targets(target, rows, cols, ignore_index);
+    dispatch_float(logits.dtype(), "cross_entropy", [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      using A = accum_t<T>;
+      const T* x = logits.data<T>();
+      A *losses = loss.data<A>(), *sums = lse.data<A>();
+      for_rows(rows, cols, [&](int64_t r) {
+        const A sum = row_logsumexp(x + r * cols, cols);
+        sums[r] = sum;
+        losses[r] = target[r] == ignore_index ? A(0) : sum - A(x[r * cols + target[r]]);
+      });
+    });
+  });
+}
+
+void cross_entropy_backward(const Array& logits, const Array& targets, const Array& lse,
+                            const Array& dloss, const Array& dlogits, int64_t rows, int64_t cols,
+                            int64_t ignore_index) {
+  dispatch_ids(targets, "cross_entropy", [&](auto* target) {
+    check_targets(target, rows, cols, ignore_index);
+    dispatch_float(logits.dtype(), "cross_entropy", [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      using A = accum_t<T>;
+      const T* x = logits.data<T>();
+      const A *sums = lse.data<A>(), *grads = dloss.data<A>();
+      T* dx = dlogits.data<T>();
+      for_rows(rows, cols, [&](int64_t r) {
+        const T* row = x + r * cols;
+        T* drow = dx + r * cols;
+        if (target[r] == ignore_index) {
+          std::fill_n(drow, cols, T(0.f));
+          return;
+        }
+        const A sum = sums[r], grad = grads[r];
+        const A at_target = A(row[target[r]]);  // before it is overwritten
+        map_row(row, drow, cols, [&](Vec<A> v) { return vexp<A>(v - sum) * grad; });
+        drow[target[r]] = T((vexp<A>(broadcast(at_target - sum))[0] - A(1)) * grad);
+      });
+    });
+  });
+}
+
+}  // namespace needle::NEEDLE_DEVICE

@@ -1,0 +1,96 @@
+// Embedding: one_hot(ids) @ weight, at the cost of a gather; its gradient, a scatter-add by id; and
+// one_hot itself.
+//   out[i] = weight[ids[i]],  dweight[w] (+)= sum of dy[i] over ids[i] == w, i ascending
+// Backward sorts the positions by id (a counting sort, stable), so that one task owns a row of
+// dweight: no races, one order.
+#include <algorithm>
+
+#include "../common/backend.h"
+#include "../common/ids_cpu.h"
+#include "../common/parallel.h"
+#include "../common/simd_cpu.h"
+
+namespace needle::NEEDLE_DEVICE {
+namespace {
+
+int64_t rows_per_task(int64_t dim) { return 1 + 16384 / (dim + 1); }
+
+}  // namespace
+
+void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
+                       int64_t vocab, int64_t dim) {
+  dispatch_ids(ids, "embedding", [&](auto* id) {
+    check_ids(id, n, vocab, "embedding", "id", "vocabulary");
+    const int64_t row_bytes = dim * dtype_size(weight.dtype());
+    const char* from = static_cast<const char*>(weight.ptr());
+    char* to = static_cast<char*>(out.ptr());
+    parallel_ranges(n, rows_per_task(dim), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        memcpy(to + i * row_bytes, from + id[i] * row_bytes, row_bytes);
+    });
+  });
+}
+
+void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
+                        const Array& workspace, int64_t n, int64_t vocab, int64_t dim,
+                        bool accumulate) {
+  int32_t* first = workspace.data<int32_t>();  // (vocab + 1): where the positions of an id start
+  int32_t* positions = first + vocab + 1;      // (n): positions by id, ascending within an id
+  dispatch_ids(ids, "embedding", [&](auto* id) {
+    check_ids(id, n, vocab, "embedding", "id", "vocabulary");
+    std::fill_n(first, vocab + 1, 0);
+    for (int64_t i = 0; i < n; ++i) ++first[id[i] + 1];
+    for (int64_t w = 0; w < vocab; ++w) first[w + 1] += first[w];
+    for (int64_t i = 0; i < n; ++i) positions[first[id[i]]++] = int32_t(i);
+    // first[w] has moved on to the start of w + 1.
+  });
+  const auto start = [&](int64_t w) { return w == 0 ? 0 : first[w - 1]; };
+  dispatch_float(dy.dtype(), "embedding", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using A = accum_t<T>;
+    const T* grads = dy.data<T>();
+    T* dw = dweight.data<T>();
+    // d[0 .. n) (+)= the sum of the rows' elements at column c, one vector
+    const auto add_rows = [&](int64_t w, int64_t c, auto... lanes) {
+      T* to = dw + w * dim + c;
+      Vec<A> sum{};
+      for (int32_t e = start(w); e < first[w]; ++e) {
+        const T* from = grads + positions[e] * dim + c;
+        if constexpr (sizeof...(lanes) == 0)
+          sum += load(from);
+        else
+          sum += load(from, lanes..., A(0));
+      }
+      if constexpr (sizeof...(lanes) == 0)
+        store(to, accumulate ? load(to) + sum : sum);
+      else
+        store(to, accumulate ? load(to, lanes..., A(0)) + sum : sum, lanes...);
+    };
+    parallel_ranges(vocab, rows_per_task(dim), [&](int64_t begin, int64_t end) {
+      for (int64_t w = begin; w < end; ++w) {
+        if (start(w) < first[w])
+          for_vectors<A>(
+              dim, [&](int64_t c) { add_rows(w, c); },
+              [&](int64_t c, int64_t lanes) { add_rows(w, c, lanes); });
+        else if (!accumulate)
+          std::fill_n(dw + w * dim, dim, T(0.f));
+      }
+    });
+  });
+}
+
+void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth) {
+  dispatch_ids(ids, "one_hot", [&](auto* id) {
+    check_ids(id, n, depth, "one_hot", "id", "depth");
+    dispatch_any(out.dtype(), [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      T* to = out.data<T>();
+      parallel_ranges(n, rows_per_task(depth), [&](int64_t begin, int64_t end) {
+        std::fill(to + begin * depth, to + end * depth, T(0));
+        for (int64_t i = begin; i < end; ++i) to[i * depth + id[i]] = T(1);
+      });
+    });
+  });
+}
+
+}  // namespace needle::NEEDLE_DEVICE
