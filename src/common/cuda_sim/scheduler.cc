@@ -103,7 +103,7 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
     shared(nullptr, "dynamic shared memory", launch->smem, 128);
     shared_bytes_ = 0;
   }
-  if (race_hooks) race_hooks->begin_block(*this);
+  if (race_hooks) race_hooks->begin_block();
 
   describe_own_stack(main_);
   switch_context(main_, next(nullptr)->context);
@@ -309,14 +309,29 @@ char* Block::shared(const void* declaration, const char* name, size_t bytes, siz
   __asan_unpoison_memory_region(address, bytes);
 #endif
   std::memset(address, 0xff, bytes);
-  shared_.push_back({declaration, name, address});
+  shared_.push_back({declaration, name, address, bytes});
   return address;
 }
 
 // --- faults ---------------------------------------------------------------------------------------------------------
 
-std::string Block::place(const Thread& thread) const {
-  return "block " + text(block_idx) + ", thread " + text(thread.thread_idx);
+std::string Block::place_of(uint64_t block, unsigned rank) const {
+  return "block " + text(unflatten(block, grid_dim)) + ", thread " + text(unflatten(rank, block_dim));
+}
+
+bool Block::in_shared(const void* address) const {
+  return static_cast<const char*>(address) >= arena_ && static_cast<const char*>(address) < arena_ + kArenaBytes;
+}
+
+std::string Block::describe(const void* address) const {
+  for (const SharedVariable& variable : shared_) {
+    const std::ptrdiff_t offset = static_cast<const char*>(address) - variable.address;
+    if (offset >= 0 && static_cast<size_t>(offset) < variable.bytes)
+      return std::string("shared memory `") + variable.name + "` + " + std::to_string(offset) + " bytes";
+  }
+  std::ostringstream out;
+  out << "global memory " << address;
+  return out.str();
 }
 
 // "threads 0-30 wait at __syncwarp (a.cu:12)", a line for each place.
@@ -344,7 +359,7 @@ std::string Block::waiting_threads() const {
 
 void Block::fault(Thread& thread, const std::string& what, Site site) {
   thread.waits_for = nullptr;
-  fault_ = std::string("[") + launch->kernel_name + "] " + what + ": " + place(thread);
+  fault_ = std::string("[") + launch->kernel_name + "] " + what + ": " + place_of(linear_index, thread.rank);
   if (site.line) fault_ += ", " + text(site);
   fault_ += waiting_threads();
   leave_context(thread.context, main_);

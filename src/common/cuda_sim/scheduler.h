@@ -32,6 +32,7 @@ struct SharedVariable {
   const void* declaration;
   const char* name;
   char* address;
+  size_t bytes;
 };
 
 // The blocks of a worker follow each other in one object: fibers, arena and lists stay.
@@ -46,6 +47,11 @@ class Block : public BlockIndex {
   void collective(Thread& thread, uint32_t mask, void* frame, const Collective& op, Site site);
   char* shared(const void* declaration, const char* name, size_t bytes, size_t alignment);
   [[noreturn]] void fault(Thread& thread, const std::string& what, Site site);
+
+  // For messages: where a thread is, what lies at an address.
+  std::string place_of(uint64_t block, unsigned rank) const;
+  std::string describe(const void* address) const;
+  bool in_shared(const void* address) const;
 
   const Launch* launch = nullptr;
   uint64_t linear_index = 0;
@@ -63,7 +69,6 @@ class Block : public BlockIndex {
   void complete_barrier();
   bool complete_collective(Warp& warp, uint32_t mask, Thread& any);
   std::string waiting_threads() const;
-  std::string place(const Thread& thread) const;
   uint64_t random();
 
   const int worker_;
@@ -98,11 +103,10 @@ void drop_async_copies(Thread& thread);
 
 // What the race detector, where it is linked, wants to hear.
 struct RaceHooks {
-  void (*begin_launch)(const char* kernel_name);
-  void (*begin_block)(Block& block);
+  void (*begin_launch)();
+  void (*begin_block)();
   void (*sync_warp)(Thread& thread, uint32_t mask);  // once per __syncwarp, by its last lane
   void (*access)(const void* address, size_t bytes, bool write, const void* pc);
-  std::string (*take_report)();  // empty: no race so far
 };
 extern const RaceHooks* race_hooks;
 

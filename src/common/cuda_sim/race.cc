@@ -1,0 +1,225 @@
+// A race detector for kernels. Kernel files are compiled with -fsanitize=thread and linked against the hooks below
+// instead of libtsan: every load and store calls one. This file is compiled without the flag, and is empty unless
+// NEEDLE_RACE is defined. Kernels need g++ and -fno-tree-loop-distribute-patterns: clang, and loops that became a
+// memset, leave accesses without a hook.
+//
+// Two accesses to a byte, at least one a write and not both atomic, race unless they come from one thread, from one
+// block with a __syncthreads between, or from one warp with a __syncwarp between that both lanes took part in. Shuffles
+// order nothing. Since this is decided from who synchronised with whom, and not from the order in which threads happened
+// to run, one run in one order is enough.
+#if defined(NEEDLE_RACE)
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+
+#include "scheduler.h"
+
+namespace needle::sim {
+
+namespace {
+
+struct Access {
+  uint32_t launch = 0;  // 0: none
+  uint32_t block = 0;
+  uint32_t epoch = 0;       // block barriers passed before it
+  uint32_t warp_clock = 0;  // the lane's own clock
+  int32_t code = 0;         // address of the instruction, from kAnchor
+  uint16_t thread = 0;
+  bool atomic = false;
+};
+
+// The last write and two readers. A reader is dropped only for one that it is ordered before, or for one further away.
+struct Cell {
+  Access write, read[2];
+};
+
+constexpr size_t kPageBytes = 1024;
+struct Page {
+  Cell cells[kPageBytes];
+};
+
+uint32_t launch_number = 0;
+std::unordered_map<uintptr_t, Page*> pages;  // kept from launch to launch: the number tells which entries are stale
+uintptr_t last_page_number = ~uintptr_t(0);
+Page* last_page = nullptr;
+
+// clocks[w][i][j]: what lane i of warp w knows of lane j.
+uint32_t clocks[kMaxBlockThreads / kWarpSize][kWarpSize][kWarpSize];
+
+const char* const kAnchor = reinterpret_cast<const char*>(&race_hooks);
+
+Cell& cell_of(uintptr_t address) {
+  if (address / kPageBytes != last_page_number) {
+    last_page_number = address / kPageBytes;
+    Page*& page = pages[last_page_number];
+    if (!page) page = new Page;
+    last_page = page;
+  }
+  return last_page->cells[address % kPageBytes];
+}
+
+// Whether `earlier` (made before, in the order of this run) happens before what `now` does in every order.
+bool ordered(const Access& earlier, const Access& now, bool shared) {
+  if (earlier.launch != now.launch) return true;
+  if (earlier.block != now.block) return shared;  // the next block's shared memory is another memory
+  if (earlier.thread == now.thread || earlier.epoch < now.epoch) return true;
+  const int warp = now.thread / kWarpSize;
+  return earlier.thread / kWarpSize == warp &&
+         clocks[warp][now.thread % kWarpSize][earlier.thread % kWarpSize] >= earlier.warp_clock;
+}
+
+std::string name_of(const Access& access, bool write) {
+  return std::string(access.atomic ? "atomic " : "") + (write ? "write" : "read") + " (" +
+         describe_code_address(kAnchor + access.code) + ")";
+}
+
+[[noreturn]] void report(Block& block, Thread& thread, uintptr_t address, const Access& earlier, bool earlier_writes,
+                         const Access& now, bool now_writes) {
+  block.fault(thread,
+              "data race on " + block.describe(reinterpret_cast<const void*>(address)) + ": " + name_of(now, now_writes) +
+                  " and an earlier " + name_of(earlier, earlier_writes) + " by " +
+                  block.place_of(earlier.block, earlier.thread) + " with no synchronisation between",
+              {"", 0});
+}
+
+void remember_reader(Cell& cell, const Access& now, bool shared) {
+  for (Access& slot : cell.read)
+    if (ordered(slot, now, shared) && (slot.launch != now.launch || slot.atomic || !now.atomic)) {
+      slot = now;
+      return;
+    }
+  const auto near = [](const Access& a, const Access& b) {
+    return a.block == b.block && a.thread / kWarpSize == b.thread / kWarpSize;
+  };
+  if (near(cell.read[0], cell.read[1])) cell.read[1] = now;
+}
+
+void access(const void* start, size_t bytes, bool write, bool atomic, const void* pc) {
+  if (!on_fiber_stack(__builtin_frame_address(0)) || on_fiber_stack(start)) return;
+  Thread& thread = self();
+  Block& block = *static_cast<Block*>(thread.block);
+  const uint32_t lane = thread.rank % kWarpSize, warp = thread.rank / kWarpSize;
+  Access now;
+  now.launch = launch_number;
+  now.block = static_cast<uint32_t>(block.linear_index);
+  now.epoch = block.epoch;
+  now.warp_clock = clocks[warp][lane][lane];
+  // The call instruction, not the one it returns to.
+  now.code = static_cast<int32_t>(static_cast<const char*>(pc) - 1 - kAnchor);
+  now.thread = static_cast<uint16_t>(thread.rank);
+  now.atomic = atomic;
+  const bool shared = block.in_shared(start);
+  const auto first = reinterpret_cast<uintptr_t>(start);
+  for (uintptr_t address = first; address < first + bytes; ++address) {
+    Cell& cell = cell_of(address);
+    const auto races = [&](const Access& earlier) {
+      return !(earlier.atomic && atomic) && !ordered(earlier, now, shared);
+    };
+    if (races(cell.write)) report(block, thread, address, cell.write, true, now, write);
+    if (write) {
+      for (const Access& reader : cell.read)
+        if (races(reader)) report(block, thread, address, reader, false, now, true);
+      cell.write = now;
+    } else {
+      remember_reader(cell, now, shared);
+    }
+  }
+}
+
+// --- what the scheduler tells ---------------------------------------------------------------------------------------
+
+void begin_launch() { ++launch_number; }
+
+void begin_block() {
+  for (auto& warp : clocks)
+    for (int i = 0; i < kWarpSize; ++i)
+      for (int j = 0; j < kWarpSize; ++j) warp[i][j] = i == j;
+}
+
+// Every lane of the mask learns what any of them knew; what it does from here on is news again.
+void sync_warp(Thread& thread, uint32_t mask) {
+  auto& warp = clocks[thread.rank / kWarpSize];
+  uint32_t joined[kWarpSize] = {};
+  for (int i = 0; i < kWarpSize; ++i)
+    if (mask >> i & 1)
+      for (int j = 0; j < kWarpSize; ++j)
+        if (warp[i][j] > joined[j]) joined[j] = warp[i][j];
+  for (int i = 0; i < kWarpSize; ++i)
+    if (mask >> i & 1) {
+      for (int j = 0; j < kWarpSize; ++j) warp[i][j] = joined[j];
+      ++warp[i][i];
+    }
+}
+
+void runtime_access(const void* start, size_t bytes, bool write, const void* pc) { access(start, bytes, write, false, pc); }
+
+const RaceHooks hooks{begin_launch, begin_block, sync_warp, runtime_access};
+const bool installed = (race_hooks = &hooks) != nullptr;
+
+}  // namespace
+
+}  // namespace needle::sim
+
+// --- what instrumented code calls -----------------------------------------------------------------------------------
+
+#define PC __builtin_return_address(0)
+#define HOOK extern "C" __attribute__((visibility("hidden")))
+
+using needle::sim::access;
+
+#define SIZED(n)                                                                          \
+  HOOK void __tsan_read##n(void* p) { access(p, n, false, false, PC); }                   \
+  HOOK void __tsan_write##n(void* p) { access(p, n, true, false, PC); }                   \
+  HOOK void __tsan_unaligned_read##n(void* p) { access(p, n, false, false, PC); }         \
+  HOOK void __tsan_unaligned_write##n(void* p) { access(p, n, true, false, PC); }         \
+  HOOK void __tsan_volatile_read##n(void* p) { access(p, n, false, false, PC); }          \
+  HOOK void __tsan_volatile_write##n(void* p) { access(p, n, true, false, PC); }
+SIZED(1) SIZED(2) SIZED(4) SIZED(8) SIZED(16)
+
+HOOK void __tsan_read_range(void* p, size_t bytes) { access(p, bytes, false, false, PC); }
+HOOK void __tsan_write_range(void* p, size_t bytes) { access(p, bytes, true, false, PC); }
+HOOK void __tsan_init() {}
+HOOK void __tsan_func_entry(void*) {}
+HOOK void __tsan_func_exit() {}
+HOOK void __tsan_vptr_update(void**, void*) {}
+HOOK void __tsan_vptr_read(void**) {}
+HOOK void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+HOOK void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
+
+#define FETCH(bits, op)                                                                         \
+  HOOK uint##bits##_t __tsan_atomic##bits##_fetch_##op(uint##bits##_t* p, uint##bits##_t v, int) { \
+    access(p, bits / 8, true, true, PC);                                                        \
+    return __atomic_fetch_##op(p, v, __ATOMIC_SEQ_CST);                                         \
+  }
+#define EXCHANGE(bits, strength)                                                                                 \
+  HOOK int __tsan_atomic##bits##_compare_exchange_##strength(uint##bits##_t* p, uint##bits##_t* expected,        \
+                                                             uint##bits##_t v, int, int) {                       \
+    access(p, bits / 8, true, true, PC);                                                                         \
+    return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);               \
+  }
+#define ATOMIC(bits)                                                                                             \
+  FETCH(bits, add) FETCH(bits, sub) FETCH(bits, and) FETCH(bits, or) FETCH(bits, xor) FETCH(bits, nand)          \
+  EXCHANGE(bits, strong) EXCHANGE(bits, weak)                                                                    \
+  HOOK uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                                 \
+    access(p, bits / 8, false, true, PC);                                                                        \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                                 \
+  }                                                                                                              \
+  HOOK void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {                              \
+    access(p, bits / 8, true, true, PC);                                                                         \
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                                                    \
+  }                                                                                                              \
+  HOOK uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t v, int) {                 \
+    access(p, bits / 8, true, true, PC);                                                                         \
+    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                                          \
+  }                                                                                                              \
+  HOOK uint##bits##_t __tsan_atomic##bits##_compare_exchange_val(uint##bits##_t* p, uint##bits##_t expected,     \
+                                                                 uint##bits##_t v, int, int) {                   \
+    access(p, bits / 8, true, true, PC);                                                                         \
+    __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                     \
+    return expected;                                                                                             \
+  }
+ATOMIC(8) ATOMIC(16) ATOMIC(32) ATOMIC(64)
+
+#endif  // NEEDLE_RACE
