@@ -1,0 +1,287 @@
+// What every CUDA kernel file shares: the device's stream, scratch memory and error flag, launch shapes, strided walks,
+// aligned vectors, and reductions over a warp or a block.
+#pragma once
+
+#include "backend.h"
+#include "launch.h"
+
+namespace needle::NEEDLE_DEVICE {
+
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kBlock = 256;  // threads of a block where nothing else decides
+
+// --- the device, kept by ndarray_backend_cuda.cu ---------------------------------------------------------------
+
+cudaStream_t stream();        // all work of this backend runs in order on this stream
+int multiprocessors();        // how many the device has
+bool has_bf16_tensor_cores();  // compute capability 8.0 or later
+// Memory of the backend's own, for partial results inside one operation. Made once; the next operation may overwrite it,
+// which stream order makes safe. Throws when more than kScratchBytes are asked.
+constexpr int64_t kScratchBytes = int64_t(8) << 20;
+void* scratch(int64_t bytes);
+int64_t max_shared_bytes();  // dynamic shared memory that a block may have after opting in
+void copy_on_device(void* to, const void* from, int64_t bytes);  // stream-ordered
+
+// An id outside its range, found by a kernel: the first one is kept and raised as IndexError at the next sync.
+enum class BadId : int { none, embedding, one_hot, cross_entropy };
+struct ErrorFlag {
+  int code;
+  int reserved;
+  int64_t value, position, limit;
+};
+ErrorFlag* error_flag();
+
+__device__ inline void report_bad_id(ErrorFlag* flag, BadId op, int64_t value, int64_t position, int64_t limit) {
+  if (atomicCAS(&flag->code, int(BadId::none), int(op)) != int(BadId::none)) return;
+  flag->value = value;
+  flag->position = position;
+  flag->limit = limit;
+}
+
+// f(Tag<type>) for the integer type of ids.
+template <class F>
+void dispatch_ids(const Array& ids, const char* op, F&& f) {
+  if (ids.dtype() == DType::kInt32) return f(Tag<int32_t>{});
+  if (ids.dtype() == DType::kInt64) return f(Tag<int64_t>{});
+  throw std::invalid_argument(std::string("[") + op + "] ids are " + dtype_name(ids.dtype()) + " (int32, int64)");
+}
+
+// --- launch shapes ------------------------------------------------------------------------------------------------
+
+NEEDLE_HD constexpr int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+// Enough blocks to fill the device, no more: kernels loop over what is left (a grid-stride loop).
+inline unsigned blocks_for(int64_t work_items) {
+  const int64_t cap = int64_t(multiprocessors()) * 16;
+  return unsigned(work_items < 1 ? 1 : work_items < cap ? work_items : cap);
+}
+inline LaunchConfig grid_stride(int64_t n, int block = kBlock) {
+  return LaunchConfig{dim3(blocks_for(ceil_div(n, block))), dim3(unsigned(block)), 0, stream()};
+}
+inline LaunchConfig grid_of(int64_t blocks, int block = kBlock, int64_t shared_bytes = 0) {
+  return LaunchConfig{dim3(unsigned(blocks)), dim3(unsigned(block)), size_t(shared_bytes), stream()};
+}
+
+__device__ inline int64_t first_index() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ inline int64_t index_step() { return int64_t(gridDim.x) * blockDim.x; }
+
+// --- vectors: N elements moved by one instruction -------------------------------------------------------------------
+
+template <class T, int N>
+struct alignas(sizeof(T) * N) Vec {
+  T v[N];
+};
+
+template <class T>
+bool aligned_for(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % sizeof(T) == 0;
+}
+
+// An unsigned integer of a given size: data that is only moved needs no type.
+template <int Bytes>
+struct BitsOf;
+template <>
+struct BitsOf<1> {
+  using type = uint8_t;
+};
+template <>
+struct BitsOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct BitsOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct BitsOf<8> {
+  using type = uint64_t;
+};
+template <class F>
+void dispatch_bytes(int64_t bytes, F&& f) {
+  switch (bytes) {
+    case 1:
+      return f(Tag<uint8_t>{});
+    case 2:
+      return f(Tag<uint16_t>{});
+    case 4:
+      return f(Tag<uint32_t>{});
+    default:
+      return f(Tag<uint64_t>{});
+  }
+}
+
+// --- walking strided operands ------------------------------------------------------------------------------------------
+
+constexpr int kMaxDims = 12;
+
+// Division by a constant as a multiplication (Granlund & Montgomery 1994); right for 0 <= n < 2^31.
+struct FastDivisor {
+  uint32_t divisor = 1, multiplier = 0, shift = 0;
+  FastDivisor() = default;
+  explicit FastDivisor(uint32_t d) : divisor(d) {
+    while ((uint64_t(1) << shift) < d) ++shift;
+    multiplier = uint32_t(((uint64_t(1) << 32) * ((uint64_t(1) << shift) - d)) / d + 1);
+  }
+  __device__ uint32_t divide(uint32_t n) const {
+    return (uint32_t((uint64_t(n) * multiplier) >> 32) + n) >> shift;
+  }
+};
+
+// The offsets of element i of N operands that share a shape. Dimensions that are contiguous in every operand are merged.
+template <int N>
+struct Walk {
+  int ndim = 0;
+  bool wide = false;  // 2^31 elements or more: divide in 64 bits
+  int64_t shape[kMaxDims];
+  FastDivisor divisor[kMaxDims];
+  int64_t strides[N][kMaxDims];
+  int64_t offset[N];
+
+  struct Offsets {
+    int64_t of[N];
+  };
+
+  __device__ Offsets operator()(int64_t i) const {
+    Offsets at;
+    for (int o = 0; o < N; ++o) at.of[o] = offset[o];
+    if (wide) {
+      for (int d = ndim - 1; d > 0; --d) {
+        const int64_t q = i / shape[d];
+        const int64_t r = i - q * shape[d];
+        i = q;
+        for (int o = 0; o < N; ++o) at.of[o] += r * strides[o][d];
+      }
+    } else {
+      uint32_t n = uint32_t(i);
+      for (int d = ndim - 1; d > 0; --d) {
+        const uint32_t q = divisor[d].divide(n);
+        const int64_t r = int64_t(n - q * divisor[d].divisor);
+        n = q;
+        for (int o = 0; o < N; ++o) at.of[o] += r * strides[o][d];
+      }
+      i = n;
+    }
+    if (ndim > 0) {
+      for (int o = 0; o < N; ++o) at.of[o] += i * strides[o][0];
+    }
+    return at;
+  }
+};
+
+struct WalkOperand {
+  const Dims* strides;  // null or empty: contiguous
+  int64_t offset = 0;
+};
+
+template <int N>
+Walk<N> make_walk(const Dims& shape, const WalkOperand (&operands)[N]) {
+  Walk<N> walk;
+  const int rank = int(shape.size());
+  std::vector<Dims> strides(N, Dims(size_t(rank), 0));
+  int64_t size = 1;
+  for (int d = rank - 1; d >= 0; --d) {
+    for (int o = 0; o < N; ++o) {
+      const Dims* given = operands[o].strides;
+      strides[o][d] = given != nullptr && !given->empty() ? (*given)[size_t(d)] : size;
+    }
+    size *= shape[size_t(d)];
+  }
+  walk.wide = size >= (int64_t(1) << 31);
+  for (int o = 0; o < N; ++o) walk.offset[o] = operands[o].offset;
+  for (int d = 0; d < rank; ++d) {
+    const int64_t extent = shape[size_t(d)];
+    if (extent == 1) continue;
+    bool merges = walk.ndim > 0;
+    for (int o = 0; o < N && merges; ++o)
+      merges = walk.strides[o][walk.ndim - 1] == extent * strides[o][d];
+    if (!merges && walk.ndim == kMaxDims)
+      throw std::invalid_argument("an array of more than " + std::to_string(kMaxDims) +
+                                  " dimensions that do not merge has no kernel on this device");
+    const int at = merges ? walk.ndim - 1 : walk.ndim++;
+    walk.shape[at] = merges ? walk.shape[at] * extent : extent;
+    for (int o = 0; o < N; ++o) walk.strides[o][at] = strides[o][d];
+  }
+  for (int d = 0; d < walk.ndim && !walk.wide && size > 0; ++d)
+    walk.divisor[d] = FastDivisor(uint32_t(walk.shape[d]));
+  return walk;
+}
+
+// --- reductions ---------------------------------------------------------------------------------------------------------------
+
+// Combines the values of the `Lanes` neighbouring threads (32: a warp; more: the whole block of that many threads) and gives
+// the result to each. `combine` must be commutative; the order is fixed, so results repeat bit by bit.
+// With more than 32 lanes it has barriers: every thread of the block must come here.
+template <int Lanes, class T, class Combine>
+__device__ T reduce_lanes(T value, Combine combine) {
+  static_assert(Lanes % kWarp == 0, "whole warps");
+  for (int step = kWarp / 2; step > 0; step /= 2) value = combine(value, value.shuffle_xor(step));
+  if constexpr (Lanes > kWarp) {
+    NEEDLE_SHARED(T, partial, Lanes / kWarp);
+    __syncthreads();  // the buffer may still be read from the reduction before
+    if (threadIdx.x % kWarp == 0) partial[threadIdx.x / kWarp] = value;
+    __syncthreads();
+    value = partial[0];
+    for (int w = 1; w < Lanes / kWarp; ++w) value = combine(value, partial[w]);
+  }
+  return value;
+}
+
+// Values that reduce_lanes can exchange.
+template <class A>
+struct Sum {
+  A value;
+  __device__ Sum shuffle_xor(int step) const { return {__shfl_xor_sync(kAllLanes, value, step)}; }
+};
+template <class A>
+struct TwoSums {
+  A first, second;
+  __device__ TwoSums shuffle_xor(int step) const {
+    return {__shfl_xor_sync(kAllLanes, first, step), __shfl_xor_sync(kAllLanes, second, step)};
+  }
+};
+
+struct AddSums {
+  template <class A>
+  __device__ Sum<A> operator()(Sum<A> a, Sum<A> b) const {
+    return {a.value + b.value};
+  }
+  template <class A>
+  __device__ TwoSums<A> operator()(TwoSums<A> a, TwoSums<A> b) const {
+    return {a.first + b.first, a.second + b.second};
+  }
+};
+
+template <int Lanes, class A>
+__device__ A sum_lanes(A value) {
+  return reduce_lanes<Lanes>(Sum<A>{value}, AddSums{}).value;
+}
+
+// Rows are handled by a warp each when they are short and by a block each when they are long. f(integral constant Lanes).
+template <int Lanes>
+struct RowLanes {
+  static constexpr int value = Lanes;
+};
+template <class F>
+void dispatch_row_lanes(int64_t cols, F&& f) {
+  if (cols <= 1024) return f(RowLanes<kWarp>{});
+  f(RowLanes<kBlock>{});
+}
+inline LaunchConfig rows_config(int64_t rows, int lanes) {
+  return grid_of(blocks_for(ceil_div(rows, kBlock / lanes)));
+}
+// for (row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()): uniform over a block when Lanes is kBlock.
+template <int Lanes>
+__device__ int64_t first_row() {
+  return int64_t(blockIdx.x) * (kBlock / Lanes) + threadIdx.x / Lanes;
+}
+template <int Lanes>
+__device__ int64_t row_step() {
+  return int64_t(gridDim.x) * (kBlock / Lanes);
+}
+
+// dtype for statistics kept beside an array of T: float32, float64 for float64.
+template <class T>
+using stat_t = accum_t<T>;
+
+}  // namespace needle::NEEDLE_DEVICE

@@ -1,0 +1,226 @@
+// Elementwise ops on a GPU: out[i] = f(a[i]) and out[i] = f(a[i], b[i]), one row of ewise_ops.def each, and `where`.
+//
+// An operand is contiguous, strided (broadcast axes have stride 0) or one number. Contiguous operands move 16 bytes per
+// instruction where addresses allow it. 16-bit floats are computed in float32.
+#include "../common/ewise_math_cuda.h"
+
+#include "../common/cuda_util.cuh"
+
+namespace needle::NEEDLE_DEVICE {
+namespace {
+
+// --- the table as types: apply() is the row's expression, kind says which dtypes it takes ------------------------
+
+enum class Kind { ANY, NUM, FLT, TEST, CMP, LOGIC };
+constexpr bool gives_bool(Kind kind) { return kind == Kind::TEST || kind == Kind::CMP || kind == Kind::LOGIC; }
+
+template <UnaryOp>
+struct Unary;
+template <BinaryOp>
+struct Binary;
+// The result of an expression on small integers is an int; Result is what is stored, before rounding to 16 bits.
+#define NEEDLE_UNARY(name, kind_, expression)                                                      \
+  template <>                                                                                      \
+  struct Unary<UnaryOp::name> {                                                                    \
+    static constexpr Kind kind = Kind::kind_;                                                      \
+    template <class T>                                                                             \
+    __device__ static auto apply(T x) -> typename std::conditional<gives_bool(kind), bool, T>::type { \
+      return typename std::conditional<gives_bool(kind), bool, T>::type(expression);               \
+    }                                                                                              \
+  };
+#define NEEDLE_BINARY(name, kind_, expression)                                                          \
+  template <>                                                                                           \
+  struct Binary<BinaryOp::name> {                                                                       \
+    static constexpr Kind kind = Kind::kind_;                                                           \
+    template <class T>                                                                                  \
+    __device__ static auto apply(T a, T b) -> typename std::conditional<gives_bool(kind), bool, T>::type { \
+      return typename std::conditional<gives_bool(kind), bool, T>::type(expression);                    \
+    }                                                                                                   \
+  };
+#include "../common/ewise_ops.def"
+
+template <Kind kind, class F>
+void dispatch_kind(DType dtype, const char* name, F&& f) {
+  if constexpr (kind == Kind::ANY || kind == Kind::CMP || kind == Kind::LOGIC) {
+    dispatch_any(dtype, f);
+  } else if constexpr (kind == Kind::NUM) {
+    dispatch_num(dtype, name, f);
+  } else {
+    dispatch_float(dtype, name, f);
+  }
+}
+
+template <class T>
+__device__ accum_t<T> load(const T* p, int64_t i) {
+  return accum_t<T>(p[i]);
+}
+
+// --- kernels ------------------------------------------------------------------------------------------------------------
+
+template <class Op, class T, class R, int N>
+__global__ void ewise_unary_kernel(const T* a, R* out, int64_t n, bool vectors) {
+  int64_t done = 0;
+  if (vectors) {
+    done = n / N * N;
+    for (int64_t i = first_index(); i < n / N; i += index_step()) {
+      const Vec<T, N> x = reinterpret_cast<const Vec<T, N>*>(a)[i];
+      Vec<R, N> y;
+#pragma unroll
+      for (int j = 0; j < N; ++j) y.v[j] = R(Op::apply(accum_t<T>(x.v[j])));
+      reinterpret_cast<Vec<R, N>*>(out)[i] = y;
+    }
+  }
+  for (int64_t i = done + first_index(); i < n; i += index_step()) out[i] = R(Op::apply(load(a, i)));
+}
+
+template <class Op, class T, class R>
+__global__ void ewise_unary_strided_kernel(const T* a, R* out, Walk<1> walk, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) out[i] = R(Op::apply(load(a, walk(i).of[0])));
+}
+
+// A null pointer stands for the number beside it.
+template <class T>
+struct Operand {
+  const T* data;
+  accum_t<T> number;
+};
+
+template <class Op, class T, class R, int N>
+__global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, int64_t n, bool vectors) {
+  int64_t done = 0;
+  if (vectors) {
+    done = n / N * N;
+    for (int64_t i = first_index(); i < n / N; i += index_step()) {
+      Vec<T, N> x, y;
+      if (a.data != nullptr) x = reinterpret_cast<const Vec<T, N>*>(a.data)[i];
+      if (b.data != nullptr) y = reinterpret_cast<const Vec<T, N>*>(b.data)[i];
+      Vec<R, N> z;
+#pragma unroll
+      for (int j = 0; j < N; ++j)
+        z.v[j] = R(Op::apply(a.data != nullptr ? accum_t<T>(x.v[j]) : a.number,
+                             b.data != nullptr ? accum_t<T>(y.v[j]) : b.number));
+      reinterpret_cast<Vec<R, N>*>(out)[i] = z;
+    }
+  }
+  for (int64_t i = done + first_index(); i < n; i += index_step())
+    out[i] = R(Op::apply(a.data != nullptr ? load(a.data, i) : a.number, b.data != nullptr ? load(b.data, i) : b.number));
+}
+
+template <class Op, class T, class R>
+__global__ void ewise_binary_strided_kernel(Operand<T> a, Operand<T> b, R* out, Walk<2> walk, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) {
+    const auto at = walk(i);
+    out[i] = R(Op::apply(a.data != nullptr ? load(a.data, at.of[0]) : a.number,
+                         b.data != nullptr ? load(b.data, at.of[1]) : b.number));
+  }
+}
+
+template <class B>
+__global__ void where_kernel(const bool* condition, const B* a, const B* b, B* out, Walk<3> walk, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) {
+    const auto at = walk(i);
+    out[i] = condition[at.of[0]] ? a[at.of[1]] : b[at.of[2]];
+  }
+}
+
+// --- launchers --------------------------------------------------------------------------------------------------------------
+
+template <class T>
+constexpr int vector_length() {
+  return 16 / int(sizeof(T));
+}
+
+template <class Op>
+void unary(const char* name, const View& a, const Array& out) {
+  const int64_t n = out.size();
+  dispatch_kind<Op::kind>(a.array.dtype(), name, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using R = typename std::conditional<gives_bool(Op::kind), bool, T>::type;
+    constexpr int N = vector_length<T>();
+    const T* x = a.array.data<T>();
+    R* y = out.data<R>();
+    if (a.contiguous()) {
+      const bool vectors = aligned_for<Vec<T, N>>(x + a.offset) && aligned_for<Vec<R, N>>(y);
+      launch<ewise_unary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x + a.offset, y, n, vectors);
+    } else {
+      launch<ewise_unary_strided_kernel<Op, T, R>>(grid_stride(n), x, y, make_walk<1>(a.shape, {{&a.strides, a.offset}}),
+                                                   n);
+    }
+  });
+}
+
+// One of the views may be null: then its number is used.
+template <class Op>
+void binary(const char* name, const View* a, const View* b, Scalar number, const Array& out) {
+  const int64_t n = out.size();
+  const View& shaped = a != nullptr ? *a : *b;
+  dispatch_kind<Op::kind>(shaped.array.dtype(), name, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using R = typename std::conditional<gives_bool(Op::kind), bool, T>::type;
+    constexpr int N = vector_length<T>();
+    const accum_t<T> value = accum_t<T>(number.to<T>());
+    Operand<T> x{a != nullptr ? a->array.data<T>() : nullptr, value};
+    Operand<T> y{b != nullptr ? b->array.data<T>() : nullptr, value};
+    R* z = out.data<R>();
+    if ((a == nullptr || a->contiguous()) && (b == nullptr || b->contiguous())) {
+      if (a != nullptr) x.data += a->offset;
+      if (b != nullptr) y.data += b->offset;
+      const bool vectors =
+          aligned_for<Vec<T, N>>(x.data) && aligned_for<Vec<T, N>>(y.data) && aligned_for<Vec<R, N>>(z);
+      launch<ewise_binary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x, y, z, n, vectors);
+    } else {
+      const auto walk = make_walk<2>(shaped.shape, {{a != nullptr ? &a->strides : nullptr, a != nullptr ? a->offset : 0},
+                                                    {b != nullptr ? &b->strides : nullptr, b != nullptr ? b->offset : 0}});
+      launch<ewise_binary_strided_kernel<Op, T, R>>(grid_stride(n), x, y, z, walk, n);
+    }
+  });
+}
+
+void binary_by_name(BinaryOp op, const View* a, const View* b, Scalar number, const Array& out) {
+  if (out.size() == 0) return;
+  switch (op) {
+#define NEEDLE_BINARY(name, kind, expression) \
+  case BinaryOp::name:                        \
+    return binary<Binary<BinaryOp::name>>(#name, a, b, number, out);
+#include "../common/ewise_ops.def"
+  }
+}
+
+}  // namespace
+
+void ewise_unary(UnaryOp op, const View& a, const Array& out) {
+  if (out.size() == 0) return;
+  switch (op) {
+#define NEEDLE_UNARY(name, kind, expression) \
+  case UnaryOp::name:                        \
+    return unary<Unary<UnaryOp::name>>(#name, a, out);
+#include "../common/ewise_ops.def"
+  }
+}
+
+void ewise_binary(BinaryOp op, const View& a, const View& b, const Array& out) {
+  binary_by_name(op, &a, &b, Scalar{}, out);
+}
+
+void scalar_binary(BinaryOp op, const View& a, Scalar b, const Array& out) {
+  binary_by_name(op, &a, nullptr, b, out);
+}
+
+void rscalar_binary(BinaryOp op, Scalar a, const View& b, const Array& out) {
+  binary_by_name(op, nullptr, &b, a, out);
+}
+
+void where(const View& condition, const View& a, const View& b, const Array& out) {
+  const int64_t n = out.size();
+  if (n == 0) return;
+  const auto walk = make_walk<3>(a.shape, {{&condition.strides, condition.offset},
+                                           {&a.strides, a.offset},
+                                           {&b.strides, b.offset}});
+  dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
+    using B = typename decltype(tag)::type;
+    launch<where_kernel<B>>(grid_stride(n), condition.array.data<bool>(), static_cast<const B*>(a.array.ptr()),
+                            static_cast<const B*>(b.array.ptr()), static_cast<B*>(out.ptr()), walk, n);
+  });
+}
+
+}  // namespace needle::NEEDLE_DEVICE

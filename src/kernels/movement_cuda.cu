@@ -1,0 +1,189 @@
+// Moving data on a GPU: fill, arange, and strided copies that convert.
+//
+// out[out_strides . i + out_offset] = convert(a[a_strides . i + a_offset]). Data of one dtype is moved by its size alone.
+// A transposing copy goes through a tile in shared memory, so that reads and writes are both coalesced.
+#include "../common/cuda_util.cuh"
+
+namespace needle::NEEDLE_DEVICE {
+namespace {
+
+// What `value` is as a T, in the bits of an unsigned integer of that size.
+template <class Bits, class T>
+Bits bits_of(T value) {
+  Bits bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+uint64_t scalar_bits(DType dtype, Scalar value) {
+  uint64_t bits = 0;
+  dispatch_any(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    bits = bits_of<typename BitsOf<sizeof(T)>::type>(value.to<T>());
+  });
+  return bits;
+}
+
+template <class B>
+__global__ void fill_kernel(B* out, B value, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) out[i] = value;
+}
+
+template <class T>
+__global__ void arange_kernel(T* out, double start, double step, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) out[i] = T(accum_t<T>(start + double(i) * step));
+}
+
+template <class T>
+__global__ void arange_integer_kernel(T* out, int64_t start, int64_t step, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) out[i] = T(start + i * step);
+}
+
+template <class B>
+__global__ void strided_fill_kernel(B* out, B value, Walk<1> walk, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) out[walk(i).of[0]] = value;
+}
+
+template <class B>
+__global__ void strided_copy_kernel(const B* a, B* out, Walk<2> walk, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) {
+    const auto at = walk(i);
+    out[at.of[1]] = a[at.of[0]];
+  }
+}
+
+// A batch of (rows, cols) matrices whose columns are contiguous in `out` and whose rows are contiguous in `a`.
+constexpr int kTile = 32, kTileRows = 8;
+template <class B>
+__global__ void transpose_copy_kernel(const B* a, B* out, Walk<2> batch, int64_t batches, int64_t rows, int64_t cols,
+                                      int64_t a_col_stride, int64_t out_row_stride) {
+  NEEDLE_SHARED(B, tile, kTile, kTile + 1);
+  const int64_t row_tiles = ceil_div(rows, kTile), col_tiles = ceil_div(cols, kTile);
+  const int lane = int(threadIdx.x) % kTile, line = int(threadIdx.x) / kTile;
+  for (int64_t t = blockIdx.x; t < batches * row_tiles * col_tiles; t += gridDim.x) {
+    const auto at = batch(t / (row_tiles * col_tiles));
+    const int64_t row0 = t / col_tiles % row_tiles * kTile, col0 = t % col_tiles * kTile;
+    for (int j = line; j < kTile; j += kTileRows)
+      if (row0 + lane < rows && col0 + j < cols)
+        tile[j][lane] = a[at.of[0] + (col0 + j) * a_col_stride + row0 + lane];
+    __syncthreads();
+    for (int i = line; i < kTile; i += kTileRows)
+      if (row0 + i < rows && col0 + lane < cols)
+        out[at.of[1] + (row0 + i) * out_row_stride + col0 + lane] = tile[lane][i];
+    __syncthreads();
+  }
+}
+
+template <class To, class From>
+__device__ To convert(From value) {
+  if constexpr (std::is_same<To, bool>::value) {
+    return accum_t<From>(value) != accum_t<From>(0);
+  } else if constexpr (sizeof(To) == 2 && sizeof(From) == 8 && !std::is_integral<From>::value) {
+    return To(float(value));
+  } else {
+    return To(accum_t<To>(accum_t<From>(value)));
+  }
+}
+
+template <class From, class To>
+__global__ void convert_copy_kernel(const From* a, To* out, Walk<2> walk, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) {
+    const auto at = walk(i);
+    out[at.of[1]] = convert<To>(a[at.of[0]]);
+  }
+}
+
+int64_t elements(const Dims& shape) {
+  int64_t n = 1;
+  for (int64_t d : shape) n *= d;
+  return n;
+}
+
+// Copies by tiles when the last dimension of `out` is contiguous and another dimension is contiguous in `a`.
+template <class B>
+bool transpose_copy(const B* a, B* out, const Walk<2>& walk, int64_t n) {
+  const int last = walk.ndim - 1;
+  if (walk.ndim < 2 || walk.strides[1][last] != 1 || walk.strides[0][last] == 1 || walk.shape[last] < 8) return false;
+  int row_dim = -1;
+  for (int d = 0; d < last; ++d)
+    if (walk.strides[0][d] == 1 && walk.shape[d] >= 8) row_dim = d;
+  if (row_dim < 0) return false;
+  Dims batch_shape, a_strides, out_strides;
+  for (int d = 0; d < last; ++d) {
+    if (d == row_dim) continue;
+    batch_shape.push_back(walk.shape[d]);
+    a_strides.push_back(walk.strides[0][d]);
+    out_strides.push_back(walk.strides[1][d]);
+  }
+  const int64_t rows = walk.shape[row_dim], cols = walk.shape[last], batches = n / (rows * cols);
+  const auto batch =
+      make_walk<2>(batch_shape, {{&a_strides, walk.offset[0]}, {&out_strides, walk.offset[1]}});
+  const int64_t tiles = batches * ceil_div(rows, kTile) * ceil_div(cols, kTile);
+  launch<transpose_copy_kernel<B>>(grid_of(blocks_for(tiles), kTile * kTileRows), a, out, batch, batches, rows, cols,
+                                   walk.strides[0][last], walk.strides[1][row_dim]);
+  return true;
+}
+
+}  // namespace
+
+void fill(const Array& out, Scalar value) {
+  if (out.size() == 0) return;
+  const uint64_t bits = scalar_bits(out.dtype(), value);
+  dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
+    using B = typename decltype(tag)::type;
+    launch<fill_kernel<B>>(grid_stride(out.size()), static_cast<B*>(out.ptr()), B(bits), out.size());
+  });
+}
+
+void arange(const Array& out, Scalar start, Scalar step) {
+  if (out.size() == 0) return;
+  dispatch_num(out.dtype(), "arange", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    if constexpr (std::is_integral<T>::value) {
+      launch<arange_integer_kernel<T>>(grid_stride(out.size()), out.data<T>(), start.i, step.i, out.size());
+    } else {
+      launch<arange_kernel<T>>(grid_stride(out.size()), out.data<T>(), start.d, step.d, out.size());
+    }
+  });
+}
+
+void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out, const Dims& out_strides,
+                  int64_t out_offset, const Dims& shape) {
+  const int64_t n = elements(shape);
+  if (n == 0) return;
+  const auto walk = make_walk<2>(shape, {{&a_strides, a_offset}, {&out_strides, out_offset}});
+  if (a.dtype() == out.dtype()) {
+    dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
+      using B = typename decltype(tag)::type;
+      const B* source = static_cast<const B*>(a.ptr());
+      B* target = static_cast<B*>(out.ptr());
+      const bool flat = walk.ndim == 0 || (walk.ndim == 1 && walk.strides[0][0] == 1 && walk.strides[1][0] == 1);
+      if (flat) {
+        copy_on_device(target + out_offset, source + a_offset, n * int64_t(sizeof(B)));
+      } else if (!transpose_copy(source, target, walk, n)) {
+        launch<strided_copy_kernel<B>>(grid_stride(n), source, target, walk, n);
+      }
+    });
+    return;
+  }
+  dispatch_any(a.dtype(), [&](auto from) {
+    dispatch_any(out.dtype(), [&](auto to) {
+      using From = typename decltype(from)::type;
+      using To = typename decltype(to)::type;
+      if constexpr (!std::is_same<From, To>::value)
+        launch<convert_copy_kernel<From, To>>(grid_stride(n), a.data<From>(), out.data<To>(), walk, n);
+    });
+  });
+}
+
+void strided_fill(const Array& out, const Dims& strides, int64_t offset, const Dims& shape, Scalar value) {
+  const int64_t n = elements(shape);
+  if (n == 0) return;
+  const uint64_t bits = scalar_bits(out.dtype(), value);
+  const auto walk = make_walk<1>(shape, {{&strides, offset}});
+  dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
+    using B = typename decltype(tag)::type;
+    launch<strided_fill_kernel<B>>(grid_stride(n), static_cast<B*>(out.ptr()), B(bits), walk, n);
+  });
+}
+
+}  // namespace needle::NEEDLE_DEVICE

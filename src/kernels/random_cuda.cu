@@ -1,0 +1,101 @@
+// Counter-based random numbers on a GPU: Philox 4x32-10 (Salmon et al. 2011), one thread per counter, four elements each.
+//
+// Element i depends on (seed, offset + i / 4, i % 4) alone. uniform: 24 bits of the element's word; in float64 53 bits, the
+// low 21 from the neighbouring word. normal: Box-Muller on elements (0, 1) and (2, 3) of a counter.
+#include "../common/cuda_util.cuh"
+#include "../common/ewise_math_cuda.h"
+
+namespace needle::NEEDLE_DEVICE {
+namespace {
+
+struct FourWords {
+  uint32_t word[4];
+};
+
+__device__ inline FourWords philox(uint64_t counter, uint64_t seed) {
+  uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = 0, c3 = 0;
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
+    c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
+    c1 = uint32_t(p1);
+    c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
+    c3 = uint32_t(p0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+template <class A>
+__device__ A uniform_of(const FourWords& words, int j) {
+  if constexpr (std::is_same<A, double>::value) {
+    return double((uint64_t(words.word[j]) << 21) | (words.word[(j + 1) % 4] >> 11)) * 0x1p-53;
+  } else {
+    return float(words.word[j] >> 8) * 0x1p-24f;
+  }
+}
+
+template <class T>
+__global__ void random_uniform_kernel(T* out, int64_t n, uint64_t seed, uint64_t offset) {
+  for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
+    const FourWords words = philox(offset + uint64_t(q), seed);
+    for (int j = 0; j < 4 && q * 4 + j < n; ++j) out[q * 4 + j] = T(uniform_of<accum_t<T>>(words, j));
+  }
+}
+
+template <class T>
+__global__ void random_normal_kernel(T* out, int64_t n, uint64_t seed, uint64_t offset) {
+  using A = accum_t<T>;
+  for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
+    const FourWords words = philox(offset + uint64_t(q), seed);
+    for (int j = 0; j < 4 && q * 4 + j < n; j += 2) {
+      const A radius = m_sqrt(A(-2) * m_log(A(1) - uniform_of<A>(words, j)));  // of (0, 1]
+      const A angle = A(6.283185307179586) * uniform_of<A>(words, j + 1);
+      out[q * 4 + j] = T(radius * m_cos(angle));
+      if (q * 4 + j + 1 < n) out[q * 4 + j + 1] = T(radius * m_sin(angle));
+    }
+  }
+}
+
+template <class T>
+__global__ void dropout_kernel(const T* x, T* out, int64_t n, float p, accum_t<T> keep_probability, uint64_t seed,
+                               uint64_t offset) {
+  using A = accum_t<T>;
+  for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
+    const FourWords words = philox(offset + uint64_t(q), seed);
+    for (int j = 0; j < 4 && q * 4 + j < n; ++j) {
+      const bool keep = uniform_of<float>(words, j) >= p && keep_probability > A(0);
+      out[q * 4 + j] = T(keep ? A(x[q * 4 + j]) / keep_probability : A(0));
+    }
+  }
+}
+
+}  // namespace
+
+void random_uniform(const Array& out, uint64_t seed, uint64_t offset) {
+  if (out.size() == 0) return;
+  dispatch_float(out.dtype(), "random_uniform", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch<random_uniform_kernel<T>>(grid_stride(ceil_div(out.size(), 4)), out.data<T>(), out.size(), seed, offset);
+  });
+}
+
+void random_normal(const Array& out, uint64_t seed, uint64_t offset) {
+  if (out.size() == 0) return;
+  dispatch_float(out.dtype(), "random_normal", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch<random_normal_kernel<T>>(grid_stride(ceil_div(out.size(), 4)), out.data<T>(), out.size(), seed, offset);
+  });
+}
+
+void dropout(const Array& x, const Array& out, double p, uint64_t seed, uint64_t offset) {
+  if (out.size() == 0) return;
+  dispatch_float(out.dtype(), "dropout", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch<dropout_kernel<T>>(grid_stride(ceil_div(out.size(), 4)), x.data<T>(), out.data<T>(), out.size(), float(p),
+                              accum_t<T>(1 - p), seed, offset);
+  });
+}
+
+}  // namespace needle::NEEDLE_DEVICE

@@ -1,0 +1,258 @@
+// The CUDA backend's module: its device, stream and memory, the error flag, and everything of bindings.h. The same file
+// compiled by a C++ compiler against cuda_sim/ is the module of the emulated device.
+//
+// Nothing touches the driver at import: a module built with CUDA imports on a machine without a GPU, where enabled() is
+// false. All work goes to one stream in order, so memory can be reused as soon as it is freed. The stream is a blocking
+// one: work that others put on the legacy default stream (DLPack) is ordered with it.
+#include <cstring>
+
+#include "common/bindings.h"
+#include "common/cuda_util.cuh"
+
+namespace needle::NEEDLE_DEVICE {
+namespace {
+
+int device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();  // no driver, or none that fits: that is an answer, not an error to be found by the next launch
+  return 0;
+}
+
+// Pinned memory through which small host arrays are copied, so that from_numpy need not wait for the device.
+class StagingRing {
+ public:
+  static constexpr int64_t kSlotBytes = int64_t(1) << 20;
+
+  void copy(const void* from, void* to, int64_t bytes, cudaStream_t stream) {
+    Slot& slot = slots_[next_];
+    next_ = (next_ + 1) % kSlots;
+    if (slot.memory == nullptr) {
+      cuda_check(cudaMallocHost(&slot.memory, size_t(kSlotBytes)), "cudaMallocHost");
+      cuda_check(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming), "cudaEventCreate");
+    } else {
+      cuda_check(cudaEventSynchronize(slot.copied), "cudaEventSynchronize");
+    }
+    std::memcpy(slot.memory, from, size_t(bytes));
+    cuda_check(cudaMemcpyAsync(to, slot.memory, size_t(bytes), cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
+    cuda_check(cudaEventRecord(slot.copied, stream), "cudaEventRecord");
+  }
+
+ private:
+  static constexpr int kSlots = 4;
+  struct Slot {
+    void* memory = nullptr;
+    cudaEvent_t copied = nullptr;
+  };
+  Slot slots_[kSlots];
+  int next_ = 0;
+};
+
+// Made when first needed, kept until the process ends: arrays may outlive the interpreter's modules.
+struct Device {
+  cudaStream_t stream = nullptr;
+  int multiprocessors = 0, major = 0, max_shared_bytes = 0;
+  void* scratch = nullptr;
+  ErrorFlag* flag = nullptr;       // on the device
+  ErrorFlag* flag_copy = nullptr;  // pinned, where a sync reads it
+  StagingRing staging;
+  std::mutex mutex;  // of staging and flag_copy
+
+  Device() {
+    if (device_count() == 0) throw CudaError("[" NEEDLE_STRING(NEEDLE_DEVICE) "] no CUDA device was found");
+    int device = 0;
+    cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+    read(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+    read(&major, cudaDevAttrComputeCapabilityMajor, device);
+    read(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
+    // Freed memory stays with the driver's pool across syncs; empty_cache() gives it back.
+    cudaMemPool_t pool = nullptr;
+    uint64_t keep_all = UINT64_MAX;
+    cuda_check(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
+    cuda_check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep_all), "cudaMemPoolSetAttribute");
+    cuda_check(cudaMalloc(&flag, sizeof(ErrorFlag)), "cudaMalloc");
+    cuda_check(cudaMemsetAsync(flag, 0, sizeof(ErrorFlag), stream), "cudaMemsetAsync");
+    void* pinned = nullptr;
+    cuda_check(cudaMallocHost(&pinned, sizeof(ErrorFlag)), "cudaMallocHost");
+    flag_copy = static_cast<ErrorFlag*>(pinned);
+  }
+
+  static void read(int* value, cudaDeviceAttr attribute, int device) {
+    cuda_check(cudaDeviceGetAttribute(value, attribute, device), "cudaDeviceGetAttribute");
+  }
+};
+
+Device& device() {
+  static Device* const instance = new Device;
+  return *instance;
+}
+
+// Memory in the order of the stream: freeing waits for nothing, and what is freed serves the work that comes after.
+class DeviceMemory : public MemorySource {
+ public:
+  void* allocate(int64_t bytes) override {
+    void* ptr = nullptr;
+    const cudaError_t error = cudaMallocAsync(&ptr, size_t(bytes), device().stream);
+    if (error == cudaSuccess) return ptr;
+    if (error != cudaErrorMemoryAllocation) cuda_check(error, "cudaMallocAsync");
+    cudaGetLastError();
+    return nullptr;
+  }
+  void release(void* ptr, int64_t) override {
+    cudaFreeAsync(ptr, device().stream);  // fails only when the driver is already shutting down
+  }
+  void trim() override {
+    int id = 0;
+    cudaMemPool_t pool = nullptr;
+    cuda_check(cudaGetDevice(&id), "cudaGetDevice");
+    cuda_check(cudaDeviceGetDefaultMemPool(&pool, id), "cudaDeviceGetDefaultMemPool");
+    cuda_check(cudaStreamSynchronize(device().stream), "cudaStreamSynchronize");
+    cuda_check(cudaMemPoolTrimTo(pool, 0), "cudaMemPoolTrimTo");
+  }
+};
+
+std::string bad_id_text(const ErrorFlag& flag) {
+  const std::string id = std::to_string(flag.value), at = std::to_string(flag.position);
+  const std::string range = "0.." + std::to_string(flag.limit - 1);
+  switch (BadId(flag.code)) {
+    case BadId::cross_entropy:
+      return "[cross_entropy] target " + id + " at row " + at + " is outside " + range;
+    case BadId::one_hot:
+      return "[one_hot] id " + id + " at position " + at + " is outside " + range;
+    default:
+      return "[embedding] id " + id + " at position " + at + " is outside the vocabulary (" + range + ")";
+  }
+}
+
+}  // namespace
+
+cudaStream_t stream() { return device().stream; }
+int multiprocessors() { return device().multiprocessors; }
+bool has_bf16_tensor_cores() { return device().major >= 8; }
+int64_t max_shared_bytes() { return device().max_shared_bytes; }
+ErrorFlag* error_flag() { return device().flag; }
+
+void* scratch(int64_t bytes) {
+  if (bytes > kScratchBytes) throw std::logic_error("more scratch memory asked than there is");
+  Device& d = device();
+  if (d.scratch == nullptr) cuda_check(cudaMalloc(&d.scratch, size_t(kScratchBytes)), "cudaMalloc");
+  return d.scratch;
+}
+
+void copy_on_device(void* to, const void* from, int64_t bytes) {
+  cuda_check(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDeviceToDevice, stream()), "cudaMemcpyAsync");
+}
+
+Allocator& allocator() {
+  static DeviceMemory memory;
+#ifdef __SANITIZE_ADDRESS__
+  static auto* instance = new Allocator(memory, false);
+#else
+  static auto* instance = new Allocator(memory, true);
+#endif
+  return *instance;
+}
+
+DLDevice dlpack_device() {
+#if defined(__CUDACC__)
+  int id = 0;
+  cuda_check(cudaGetDevice(&id), "cudaGetDevice");
+  return {kDLCUDA, id};
+#else
+  return {kDLCPU, 0};  // the emulated device's memory is the host's
+#endif
+}
+
+void sync() {
+  Device& d = device();
+  ErrorFlag seen;
+  {
+    std::lock_guard<std::mutex> lock(d.mutex);
+    cuda_check(cudaMemcpyAsync(d.flag_copy, d.flag, sizeof(ErrorFlag), cudaMemcpyDeviceToHost, d.stream),
+               "cudaMemcpyAsync");
+    cuda_check(cudaStreamSynchronize(d.stream), "sync");
+    seen = *d.flag_copy;
+    if (seen.code != int(BadId::none)) cuda_check(cudaMemsetAsync(d.flag, 0, sizeof(ErrorFlag), d.stream), "sync");
+  }
+  if (seen.code != int(BadId::none)) throw std::out_of_range(bad_id_text(seen));
+}
+
+void copy_to_host(const Array& from, void* to) {
+  cuda_check(cudaMemcpyAsync(to, from.ptr(), size_t(from.nbytes()), cudaMemcpyDeviceToHost, stream()),
+             "cudaMemcpyAsync");
+  sync();
+}
+
+void copy_from_host(const void* from, const Array& to) {
+  Device& d = device();
+  if (to.nbytes() <= StagingRing::kSlotBytes) {
+    std::lock_guard<std::mutex> lock(d.mutex);
+    d.staging.copy(from, to.ptr(), to.nbytes(), d.stream);
+    return;
+  }
+  cuda_check(cudaMemcpyAsync(to.ptr(), from, size_t(to.nbytes()), cudaMemcpyHostToDevice, d.stream),
+             "cudaMemcpyAsync");
+  cuda_check(cudaStreamSynchronize(d.stream), "copy_from_host");
+}
+
+namespace {
+
+py::dict device_properties() {
+  int id = 0;
+  cudaDeviceProp p;
+  size_t free_bytes = 0, total_bytes = 0;
+  device();
+  cuda_check(cudaGetDevice(&id), "cudaGetDevice");
+  cuda_check(cudaGetDeviceProperties(&p, id), "cudaGetDeviceProperties");
+  cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  py::dict d;
+  d["name"] = std::string(p.name);
+  d["compute_capability"] = py::make_tuple(p.major, p.minor);
+  d["multiprocessors"] = p.multiProcessorCount;
+  d["total_bytes"] = total_bytes;
+  d["free_bytes"] = free_bytes;
+  d["shared_bytes_per_block"] = p.sharedMemPerBlock;
+  d["shared_bytes_per_block_optin"] = p.sharedMemPerBlockOptin;
+  d["warp_size"] = p.warpSize;
+  return d;
+}
+
+// CudaError becomes the package's KernelError; RuntimeError where the module was imported alone.
+void bind_cuda_errors(py::module_& m) {
+  static PyObject* error_class = PyExc_RuntimeError;
+  const auto name = m.attr("__name__").cast<std::string>();
+  const auto parent = name.rfind('.');
+  const auto root = parent == std::string::npos ? parent : name.rfind('.', parent - 1);
+  if (root != std::string::npos) {
+    py::object found = py::module_::import((name.substr(0, root) + ".errors").c_str()).attr("KernelError");
+    error_class = found.release().ptr();
+  }
+  py::register_local_exception_translator([](std::exception_ptr p) {
+    try {
+      if (p) std::rethrow_exception(p);
+    } catch (const CudaError& e) {
+      PyErr_SetString(error_class, e.what());
+    }
+  });
+}
+
+}  // namespace
+}  // namespace needle::NEEDLE_DEVICE
+
+PYBIND11_MODULE(NEEDLE_MODULE, m) {
+  using namespace needle::NEEDLE_DEVICE;
+  bind_backend(m);
+  bind_cuda_errors(m);
+  m.def("device_count", &device_count);
+  m.def("enabled", [] { return device_count() > 0; });
+  m.def("device_properties", &device_properties);
+  m.def("launch_counts", [] {
+    py::dict counts;
+    for (const auto& [name, n] : needle::launch_counts()) counts[py::str(name)] = n;
+    return counts;
+  });
+  m.def("reset_launch_counts", &needle::reset_launch_counts);
+  m.def("num_threads", [] { return 1; });      // of the host: kernels decide on the device's
+  m.def("set_num_threads", [](int) {});
+}
