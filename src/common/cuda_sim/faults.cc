@@ -134,7 +134,7 @@ std::string describe_code_address(const void* pc) {
   for (bool found_line = false; std::fgets(line, sizeof line, pipe);) {
     std::string place(line, std::strcspn(line, "\n"));
     place = place.substr(0, place.find(" (discriminator"));
-    if (found_line || place[0] == '?' || place.find("/cuda_sim/") != std::string::npos ||
+    if (found_line || place[0] == '?' || place.find("/common/cuda_sim/") != std::string::npos ||
         place.find("/ptx.h:") != std::string::npos)
       continue;
     text = place;

@@ -1,0 +1,123 @@
+// What surrounds launches: many threads and a fork, errors of lazy streams, refused memory, the cost of a barrier.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <thread>
+
+#include "check.h"
+
+using namespace needle;
+
+namespace {
+
+__global__ void sum_kernel(int* out, int rounds) {
+  NEEDLE_SHARED(int, tile, 256);
+  int s = 0;
+  for (int i = 0; i < rounds; ++i) {
+    tile[threadIdx.x] = i;
+    __syncthreads();
+    s += tile[255 - threadIdx.x];
+    __syncthreads();
+  }
+  out[blockIdx.x * blockDim.x + threadIdx.x] = s;
+}
+
+bool sums_are_right() {
+  Buffer<int> out(64 * 256);
+  launch<sum_kernel>({64, 256}, out.get(), 10);
+  for (int value : out.host())
+    if (value != 45) return false;
+  return true;
+}
+
+__global__ void fail_in_block_kernel(unsigned block) {
+  if (blockIdx.x == block && threadIdx.x == 1) __trap();
+  __syncthreads();
+}
+
+void launches_from_threads() {
+  std::vector<std::thread> threads;
+  std::vector<int> right(4);
+  for (int i = 0; i < 4; ++i) threads.emplace_back([&right, i] { right[i] = sums_are_right() && sums_are_right(); });
+  for (auto& thread : threads) thread.join();
+  for (int ok : right) CHECK(ok);
+}
+
+void launches_after_fork() {
+  CHECK(sums_are_right());
+  const pid_t child = fork();
+  if (child == 0) _exit(sums_are_right() && sums_are_right() ? 0 : 1);
+  int status = 0;
+  waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(sums_are_right());
+}
+
+void faults_among_workers() {
+  for (unsigned block : {0u, 31u, 63u}) {
+    std::string message;
+    try {
+      launch<fail_in_block_kernel>({64, 256}, block);
+    } catch (const CudaError& error) {
+      message = error.what();
+    }
+    CHECK(message.find("block (" + std::to_string(block) + ",0,0), thread (1,0,0)") != std::string::npos);
+    CHECK(sums_are_right());
+  }
+}
+
+// A lazy launch fails when it is awaited, and the text says which kernel it was.
+void lazy_faults() {
+  setenv("NEEDLE_SIM_STREAMS", "lazy", 1);
+  launch<fail_in_block_kernel>({1, 32}, 0u);
+  const cudaError_t error = cudaDeviceSynchronize();
+  CHECK(error == cudaErrorLaunchFailure);
+  CHECK(std::string(cudaGetErrorString(error)).find("fail_in_block_kernel") != std::string::npos);
+  CHECK(cudaGetLastError() == cudaErrorLaunchFailure && cudaGetLastError() == cudaSuccess);
+  setenv("NEEDLE_SIM_STREAMS", "eager", 1);
+  CHECK(cudaDeviceSynchronize() == cudaSuccess);
+}
+
+void refused_memory() {
+  void* p = nullptr;
+  CHECK(cudaMalloc(&p, size_t(1) << 50) == cudaErrorMemoryAllocation && p == nullptr);
+  size_t free_bytes = 0, total_bytes = 0;
+  CHECK(cudaMemGetInfo(&free_bytes, &total_bytes) == cudaSuccess && free_bytes <= total_bytes);
+  cudaDeviceProp properties;
+  CHECK(cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9);
+  CHECK(cudaSetDevice(1) == cudaErrorInvalidDevice);
+}
+
+__global__ void wait_kernel(int rounds) {
+  for (int i = 0; i < rounds; ++i) __syncthreads();
+}
+
+// Printed, not checked: a figure for the documentation.
+void barrier_cost() {
+  for (unsigned threads : {32u, 256u, 1024u}) {
+    double best_ns = HUGE_VAL;
+    const int rounds = 200000 / int(threads);
+    for (int repeat = 0; repeat < 5; ++repeat) {
+      const auto start = std::chrono::steady_clock::now();
+      launch<wait_kernel>({1, threads}, rounds);
+      const std::chrono::duration<double, std::nano> spent = std::chrono::steady_clock::now() - start;
+      best_ns = std::fmin(best_ns, spent.count() / rounds / threads);
+    }
+    std::printf("barrier, block of %u: %.1f ns per thread\n", threads, best_ns);
+  }
+}
+
+}  // namespace
+
+int main() {
+  launches_from_threads();
+  launches_after_fork();
+  faults_among_workers();
+  lazy_faults();
+  refused_memory();
+  barrier_cost();
+  std::puts("ok");
+}

@@ -1,0 +1,114 @@
+// Planted races, and the same kernels without them. Built with the race detector; each case prints what the launch said.
+#include "check.h"
+
+using namespace needle;
+
+namespace {
+
+// A reduction in shared memory. `first` and `second` are its two barriers.
+__global__ void block_sum_kernel(const float* x, float* out, bool first, bool second) {
+  NEEDLE_SHARED(float, part, 2);
+  for (int round = 0; round < 2; ++round) {
+    float s = x[threadIdx.x] + round;
+    for (int offset = 16; offset > 0; offset /= 2) s += __shfl_down_sync(0xffffffffu, s, offset);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = s;
+    if (first) __syncthreads();
+    if (threadIdx.x == 0) out[round] = part[0] + part[1];
+    if (second) __syncthreads();
+  }
+}
+
+__global__ void warp_kernel(float* out, bool sync) {
+  NEEDLE_SHARED(float, tile, 32);
+  tile[threadIdx.x] = threadIdx.x;
+  if (sync)
+    __syncwarp();
+  else
+    __shfl_sync(0xffffffffu, 1, 0);  // orders no memory
+  out[threadIdx.x] = tile[31 - threadIdx.x];
+}
+
+// Half a warp synchronises; the other half does not.
+__global__ void half_warp_kernel(float* out, int partner) {
+  NEEDLE_SHARED(float, tile, 32);
+  const int lane = threadIdx.x;
+  tile[lane] = lane;
+  if (lane < 16) {
+    __syncwarp(0xffffu);
+    out[lane] = tile[lane ^ partner];
+  }
+}
+
+__global__ void blocks_kernel(float* out, bool apart) {
+  out[apart ? blockIdx.x * blockDim.x + threadIdx.x : threadIdx.x] = 1.0f;
+}
+
+__global__ void atomic_kernel(int* count, bool plain) {
+  atomicAdd(count, 1);
+  if (plain && blockIdx.x == 1) *count = 0;
+}
+
+// Three readers and then a writer, which only the farthest reader is not ordered with.
+__global__ void readers_kernel(float* out, bool apart) {
+  NEEDLE_SHARED(float, value);
+  if (threadIdx.x == 0) value = 1.0f;
+  __syncthreads();
+  if (threadIdx.x != 33 || apart) out[threadIdx.x] = value;
+  if (apart) __syncthreads();
+  if (threadIdx.x == 33) value = 2.0f;
+}
+
+__global__ void copy_kernel(const float* x, float* out, bool wait) {
+  NEEDLE_SHARED(float, tile, 128);
+  ptx::cp_async<16>(&tile[threadIdx.x * 4], x + threadIdx.x * 4);
+  ptx::cp_async_commit();
+  if (wait) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+  } else {
+    __syncthreads();
+    ptx::cp_async_wait<0>();
+  }
+  out[threadIdx.x] = tile[threadIdx.x * 4 ^ 64];
+}
+
+__global__ void struct_kernel(float4* x, bool apart) {
+  x[apart ? threadIdx.x : threadIdx.x / 2] = make_float4(1, 2, 3, 4);
+}
+
+}  // namespace
+
+template <class F>
+void report(const char* name, F&& run) {
+  try {
+    run();
+    std::printf("%s: clean\n", name);
+  } catch (const CudaError& error) {
+    std::printf("%s: %s\n", name, error.what());
+  }
+}
+
+int main() {
+  Buffer<float> x(std::vector<float>(256, 1.0f)), out(256);
+  Buffer<int> count(std::vector<int>{0});
+  Buffer<float4> vectors(64);
+  float* o = out.get();
+  report("block_sum", [&] { launch<block_sum_kernel>({2, 64}, x.get(), o + 0, true, true); });
+  report("block_sum_one_block", [&] { launch<block_sum_kernel>({1, 64}, x.get(), o, true, true); });
+  report("no_first_barrier", [&] { launch<block_sum_kernel>({1, 64}, x.get(), o, false, true); });
+  report("no_second_barrier", [&] { launch<block_sum_kernel>({1, 64}, x.get(), o, true, false); });
+  report("warp", [&] { launch<warp_kernel>({1, 32}, o, true); });
+  report("no_syncwarp", [&] { launch<warp_kernel>({1, 32}, o, false); });
+  report("half_warp", [&] { launch<half_warp_kernel>({1, 32}, o, 1); });
+  report("half_warp_reaches_out", [&] { launch<half_warp_kernel>({1, 32}, o, 16); });
+  report("blocks", [&] { launch<blocks_kernel>({2, 64}, o, true); });
+  report("blocks_meet", [&] { launch<blocks_kernel>({2, 64}, o, false); });
+  report("atomic", [&] { launch<atomic_kernel>({2, 64}, count.get(), false); });
+  report("atomic_and_plain", [&] { launch<atomic_kernel>({2, 64}, count.get(), true); });
+  report("readers", [&] { launch<readers_kernel>({1, 64}, o, true); });
+  report("readers_and_writer", [&] { launch<readers_kernel>({1, 64}, o, false); });
+  report("copy", [&] { launch<copy_kernel>({1, 32}, x.get(), o, true); });
+  report("copy_waits_after_barrier", [&] { launch<copy_kernel>({1, 32}, x.get(), o, false); });
+  report("struct", [&] { launch<struct_kernel>({1, 64}, vectors.get(), true); });
+  report("struct_meets", [&] { launch<struct_kernel>({1, 64}, vectors.get(), false); });
+}

@@ -1,0 +1,261 @@
+// What kernels may use, each checked against its meaning. The driver runs this in every thread order.
+#include <cmath>
+
+#include "check.h"
+
+using namespace needle;
+
+namespace {
+
+__global__ void indices_kernel(int* out) {
+  const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  const int threads = blockDim.x * blockDim.y * blockDim.z;
+  out[block * threads + thread] = block * 1000 + thread;
+}
+
+void indices() {
+  const dim3 grid(3, 2, 4), block(5, 4, 3);
+  Buffer<int> out(24 * 60);
+  launch<indices_kernel>({grid, block}, out.get());
+  const auto values = out.host();
+  for (int b = 0; b < 24; ++b)
+    for (int t = 0; t < 60; ++t) CHECK(values[b * 60 + t] == b * 1000 + t);
+}
+
+__global__ void barriers_kernel(int* out, int early) {
+  NEEDLE_SHARED(int, ring, 96);
+  NEEDLE_SHARED(int, total);
+  NEEDLE_DYNAMIC_SHARED(int, counts);
+  const int t = threadIdx.x;
+  if (t >= early) return;  // threads that have left no longer count
+  int value = t;
+  for (int step = 0; step < 5; ++step) {
+    ring[t] = value;
+    __syncthreads();
+    value = ring[(t + 1) % early] + 1;
+    __syncthreads();
+  }
+  if (t == 0) total = 7;
+  counts[t] = __syncthreads_count(t % 3 == 0);
+  const int all = __syncthreads_and(t < early), not_all = __syncthreads_and(t != 5);
+  const int any = __syncthreads_or(t == 5), none = __syncthreads_or(t == 1000);
+  out[t] = value + (all && !not_all && any && !none ? 0 : 100000) + (total == 7 ? 0 : 200000);
+  out[96 + t] = counts[early - 1 - t];
+}
+
+void barriers() {
+  for (int early : {96, 70}) {
+    Buffer<int> out(192);
+    launch<barriers_kernel>({1, 96, 96 * sizeof(int)}, out.get(), early);
+    const auto values = out.host();
+    for (int t = 0; t < early; ++t) {
+      CHECK(values[t] == (t + 5) % early + 5);
+      CHECK(values[96 + t] == (early + 2) / 3);
+    }
+  }
+}
+
+__global__ void warps_kernel(unsigned* out, float* sums) {
+  const unsigned all = 0xffffffffu;
+  const int t = threadIdx.x, lane = t % 32;
+  unsigned bad = 0;
+  bad |= (__shfl_sync(all, t, 3) != t - lane + 3) << 0;
+  bad |= (__shfl_sync(all, lane, 9, 8) != (lane & ~7) + 1) << 1;
+  bad |= (__shfl_up_sync(all, lane, 4) != (lane < 4 ? lane : lane - 4)) << 2;
+  bad |= (__shfl_up_sync(all, lane, 1, 16) != (lane % 16 == 0 ? lane : lane - 1)) << 3;
+  bad |= (__shfl_down_sync(all, lane, 4) != (lane > 27 ? lane : lane + 4)) << 4;
+  bad |= (__shfl_down_sync(all, lane, 3, 8) != (lane % 8 > 4 ? lane : lane + 3)) << 5;
+  bad |= (__shfl_xor_sync(all, lane, 5) != (lane ^ 5)) << 6;
+  bad |= (__shfl_xor_sync(all, double(lane), 16) != double(lane ^ 16)) << 7;
+  bad |= (__ballot_sync(all, lane % 5 == 0) != 0x42108421u) << 8;
+  bad |= (__any_sync(all, lane == 31) == 0 || __any_sync(all, lane == 32) != 0) << 9;
+  bad |= (__all_sync(all, lane < 32) == 0 || __all_sync(all, lane < 31) != 0) << 10;
+  bad |= (__match_any_sync(all, lane % 4) != 0x11111111u << lane % 4) << 11;
+  int same = -1;
+  bad |= (__match_all_sync(all, 3.5f, &same) != all || same != 1) << 12;
+  bad |= (__match_all_sync(all, lane / 31, &same) != 0 || same != 0) << 13;
+  // Part of a warp, the other part elsewhere.
+  if (lane < 16)
+    bad |= (__shfl_xor_sync(0xffffu, lane, 1) != (lane ^ 1)) << 14;
+  else if (lane < 24)
+    bad |= (__ballot_sync(0x00ff0000u, 1) != 0x00ff0000u) << 15;
+  __syncwarp();
+  float s = 1.0f + lane;
+  for (int offset = 16; offset > 0; offset /= 2) s += __shfl_down_sync(all, s, offset);
+  if (lane == 0) sums[t / 32] = s;
+  out[t] = bad;
+}
+
+void warps() {
+  Buffer<unsigned> out(128);
+  Buffer<float> sums(4);
+  launch<warps_kernel>({1, 128}, out.get(), sums.get());
+  for (unsigned bad : out.host()) CHECK(bad == 0);
+  for (float s : sums.host()) CHECK(s == 528.0f);
+}
+
+__global__ void reduce_sync_kernel(int* out) {
+  const unsigned all = 0xffffffffu;
+  const int lane = threadIdx.x;
+  const int results[] = {__reduce_add_sync(all, lane),
+                         __reduce_min_sync(all, lane - 5),
+                         __reduce_max_sync(all, lane - 5),
+                         static_cast<int>(__reduce_and_sync(all, unsigned(lane) | 64u)),
+                         static_cast<int>(__reduce_or_sync(all, unsigned(lane))),
+                         static_cast<int>(__reduce_xor_sync(all, 1u << lane))};
+  if (lane == 31)
+    for (int i = 0; i < 6; ++i) out[i] = results[i];
+}
+
+void reduce_sync() {
+  Buffer<int> out(6);
+  launch<reduce_sync_kernel>({1, 32}, out.get());
+  CHECK((out.host() == std::vector<int>{496, -5, 26, 64, 31, -1}));
+}
+
+__global__ void atomics_kernel(int* i, unsigned* u, unsigned long long* ull, float* f, double* d, __half* h,
+                               __nv_bfloat16* b) {
+  atomicAdd(i, 1);
+  atomicSub(i + 1, 2);
+  atomicMax(i + 2, int(threadIdx.x));
+  atomicMin(i + 3, -int(threadIdx.x));
+  atomicOr(u, 1u << threadIdx.x % 32);
+  atomicXor(u + 1, 1u);
+  atomicInc(u + 2, 9);
+  atomicAdd(ull, 1ull << 33);
+  atomicAdd(f, 0.5f);
+  atomicAdd(d, 0.25);
+  if (threadIdx.x % 16 == 0) atomicAdd(h, __float2half(1.0f)), atomicAdd(b, __float2bfloat16(1.0f));
+  for (unsigned seen = 0;;) {  // a lock-free maximum
+    if (seen >= threadIdx.x) break;
+    const unsigned old = atomicCAS(u + 3, seen, unsigned(threadIdx.x));
+    if (old == seen) break;
+    seen = old;
+  }
+  if (threadIdx.x == 0) atomicExch(u + 4, 77u);
+}
+
+void atomics() {
+  Buffer<int> i(std::vector<int>{0, 0, 0, 0});
+  Buffer<unsigned> u(std::vector<unsigned>{0, 0, 0, 0, 0});
+  Buffer<unsigned long long> ull(std::vector<unsigned long long>{0});
+  Buffer<float> f(std::vector<float>{0});
+  Buffer<double> d(std::vector<double>{0});
+  Buffer<__half> h(std::vector<__half>{__float2half(0)});
+  Buffer<__nv_bfloat16> b(std::vector<__nv_bfloat16>{__float2bfloat16(0)});
+  launch<atomics_kernel>({8, 256}, i.get(), u.get(), ull.get(), f.get(), d.get(), h.get(), b.get());
+  CHECK((i.host() == std::vector<int>{2048, -4096, 255, -255}));
+  CHECK((u.host() == std::vector<unsigned>{0xffffffffu, 0, 2048 % 10, 255, 77}));
+  CHECK(ull.host()[0] == 2048ull << 33);
+  CHECK(f.host()[0] == 1024.0f && d.host()[0] == 512.0);
+  CHECK(__half2float(h.host()[0]) == 128.0f && __bfloat162float(b.host()[0]) == 128.0f);
+}
+
+__global__ void small_floats_kernel(float* out) {
+  const __half a = __float2half(1.5f), b = __float2half(2.0f);
+  const __nv_bfloat16 c = __float2bfloat16(1.5f), d = __float2bfloat16(2.0f);
+  out[0] = __half2float(__hadd(a, b));
+  out[1] = __bfloat162float(__hfma(c, d, c));
+  out[2] = __low2float(__hmul2(__halves2half2(a, b), __half2half2(b)));
+  out[3] = __high2float(__hadd2(__floats2bfloat162_rn(1.0f, 2.0f), __bfloat162bfloat162(d)));
+  out[4] = __half2float(__float2half(65520.0f));           // infinity
+  out[5] = __half2float(__float2half(5.9604645e-8f));      // the smallest half
+  out[6] = __bfloat162float(__float2bfloat16(1.00390625f));  // a tie, to even
+  out[7] = __hgt(b, a) && __hle(c, d) && __hisnan(__float2half(NAN)) ? 1.0f : 0.0f;
+  const float2 pair = __bfloat1622float2(__float22bfloat162_rn(make_float2(3.0f, 4.0f)));
+  out[8] = pair.x * 10 + pair.y;
+  out[9] = __half2float(__ushort_as_half(0x3c00)) + __half_as_ushort(a);
+}
+
+void small_floats() {
+  Buffer<float> out(10);
+  launch<small_floats_kernel>({1, 1}, out.get());
+  const auto v = out.host();
+  const float expected[] = {3.5f, 4.5f, 3.0f, 4.0f, INFINITY, 5.9604645e-8f, 1.0f, 1.0f, 34.0f, 1.0f + 0x3e00};
+  for (int i = 0; i < 10; ++i) CHECK(v[i] == expected[i]);
+}
+
+__global__ void device_functions_kernel(const float4* x, float* out) {
+  const float4 v = __ldg(x);
+  out[0] = v.x + v.y + v.z + v.w;
+  out[1] = __expf(1.0f) - expf(1.0f) + rsqrtf(4.0f) + __fdividef(1.0f, 4.0f);
+  out[2] = float(min(3, 5) + max(2u, 7u)) + max(1.5f, 2.5f) + min(NAN, 1.0f);
+  out[3] = float(__popc(0xf0fu) + __clz(1) + __ffs(8) + int(__brev(1u) >> 31) + int(__umulhi(1u << 31, 6u)));
+  out[4] = __int_as_float(__float_as_int(2.25f)) + __saturatef(3.0f) + __fmaf_rn(2.0f, 3.0f, 1.0f);
+  out[5] = float(__funnelshift_l(0x80000000u, 1u, 1));
+}
+
+void device_functions() {
+  Buffer<float4> x(std::vector<float4>{make_float4(1, 2, 3, 4)});
+  Buffer<float> out(6);
+  launch<device_functions_kernel>({1, 1}, x.get(), out.get());
+  const auto v = out.host();
+  const float expected[] = {10.0f, 0.75f, 13.5f, 8 + 31 + 4 + 1 + 3, 10.25f, 3.0f};
+  for (int i = 0; i < 6; ++i) CHECK(std::fabs(v[i] - expected[i]) < 1e-6f);
+}
+
+template <class T>
+__global__ void add_kernel(T* x, T value, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) x[i] += value;
+}
+
+void launch_records() {
+  reset_launch_counts();
+  Buffer<int> x(std::vector<int>(100, 1));
+  launch<add_kernel<int>>({4, 32}, x.get(), 2, 100);
+  launch<add_kernel<int>>({4, 32}, x.get(), int64_t(3), 100);  // arguments convert as in a call
+  Buffer<double> y(std::vector<double>(100, 1));
+  launch<add_kernel<double>>({4, 32}, y.get(), 2, 100);
+  for (int value : x.host()) CHECK(value == 6);
+  const auto counts = launch_counts();
+  CHECK(counts.size() == 1 && counts.at("add_kernel") == 3);
+  reset_launch_counts();
+  CHECK(launch_counts().empty());
+}
+
+// Fresh memory, global and shared, is all ones: NaN, so that what nobody wrote shows.
+__global__ void fresh_kernel(float* out) {
+  NEEDLE_SHARED(float, fresh, 32);
+  NEEDLE_DYNAMIC_SHARED(float, dynamic);
+  out[threadIdx.x] = fresh[threadIdx.x];
+  out[32 + threadIdx.x] = dynamic[threadIdx.x];
+  __syncthreads();
+  fresh[threadIdx.x] = dynamic[threadIdx.x] = 1.0f;  // and the next block's is fresh again
+}
+
+void fresh_memory() {
+  Buffer<float> out(65);
+  launch<fresh_kernel>({2, 32, 128}, out.get());
+  for (float value : out.host()) CHECK(std::isnan(value));
+}
+
+__global__ void opted_in_kernel(char* out) {
+  NEEDLE_DYNAMIC_SHARED(char, big);
+  big[200 * 1024 - 1] = 3;
+  *out = big[200 * 1024 - 1];
+}
+
+void large_shared_memory() {
+  allow_dynamic_shared<opted_in_kernel>(200 * 1024);
+  Buffer<char> out(1);
+  launch<opted_in_kernel>({1, 1, 200 * 1024}, out.get());
+  CHECK(out.host()[0] == 3);
+}
+
+}  // namespace
+
+int main() {
+  indices();
+  barriers();
+  warps();
+  reduce_sync();
+  atomics();
+  small_floats();
+  device_functions();
+  launch_records();
+  fresh_memory();
+  large_shared_memory();
+  std::puts("ok");
+}

@@ -1,0 +1,127 @@
+// mma.sync, ldmatrix and cp.async against plain loops, on numbers for which float32 sums are exact. The layouts are our
+// reading of the PTX manual; this same program is what a GPU has to confirm.
+#include "check.h"
+
+using namespace needle;
+
+namespace {
+
+// c (16 x 8) = a (16 x 16, rows) @ b. `b_rows`: b is stored (16, 8) and read with ldmatrix.trans, else (8, 16).
+template <class T>
+__global__ void mma_kernel(const T* a, const T* b, float* c, bool b_rows) {
+  NEEDLE_SHARED(T, a_tile, 16, 16);
+  NEEDLE_SHARED(T, b_tile, 128);
+  const int lane = threadIdx.x;
+  ptx::cp_async<16>(&a_tile[lane / 2][lane % 2 * 8], a + lane * 8);
+  ptx::cp_async_commit();
+  for (int i = lane; i < 32; i += 32) ptx::cp_async<8>(&b_tile[i * 4], b + i * 4);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  __syncwarp();
+  uint32_t a_frag[4], b_frag[2], b_single[1];
+  ptx::ldmatrix(a_frag, &a_tile[lane % 16][lane / 16 * 8]);
+  if (b_rows) {
+    ptx::ldmatrix_trans(b_frag, &b_tile[lane % 16 * 8]);
+    ptx::ldmatrix_trans(b_single, &b_tile[lane % 8 * 8]);
+  } else {
+    ptx::ldmatrix(b_frag, &b_tile[lane % 8 * 16 + lane / 8 % 2 * 8]);
+    ptx::ldmatrix(b_single, &b_tile[lane % 8 * 16]);
+  }
+  if (b_single[0] != b_frag[0]) __trap();
+  float acc[4] = {1.0f, 1.0f, 1.0f, 1.0f};
+  ptx::mma_m16n8k16<T>(acc, a_frag, b_frag);
+  for (int r = 0; r < 4; ++r) c[(lane / 4 + r / 2 * 8) * 8 + lane % 4 * 2 + r % 2] = acc[r];
+}
+
+template <class T>
+void half_precision() {
+  std::vector<T> a(256), b(128);
+  for (int i = 0; i < 256; ++i) a[i] = T(float(i * 7 % 23) - 11);
+  for (int i = 0; i < 128; ++i) b[i] = T(float(i * 5 % 17) - 8);
+  Buffer<T> a_device(a), b_device(b);
+  for (bool b_rows : {true, false}) {
+    Buffer<float> c(128);
+    launch<mma_kernel<T>>({1, 32}, a_device.get(), b_device.get(), c.get(), b_rows);
+    const auto result = c.host();
+    for (int m = 0; m < 16; ++m)
+      for (int n = 0; n < 8; ++n) {
+        float sum = 1.0f;
+        for (int k = 0; k < 16; ++k) sum += float(a[m * 16 + k]) * float(b[b_rows ? k * 8 + n : n * 16 + k]);
+        CHECK(result[m * 8 + n] == sum);
+      }
+  }
+}
+
+__global__ void tf32_kernel(const float* a, const float* b, float* c) {
+  const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
+  const uint32_t a_frag[4] = {ptx::to_tf32(a[g * 8 + t]), ptx::to_tf32(a[(g + 8) * 8 + t]), ptx::to_tf32(a[g * 8 + t + 4]),
+                              ptx::to_tf32(a[(g + 8) * 8 + t + 4])};
+  const uint32_t b_frag[2] = {ptx::to_tf32(b[t * 8 + g]), ptx::to_tf32(b[(t + 4) * 8 + g])};
+  float acc[4] = {};
+  ptx::mma_m16n8k8_tf32(acc, a_frag, b_frag);
+  for (int r = 0; r < 4; ++r) c[(g + r / 2 * 8) * 8 + 2 * t + r % 2] = acc[r];
+}
+
+void tf32() {
+  std::vector<float> a(128), b(64);
+  for (int i = 0; i < 128; ++i) a[i] = float(i * 7 % 23) - 11;
+  for (int i = 0; i < 64; ++i) b[i] = float(i * 5 % 17) - 8;
+  a[0] = 1.0f + 1.0f / 4096;  // beyond 10 bits of mantissa: rounds to 1
+  Buffer<float> a_device(a), b_device(b), c(128);
+  launch<tf32_kernel>({1, 32}, a_device.get(), b_device.get(), c.get());
+  a[0] = 1.0f;
+  const auto result = c.host();
+  for (int m = 0; m < 16; ++m)
+    for (int n = 0; n < 8; ++n) {
+      float sum = 0.0f;
+      for (int k = 0; k < 8; ++k) sum += a[m * 8 + k] * b[k * 8 + n];
+      CHECK(result[m * 8 + n] == sum);
+    }
+}
+
+// A two-stage pipeline whose last piece is short and filled with zeros.
+__global__ void pipeline_kernel(const float* x, float* out, int n) {
+  NEEDLE_SHARED(float, stage, 2, 128);
+  const int t = threadIdx.x, pieces = (n + 127) / 128;
+  const auto fetch = [&](int piece) {
+    const int first = piece * 128 + t * 4, left = n - first;
+    const int bytes = left >= 4 ? 16 : left > 0 ? left * 4 : 0;
+    if (piece < pieces) ptx::cp_async<16>(&stage[piece % 2][t * 4], x + (bytes ? first : 0), bytes);
+    ptx::cp_async_commit();
+  };
+  float sum = 0.0f;
+  fetch(0);
+  for (int piece = 0; piece < pieces; ++piece) {
+    fetch(piece + 1);
+    ptx::cp_async_wait<1>();
+    __syncthreads();
+    for (int i = 0; i < 4; ++i) sum += stage[piece % 2][(t * 4 + 37 + i) % 128];
+    __syncthreads();
+  }
+  out[t] = sum;
+}
+
+void pipeline() {
+  for (int n : {1, 128, 131, 500}) {
+    std::vector<float> x(n);
+    float expected = 0;
+    for (int i = 0; i < n; ++i) expected += x[i] = float(i % 9);
+    Buffer<float> x_device(x), out(32);
+    launch<pipeline_kernel>({1, 32}, x_device.get(), out.get(), n);
+    float sum = 0;
+    for (float part : out.host()) sum += part;
+    CHECK(sum == expected);
+  }
+}
+
+}  // namespace
+
+int main() {
+  half_precision<float16>();
+  half_precision<bfloat16>();
+  half_precision<__half>();
+  half_precision<__nv_bfloat16>();
+  tf32();
+  pipeline();
+  std::puts("ok");
+}

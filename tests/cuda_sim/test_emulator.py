@@ -1,0 +1,152 @@
+"""The SIMT emulator: what kernels may use means what it should, and what is wrong is found and named."""
+
+from __future__ import annotations
+
+import pytest
+
+ORDERS = ["forward", "reverse", "random:1", "random:2", "random:3"]
+
+# Each planted fault and the parts that its message must have.
+FAULTS = {
+    "divergent_barrier": ["divergent barrier", "__syncthreads", "block (0,0,0), thread (16,0,0)", "faults.cu:", "wait at"],
+    "deadlock": ["deadlock", "block (0,0,0)", "wait at __syncthreads (", "wait at __syncwarp (", "thread"],
+    "divergent_shuffle": ["divergent warp operation", "__shfl_xor_sync", "__shfl_down_sync", "faults.cu:"],
+    "lane_not_in_mask": ["mask 0xf does not name the calling lane 4", "__syncwarp", "thread (4,0,0)", "faults.cu:"],
+    "block_too_large": ["launch refused", "block (1025,1,1) has 1025 threads (at most 1024"],
+    "block_axis_too_large": ["launch refused", "block (1,1,65)"],
+    "grid_too_large": ["launch refused", "grid (1,65536,1)"],
+    "empty_grid": ["launch refused", "empty grid (0,1,1)"],
+    "empty_block": ["launch refused", "block (32,0,1)"],
+    "shared_without_opt_in": ["49153 bytes of dynamic shared memory (at most 49152; allow_dynamic_shared"],
+    "shared_beyond_device": ["232449 bytes of dynamic shared memory: invalid argument"],
+    "static_shared_too_large": ["static shared memory: 50176 bytes with `wide` (at most 49152)"],
+    "no_dynamic_shared": ["dynamic shared memory is used, but the launch asked for none"],
+    "null_pointer": ["invalid address", "faults.cu:", "block (1,0,0), thread (5,0,0)"],
+    "division_by_zero": ["integer division by zero at", "faults.cu:"],
+    "stack_overflow": ["stack overflow", "128 KB"],
+    "trap": ["__trap() was called", "thread (2,0,0)", "faults.cu:"],
+    "misaligned_copy": ["misaligned address: cp.async of 16 bytes", "faults.cu:"],
+}
+
+# For each race: the parts of its message. Every other case of races.cu must be clean, but for the one noted there.
+RACES = {
+    "block_sum": ["global memory", "block (1,0,0)", "block (0,0,0)"],  # its two blocks write one result
+    "no_first_barrier": ["shared memory `part` + 4 bytes", "write", "read"],
+    "no_second_barrier": ["shared memory `part`", "write", "read"],
+    "no_syncwarp": ["shared memory `tile`", "write", "read"],
+    "half_warp_reaches_out": ["shared memory `tile`"],
+    "blocks_meet": ["global memory", "write", "block (0,0,0), thread (0,0,0)", "block (1,0,0), thread (0,0,0)"],
+    "atomic_and_plain": ["global memory", "atomic write"],
+    "readers_and_writer": ["shared memory `value`", "write", "earlier read"],
+    "copy_waits_after_barrier": ["shared memory `tile`"],
+    "struct_meets": ["global memory", "thread (0,0,0)", "thread (1,0,0)"],
+}
+
+
+def lines_of(text: str) -> dict[str, str]:
+    """Case -> its message; messages may go on in indented lines."""
+    cases: dict[str, str] = {}
+    name = ""
+    for line in text.splitlines():
+        if line.startswith(" "):
+            cases[name] += line
+        else:
+            name, _, message = line.partition(": ")
+            cases[name] = message
+    return cases
+
+
+def expect_ok(done) -> None:
+    assert done.returncode == 0 and done.stdout.rstrip().endswith("ok"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("order", ["", *ORDERS])
+@pytest.mark.parametrize("program", ["semantics", "tensor_cores"])
+def test_meaning_in_every_order(programs, program, order):
+    for cp_async in ("late", "early"):
+        expect_ok(programs.run(program, "plain", NEEDLE_SIM_ORDER=order, NEEDLE_SIM_CP_ASYNC=cp_async))
+
+
+@pytest.mark.parametrize("mode", ["clang", "ucontext", "asan", "race", "arm64"])
+@pytest.mark.parametrize("program", ["semantics", "tensor_cores"])
+def test_meaning_in_every_build(programs, program, mode):
+    expect_ok(programs.run(program, mode))
+
+
+def test_lazy_streams_keep_the_meaning(programs):
+    for program in ("semantics", "tensor_cores"):
+        expect_ok(programs.run(program, "plain", NEEDLE_SIM_STREAMS="lazy"))
+
+
+@pytest.mark.parametrize("mode", ["plain", "arm64", "asan"])
+def test_threads_forks_and_errors(programs, mode):
+    expect_ok(programs.run("lifecycle", mode))
+
+
+@pytest.mark.parametrize("mode", ["plain", "ucontext", "clang"])
+def test_faults_are_named_and_survived(programs, mode):
+    done = programs.run("faults", mode, *FAULTS, NEEDLE_SIM_ORDER="forward")
+    assert done.returncode == 0, done.stdout + done.stderr
+    messages = lines_of(done.stdout)
+    assert list(messages) == list(FAULTS)
+    for name, parts in FAULTS.items():
+        assert messages[name].startswith("["), messages[name]
+        for part in parts:
+            assert part in messages[name], f"{name}: {part!r} is not in {messages[name]!r}"
+
+
+def test_unknown_order_is_refused(programs):
+    done = programs.run("semantics", "plain", NEEDLE_SIM_ORDER="backwards")
+    assert done.returncode != 0 and "accepted: forward, reverse, random:SEED" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("case", "message", "kernel"),
+    [
+        ("global", "heap-buffer-overflow", "fill_kernel"),
+        ("shared", "use-after-poison", "shared_overrun_kernel"),
+        ("dynamic_shared", "use-after-poison", "dynamic_overrun_kernel"),
+        ("bounds", "index 4 out of bounds for type 'float [4]'", "overruns.cu:"),
+        ("misaligned", "misaligned address", "overruns.cu:"),
+    ],
+)
+def test_overruns_end_in_a_report(programs, case, message, kernel):
+    done = programs.run("overruns", "asan", case)
+    assert done.returncode != 0 and "end" not in done.stdout
+    assert message in done.stderr and kernel in done.stderr and "overruns.cu:" in done.stderr, done.stderr
+
+
+def test_no_report_without_an_overrun(programs):
+    done = programs.run("overruns", "asan", "clean")
+    assert done.returncode == 0 and "end" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("order", ORDERS[:3])
+def test_races_are_found_and_nothing_else(programs, order):
+    done = programs.run("races", "race", NEEDLE_SIM_ORDER=order)
+    assert done.returncode == 0, done.stdout + done.stderr
+    messages = lines_of(done.stdout)
+    assert set(RACES) < set(messages)
+    for name, message in messages.items():
+        if name not in RACES:
+            assert message == "clean", f"{name}: {message}"
+            continue
+        assert "data race on" in message and message.count("races.cu:") == 2, f"{name}: {message}"
+        for part in RACES[name] if order == "forward" else ():
+            assert part in message, f"{name}: {part!r} is not in {message!r}"
+
+
+@pytest.mark.parametrize("streams", ["eager", "lazy"])
+def test_silent_faults_change_the_result(programs, streams):
+    done = programs.run("wrong_answers", "plain", NEEDLE_SIM_STREAMS=streams)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lazy = streams == "lazy"
+    assert lines_of(done.stdout) == {
+        "uninitialized": "NaN",
+        "warp_synchronous": "wrong",
+        "no_wait": "NaN",
+        "streams": "right",
+        "streams_not_joined": "wrong" if lazy else "right",
+        "streams_not_awaited": "wrong" if lazy else "right",
+        "default_stream": "right",
+    }
