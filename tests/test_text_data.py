@@ -6,7 +6,6 @@ import types
 
 import numpy as np
 import pytest
-
 from needle.data import text as text_module
 from needle.data.text import TokenBatches, load_text, unigram_entropy
 from needle.data.text_corpus import load_corpus
@@ -124,7 +123,7 @@ def test_wikitext_from_the_hub(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"\[wikitext-2\] .*no network"):
         load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path / "other")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"\[wikitext-2\] no local copy.*needle\[data\]"):
+    with pytest.raises(DataError, match=r"\[wikitext-2\] no local copy.*pip install datasets"):
         load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path / "other")
 
 
@@ -243,7 +242,7 @@ def test_other_bad_input(folder, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"\[empty\] no text: 0 files"):
         load_text(str(empty), cache_dir=tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"package missing: tokenizers \(pip install"):
+    with pytest.raises(DataError, match=r"package missing: tokenizers \(pip install 'needle\[train\]'\)"):
         load_text(str(folder), vocab_size=300, cache_dir=tmp_path)
 
 

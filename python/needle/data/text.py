@@ -79,10 +79,11 @@ def load_text(
     arrays = {}
     for split, pieces in (("train", corpus.train), ("heldout", corpus.heldout)):
         path = folder / f"{split}.bin"
-        if not cached or read_tokens(path) is None:
+        ids = read_tokens(path) if cached else None
+        if ids is None:
             documents = (piece.texts(corpus.name) for piece in pieces)
-            write_tokens(path, tokens.encode_documents(documents), tokens.size)
-        arrays[split] = read_tokens(path)
+            ids = write_tokens(path, tokens.encode_documents(documents), tokens.size)
+        arrays[split] = ids
     return TextData(corpus.name, arrays["train"], arrays["heldout"], vocab_size, tokens, corpus)
 
 

@@ -10,7 +10,7 @@ import codecs
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,9 +137,7 @@ def _download_wikitext(wanted: Path, cache_dir: Path) -> Path:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise DataError(
-            f"[wikitext-2] no local copy: {where}, or `pip install 'needle[data]'` to download it)"
-        ) from error
+        raise DataError(f"[wikitext-2] no local copy: {where}, or `pip install datasets` to download it)") from error
     try:
         splits = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1")
     except (OSError, ValueError) as error:
@@ -209,7 +207,7 @@ def _cut(piece: Piece, name: str) -> tuple[Piece, Piece]:
     return Piece(piece.path, 0, cut), Piece(piece.path, cut, piece.stop)
 
 
-def _walk(folder: Path, leave_out: set[str] = frozenset()) -> list[Path]:
+def _walk(folder: Path, leave_out: Set[str] = frozenset()) -> list[Path]:
     found = []
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in leave_out and not f.startswith("."))

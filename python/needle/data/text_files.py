@@ -39,8 +39,8 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> None:
-    """Write ``path`` (little-endian ids), then ``path``.json (dtype, count), which vouches for it."""
+def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
+    """Write ``path`` (little-endian ids), then ``path``.json (dtype, count), which vouches for it; map it as below."""
     dtype = token_dtype(vocab_size).newbyteorder("<")
     count = 0
     with write_atomically(path) as file:
@@ -49,6 +49,7 @@ def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> None
             count += len(part)
     with write_atomically(_description(path)) as file:
         file.write(json.dumps({"dtype": dtype.name, "tokens": count, "vocab_size": vocab_size}).encode())
+    return _map(path, dtype, count)
 
 
 def read_tokens(path: Path) -> np.ndarray | None:
@@ -59,9 +60,11 @@ def read_tokens(path: Path) -> np.ndarray | None:
     dtype = np.dtype(description["dtype"]).newbyteorder("<")
     if path.stat().st_size != description["tokens"] * dtype.itemsize:
         return None
-    if description["tokens"] == 0:  # an empty file cannot be mapped
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, mode="r")
+    return _map(path, dtype, description["tokens"])
+
+
+def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    return np.memmap(path, dtype, mode="r") if count else np.empty(0, dtype)  # an empty file cannot be mapped
 
 
 def _description(path: Path) -> Path:

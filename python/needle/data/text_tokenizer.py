@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 class TextTokenizer:
     """Text to ids and back. ``size``: how many ids it can make; ``end_of_text``: the id after a document, or None."""
 
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
         self.end_of_text: int | None = tokenizer.token_to_id(END_OF_TEXT)
         self.size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
@@ -34,7 +35,7 @@ class TextTokenizer:
         """Ids of each part of each document, and ``end_of_text`` after a document."""
         for parts in documents:
             for part in parts:
-                for encoding in self._tokenizer.encode_batch_fast(_at_lines(part), add_special_tokens=False):
+                for encoding in self._tokenizer.encode_batch(_at_lines(part), add_special_tokens=False):
                     yield np.array(encoding.ids, dtype=np.int64)
             if self.end_of_text is not None:
                 yield np.array([self.end_of_text], dtype=np.int64)
@@ -84,7 +85,7 @@ def _import_tokenizers():
     try:
         import tokenizers
     except ModuleNotFoundError as error:
-        raise DataError("[tokenizer] package missing: tokenizers (pip install 'needle[data]')") from error
+        raise DataError("[tokenizer] package missing: tokenizers (pip install 'needle[train]')") from error
     return tokenizers
 
 

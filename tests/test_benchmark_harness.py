@@ -1,0 +1,101 @@
+"""The benchmark harness with a contestant that does nothing: turns, stopping, records, and a contestant that fails."""
+
+import json
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the harness stops processes with SIGSTOP")
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def interleave(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import interleave
+
+    return interleave
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A worker whose steps take ``ms`` and whose value counts them; it also prints, which must do no harm."""
+    path = tmp_path / "fake_worker.py"
+    path.write_text(
+        textwrap.dedent(
+            f"""
+            import os, sys, time
+            sys.path.insert(0, {str(BENCHMARKS)!r})
+            from worker import Case, serve
+
+            def sleep(ms, fail_at=None):
+                done = 0
+                def step():
+                    nonlocal done
+                    done += 1
+                    print("noise")
+                    if done == fail_at:
+                        raise ValueError("broken case")
+                    time.sleep(ms / 1e3)
+                    return float(done)
+                return Case(step, {{"fake": "1.0"}}, int(os.environ["NEEDLE_NUM_THREADS"]))
+
+            serve({{"sleep": sleep}})
+            """
+        )
+    )
+    return path
+
+
+def test_contestants_take_turns_and_are_recorded(interleave, script, tmp_path):
+    row = interleave.Row("sleep", {"ms": 5}, tokens=10, steps=2, settle=1, warmup=2)
+    contestants = [interleave.Contestant(name, sys.executable, script, "passive") for name in "AB"]
+    records = interleave.measure(row, contestants, threads=3, rounds=4, busy=1)
+    assert [r["contestant"] for r in records] == ["A", "B"]
+    for r in records:
+        assert r["samples"] == 8 and r["threads"] == 3 and r["busy_cores"] == 1
+        assert (r["first_value"], r["last_value"]) == (1.0, 14.0)  # 2 warmup, 4 x (1 settle + 2 recorded)
+        assert r["median_s"] >= 5e-3 and r["tokens_per_s"] == pytest.approx(10 / r["median_s"])
+        assert 1e6 < r["peak_rss_bytes"] < 1e9 and r["versions"]["fake"] == "1.0"
+    assert records[0]["time_over_first"] == 1.0
+    interleave.append_results(tmp_path / "results" / "x.jsonl", [{**interleave.machine(), **r} for r in records])
+    lines = (tmp_path / "results" / "x.jsonl").read_text().splitlines()
+    assert {"date", "commit", "cpu", "cores", "case", "args"} <= json.loads(lines[1]).keys()
+
+
+def test_a_waiting_contestant_is_stopped(interleave, script):
+    """Otherwise a spinning thread pool would be measured as the slowness of the other one."""
+    row = interleave.Row("sleep", {"ms": 0})
+    worker = interleave.Worker(interleave.Contestant("A", sys.executable, script), row, threads=1)
+    try:
+        pid = worker._process.pid
+        states = [_state_of(pid)]
+        worker.turn(row)
+        states.append(_state_of(pid))
+        assert states == [psutil.STATUS_STOPPED] * 2
+    finally:
+        worker.close()
+
+
+def test_a_failing_contestant_is_named(interleave, script):
+    row = interleave.Row("sleep", {"ms": 0, "fail_at": 4}, steps=2)
+    with pytest.raises(interleave.WorkerError, match=r"\[A\] ended with code 1 on: step 2"):
+        interleave.measure(row, [interleave.Contestant("A", sys.executable, script)], threads=1, rounds=2)
+    missing = interleave.Row("nothing", {})
+    with pytest.raises(interleave.WorkerError, match=r"ended with code 1 on: setup nothing"):
+        interleave.measure(missing, [interleave.Contestant("A", sys.executable, script)], threads=1, rounds=1)
+
+
+def _state_of(pid):
+    """The process's state, once the signal has been delivered."""
+    for _ in range(100):
+        state = psutil.Process(pid).status()
+        if state == psutil.STATUS_STOPPED:
+            break
+        time.sleep(0.01)
+    return state
