@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,11 @@ BASE_FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-p
 # For each way of building: the compiler, flags of runtime and programs, flags of the programs alone, flags to link.
 MODES = {
     "plain": ("g++", ["-O2"], [], []),
-    "clang": ("clang++", ["-O2"], [], []),
-    "ucontext": ("g++", ["-O1", "-DNEEDLE_SIM_FORCE_UCONTEXT"], [], []),
+    "clang": ("clang++", ["-O1"], [], []),
+    "ucontext": ("g++", ["-O0", "-DNEEDLE_SIM_FORCE_UCONTEXT"], [], []),
     "asan": (
         "g++",
-        ["-O1", "-fsanitize=address,undefined,bounds,alignment", "-fno-sanitize-recover=undefined,bounds,alignment"],
+        ["-O0", "-fsanitize=address,undefined,bounds,alignment", "-fno-sanitize-recover=undefined,bounds,alignment"],
         [],
         [],
     ),
@@ -33,6 +35,15 @@ MODES = {
     ),
     "arm64": ("aarch64-linux-gnu-g++", ["-O1"], [], ["-static"]),
 }
+# What a whole run needs, in the order of its tests: built ahead by two threads.
+NEEDED = [
+    *[(program, mode) for program in ("semantics", "tensor_cores") for mode in MODES],
+    *[("lifecycle", mode) for mode in ("plain", "arm64", "asan")],
+    *[("faults", mode) for mode in ("plain", "ucontext", "clang")],
+    ("overruns", "asan"),
+    ("races", "race"),
+    ("wrong_answers", "plain"),
+]
 
 
 def _compile(command: list[str]) -> None:
@@ -41,47 +52,62 @@ def _compile(command: list[str]) -> None:
 
 
 class Programs:
-    """Builds programs and runs them."""
+    """Builds programs, each once, and runs them."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, ahead: list[tuple[str, str]]):
         self.folder = folder
-        self.runtimes: dict[str, list[str]] = {}
-        self.programs: dict[tuple[str, str], Path] = {}
+        self.pool = ThreadPoolExecutor(2)
+        self.lock = threading.Lock()
+        self.runtimes: dict[str, Future] = {}
+        self.programs: dict[tuple[str, str], Future] = {}
+        for name, mode in ahead:
+            self.submit(name, mode)
 
-    def runtime(self, mode: str) -> list[str]:
-        if mode not in self.runtimes:
-            compiler, flags, _, _ = MODES[mode]
-            out = self.folder / mode
-            out.mkdir()
-            sources = sorted((COMMON / "cuda_sim").glob("*.cc"))
-            objects = [str(out / f"{s.stem}.o") for s in sources]
-            with ThreadPoolExecutor(2) as pool:
-                commands = [[compiler, *BASE_FLAGS, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects)]
-                list(pool.map(_compile, commands))
-            self.runtimes[mode] = objects
-        return self.runtimes[mode]
-
-    def build(self, name: str, mode: str) -> Path:
-        compiler, flags, program_flags, link_flags = MODES[mode]
-        if shutil.which(compiler) is None:
-            pytest.skip(f"no {compiler} here")
+    def submit(self, name: str, mode: str) -> Future:
         if (name, mode) not in self.programs:
-            objects = self.runtime(mode)
-            program = self.folder / mode / name
-            source = ["-x", "c++", "-c", str(HERE / f"{name}.cu"), "-o", f"{program}.o"]
-            _compile([compiler, *BASE_FLAGS, *flags, *program_flags, *source])
-            _compile([compiler, *flags, *link_flags, f"{program}.o", *objects, "-o", str(program), "-lpthread", "-ldl"])
-            self.programs[name, mode] = program
+            self.programs[name, mode] = self.pool.submit(self.compile, name, mode)
         return self.programs[name, mode]
 
+    def runtime(self, mode: str) -> list[str]:
+        """The emulator's objects. The first to ask compiles them, others wait."""
+        with self.lock:
+            mine = mode not in self.runtimes
+            future = self.runtimes.setdefault(mode, Future())
+        if mine:
+            compiler, flags, _, _ = MODES[mode]
+            folder = self.folder / mode / "runtime"
+            folder.mkdir(parents=True)
+            sources = sorted((COMMON / "cuda_sim").glob("*.cc"))
+            objects = [str(folder / f"{source.stem}.o") for source in sources]
+            try:
+                for source, out in zip(sources, objects):
+                    _compile([compiler, *BASE_FLAGS, *flags, "-c", str(source), "-o", out])
+                future.set_result(objects)
+            except AssertionError as error:
+                future.set_exception(error)
+        return future.result()
+
+    def compile(self, name: str, mode: str) -> Path | None:
+        compiler, flags, program_flags, link_flags = MODES[mode]
+        if shutil.which(compiler) is None:
+            return None
+        objects = self.runtime(mode)
+        program = self.folder / mode / name
+        source = ["-x", "c++", "-c", str(HERE / f"{name}.cu"), "-o", f"{program}.o"]
+        _compile([compiler, *BASE_FLAGS, *flags, *program_flags, *source])
+        _compile([compiler, *flags, *link_flags, f"{program}.o", *objects, "-o", str(program), "-lpthread", "-ldl"])
+        return program
+
     def run(self, name: str, mode: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-        program = self.build(name, mode)
         launcher = []
-        if mode == "arm64":
+        if mode == "arm64" and platform.machine() != "aarch64":
             emulator = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
             if emulator is None:
                 pytest.skip("no qemu-aarch64 here")
             launcher = [emulator]
+        program = self.submit(name, mode).result()
+        if program is None:
+            pytest.skip(f"no {MODES[mode][0]} here")
         return subprocess.run(
             [*launcher, str(program), *arguments],
             capture_output=True,
@@ -92,5 +118,8 @@ class Programs:
 
 
 @pytest.fixture(scope="session")
-def programs(tmp_path_factory) -> Programs:
-    return Programs(tmp_path_factory.mktemp("cuda_sim"))
+def programs(tmp_path_factory, request):
+    whole_run = sum(item.path.parent == HERE for item in request.session.items) > 20
+    built = Programs(tmp_path_factory.mktemp("cuda_sim"), NEEDED if whole_run else [])
+    yield built
+    built.pool.shutdown(cancel_futures=True)

@@ -219,14 +219,14 @@ void launch_records() {
 __global__ void fresh_kernel(float* out) {
   NEEDLE_SHARED(float, fresh, 32);
   NEEDLE_DYNAMIC_SHARED(float, dynamic);
-  out[threadIdx.x] = fresh[threadIdx.x];
-  out[32 + threadIdx.x] = dynamic[threadIdx.x];
+  out[blockIdx.x * 64 + threadIdx.x] = fresh[threadIdx.x];
+  out[blockIdx.x * 64 + 32 + threadIdx.x] = dynamic[threadIdx.x];
   __syncthreads();
   fresh[threadIdx.x] = dynamic[threadIdx.x] = 1.0f;  // and the next block's is fresh again
 }
 
 void fresh_memory() {
-  Buffer<float> out(65);
+  Buffer<float> out(129);
   launch<fresh_kernel>({2, 32, 128}, out.get());
   for (float value : out.host()) CHECK(std::isnan(value));
 }

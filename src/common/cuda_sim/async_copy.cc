@@ -12,6 +12,7 @@ struct Copy {
   void* to;
   const void* from;
   int bytes, source_bytes;
+  const void* issued_at;  // code address, for the race detector
 };
 
 struct CopyQueue {
@@ -22,9 +23,12 @@ struct CopyQueue {
 namespace {
 
 void perform(const Copy& copy) {
-  note_access(copy.to, static_cast<size_t>(copy.bytes), true);
+  const auto note = [&](const void* address, int bytes, bool write) {
+    if (race_hooks) race_hooks->access(address, static_cast<size_t>(bytes), write, copy.issued_at);
+  };
+  note(copy.to, copy.bytes, true);
   if (copy.source_bytes > 0) {
-    note_access(copy.from, static_cast<size_t>(copy.source_bytes), false);
+    note(copy.from, copy.source_bytes, false);
     std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.source_bytes));
   }
   std::memset(static_cast<char*>(copy.to) + copy.source_bytes, 0, static_cast<size_t>(copy.bytes - copy.source_bytes));
@@ -43,7 +47,7 @@ void async_copy(void* shared, const void* global, int bytes, int source_bytes, S
     fault("misaligned address: cp.async of " + std::to_string(bytes) + " bytes", site);
   if (source_bytes < 0 || source_bytes > bytes)
     fault("cp.async of " + std::to_string(source_bytes) + " source bytes into " + std::to_string(bytes), site);
-  const Copy copy{shared, global, bytes, source_bytes};
+  const Copy copy{shared, global, bytes, source_bytes, __builtin_return_address(0)};
   const char* when = std::getenv("NEEDLE_SIM_CP_ASYNC");
   if (when && std::string(when) == "early")
     perform(copy);

@@ -61,11 +61,11 @@ uintptr_t* stack_pointer(ucontext_t* context) {
   Thread& thread = self();
   const Found what = found[(&thread - thread_table) / kMaxBlockThreads];
   char text[96];
-  const char* own = stack_region + ((&thread - thread_table) << kStackShift);
-  const size_t from_guard = static_cast<size_t>(static_cast<char*>(what.address) - own);
+  const char* closed = stack_region + ((&thread - thread_table) << kStackShift);
+  const auto offset = static_cast<size_t>(static_cast<char*>(what.address) - closed);
   if (what.signal == SIGFPE)
     std::snprintf(text, sizeof text, "integer division by zero");
-  else if (from_guard < 64 * 1024 && from_guard < kStackBytes && what.signal == SIGSEGV)
+  else if (offset < kSlotBytes - kStackBytes)
     std::snprintf(text, sizeof text, "stack overflow: local variables exceed %zu KB", kStackBytes / 1024);
   else
     std::snprintf(text, sizeof text, "invalid address %p", what.address);

@@ -1,7 +1,6 @@
 #include "fiber.h"
 
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <pthread.h>
 
@@ -30,9 +29,8 @@ namespace {
 // One byte per stack: whether it has memory. Written only by the worker that owns the stack.
 unsigned char stack_is_open[kMaxWorkers * kMaxBlockThreads];
 
-size_t guard_bytes() {
-  static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return page;
+char* bottom_of_stack(int index) {
+  return stack_region + (static_cast<size_t>(index) << kStackShift) + (kSlotBytes - kStackBytes);
 }
 
 // All stacks begin at the same offset of a cache line's set otherwise, and a barrier would be nothing but conflict
@@ -44,11 +42,11 @@ size_t colour(int index) { return static_cast<size_t>(index) * 192 % 4096; }
 void reserve_stacks() {
   static std::once_flag once;
   std::call_once(once, [] {
-    const size_t bytes = kStackBytes * kMaxWorkers * kMaxBlockThreads;
-    void* region = mmap(nullptr, bytes + kStackBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const size_t bytes = kSlotBytes * kMaxWorkers * kMaxBlockThreads;
+    void* region = mmap(nullptr, bytes + kSlotBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (region == MAP_FAILED) throw std::runtime_error("cuda_sim: no address space for stacks");
-    const uintptr_t first = reinterpret_cast<uintptr_t>(region) + kStackBytes - 1;
-    stack_region = reinterpret_cast<char*>(first & ~(uintptr_t(kStackBytes) - 1));
+    const uintptr_t first = reinterpret_cast<uintptr_t>(region) + kSlotBytes - 1;
+    stack_region = reinterpret_cast<char*>(first & ~(uintptr_t(kSlotBytes) - 1));
   });
 }
 
@@ -160,16 +158,16 @@ static void* first_frame(char*, char* top, void (*entry)()) {
 #endif
 
 void prepare_fiber(int index, Context& context, void (*entry)()) {
-  char* bottom = stack_region + (static_cast<size_t>(index) << kStackShift);
+  char* bottom = bottom_of_stack(index);
   if (!stack_is_open[index]) {
-    if (mprotect(bottom + guard_bytes(), kStackBytes - guard_bytes(), PROT_READ | PROT_WRITE) != 0)
+    if (mprotect(bottom, kStackBytes, PROT_READ | PROT_WRITE) != 0)
       throw std::runtime_error("cuda_sim: no memory for a stack");
     stack_is_open[index] = 1;
   }
-  context.stack_bottom = bottom + guard_bytes();
-  context.stack_bytes = kStackBytes - guard_bytes();
+  context.stack_bottom = bottom;
+  context.stack_bytes = kStackBytes;
   context.asan_fake_stack = nullptr;
-  context.saved = first_frame(bottom + guard_bytes(), bottom + kStackBytes - colour(index), entry);
+  context.saved = first_frame(bottom, bottom + kStackBytes - colour(index), entry);
 }
 
 void switch_context(Context& from, Context& to) {
@@ -212,9 +210,7 @@ void describe_own_stack(Context& context) {
 void forget_frames(int first_index, int count) {
 #if NEEDLE_SIM_ASAN
   for (int i = first_index; i < first_index + count; ++i)
-    if (stack_is_open[i])
-      __asan_unpoison_memory_region(stack_region + (static_cast<size_t>(i) << kStackShift) + guard_bytes(),
-                                    kStackBytes - guard_bytes());
+    if (stack_is_open[i]) __asan_unpoison_memory_region(bottom_of_stack(i), kStackBytes);
 #else
   (void)first_index;
   (void)count;

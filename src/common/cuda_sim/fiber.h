@@ -16,8 +16,7 @@
 
 namespace needle::sim {
 
-// Reserves the region of all stacks once per process. Stacks get memory when they are first used; the lowest page of
-// each stays closed as a guard.
+// Reserves the region of all stacks once per process. Stacks get memory when they are first used.
 void reserve_stacks();
 
 // Makes stack number `index` ready to start `entry` with the switch that first leads there.

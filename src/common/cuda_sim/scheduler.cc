@@ -128,7 +128,7 @@ void Block::runner() {
     Thread* following = block.next(&thread);
     if (following == &thread) continue;
     if (!following && block.live_ > 0)
-      block.fault(thread, "deadlock: the threads that are left wait for each other", {"", 0});
+      block.fault(thread, "deadlock: the threads that are left wait for each other", {"", 0}, true);
     block.idle_[block.n_idle_++] = &thread;
     switch_context(thread.context, following ? following->context : block.main_);
   }
@@ -192,7 +192,7 @@ void Block::make_ready(Thread* thread) {
 
 void Block::suspend(Thread& thread) {
   Thread* following = next(nullptr);
-  if (!following) fault(thread, std::string("deadlock at ") + thread.waits_for, thread.wait_site);
+  if (!following) fault(thread, std::string("deadlock at ") + thread.waits_for, thread.wait_site, true);
   switch_context(thread.context, following->context);
 }
 
@@ -211,7 +211,7 @@ int Block::barrier(Thread& thread, BarrierKind kind, int predicate, Site site) {
     barrier_site_ = site;
   } else if (kind != barrier_kind_ || !same_site(site, barrier_site_)) {
     fault(thread, std::string("divergent barrier: ") + barrier_name(kind) + " here, while others are at " +
-                      barrier_name(barrier_kind_) + " (" + text(barrier_site_) + ")", site);
+                      barrier_name(barrier_kind_) + " (" + text(barrier_site_) + ")", site, true);
   }
   barrier_true_ += predicate != 0;
   ++barrier_arrived_;
@@ -260,7 +260,7 @@ void Block::collective(Thread& thread, uint32_t mask, void* frame, const Collect
     if (other.mask != mask || other.collective->run != op.run || !same_site(other.wait_site, site))
       fault(thread, std::string("divergent warp operation: ") + op.name + " with mask " + hex(mask) + " here, while lane " +
                         std::to_string(other.rank % kWarpSize) + " is at " + other.collective->name + " with mask " +
-                        hex(other.mask) + " (" + text(other.wait_site) + ")", site);
+                        hex(other.mask) + " (" + text(other.wait_site) + ")", site, true);
     break;  // the others agree with this one
   }
   if (!complete_collective(warp, mask, thread)) {
@@ -357,11 +357,11 @@ std::string Block::waiting_threads() const {
   return lines;
 }
 
-void Block::fault(Thread& thread, const std::string& what, Site site) {
+void Block::fault(Thread& thread, const std::string& what, Site site, bool list_waiting) {
   thread.waits_for = nullptr;
   fault_ = std::string("[") + launch->kernel_name + "] " + what + ": " + place_of(linear_index, thread.rank);
   if (site.line) fault_ += ", " + text(site);
-  fault_ += waiting_threads();
+  if (list_waiting) fault_ += waiting_threads();
   leave_context(thread.context, main_);
 }
 

@@ -46,7 +46,7 @@ class Block : public BlockIndex {
   int barrier(Thread& thread, BarrierKind kind, int predicate, Site site);
   void collective(Thread& thread, uint32_t mask, void* frame, const Collective& op, Site site);
   char* shared(const void* declaration, const char* name, size_t bytes, size_t alignment);
-  [[noreturn]] void fault(Thread& thread, const std::string& what, Site site);
+  [[noreturn]] void fault(Thread& thread, const std::string& what, Site site, bool list_waiting = false);
 
   // For messages: where a thread is, what lies at an address.
   std::string place_of(uint64_t block, unsigned rank) const;

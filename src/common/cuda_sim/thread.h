@@ -15,8 +15,11 @@ namespace needle::sim {
 constexpr int kWarpSize = 32;
 constexpr int kMaxBlockThreads = 1024;
 constexpr int kMaxWorkers = 16;
-constexpr int kStackShift = 17;  // a fiber's stack: 128 KB
-constexpr size_t kStackBytes = size_t(1) << kStackShift;
+// A fiber's piece of address space: the lower half is closed, so that even a frame of many kilobytes that overflows ends
+// there, the upper half is its stack.
+constexpr int kStackShift = 18;
+constexpr size_t kSlotBytes = size_t(1) << kStackShift;
+constexpr size_t kStackBytes = kSlotBytes / 2;
 
 // A place in the source. Default arguments fill it in at the call: unlike a return address it survives loop unrolling
 // and jump threading, which copy a barrier's call instruction.
@@ -83,7 +86,7 @@ inline __attribute__((always_inline)) Thread& self() {
   return thread_table[(static_cast<char*>(__builtin_frame_address(0)) - stack_region) >> kStackShift];
 }
 inline bool on_fiber_stack(const void* p) {
-  return size_t(static_cast<const char*>(p) - stack_region) < kStackBytes * kMaxWorkers * kMaxBlockThreads &&
+  return size_t(static_cast<const char*>(p) - stack_region) < kSlotBytes * kMaxWorkers * kMaxBlockThreads &&
          stack_region != nullptr;
 }
 
