@@ -1,0 +1,3 @@
+"""NDArrays over swappable devices."""
+
+from .ndarray import *  # noqa: F403

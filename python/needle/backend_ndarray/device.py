@@ -1,0 +1,163 @@
+"""Devices: a name, the module with its kernels, and the makers of arrays that the course's init calls."""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ..errors import DeviceError
+
+
+class BackendDevice:
+    """A device by name. Equal by name, hashable; missing attributes are looked up in the module of its kernels.
+
+    The module is imported when first needed, so that naming a device costs nothing and an absent one is a clear error
+    only where it is used. ``numpy_semantics`` (the course's NEEDLE_BACKEND=np) keeps numpy's dtypes and gives full reductions the
+    shape ``()``; otherwise array-likes become float32 and full reductions have shape ``(1,)``.
+    """
+
+    def __init__(self, name: str, module_name: str, numpy_semantics: bool = False, label: str | None = None):
+        self.name = name
+        self.numpy_semantics = numpy_semantics
+        self.default_float = "float64" if numpy_semantics else "float32"
+        self._module_name = module_name
+        self._label = label or f"{name}()"
+        self._why_absent = ""
+
+    def __repr__(self) -> str:
+        return self._label
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, BackendDevice) and self._label == other._label)
+
+    def __hash__(self) -> int:
+        return hash(self._label)
+
+    @property
+    def mod(self) -> ModuleType | None:
+        """The module of kernels, or None where the device is absent (``why_absent()`` says why)."""
+        try:
+            return self.__dict__["_mod"]
+        except KeyError:
+            mod = self.__dict__["_mod"] = self._load()
+            if mod is not None:
+                self.__dict__["Array"] = mod.Array
+            return mod
+
+    def _load(self) -> ModuleType | None:
+        full_name = f"{__package__}.{self._module_name}"
+        try:
+            mod = importlib.import_module(full_name)
+        except ModuleNotFoundError as error:
+            if error.name != full_name:
+                raise
+            self._why_absent = f"the extension {self._module_name} is not built (run: make lib)"
+            return None
+        # A CUDA module imports happily on a machine without a GPU.
+        if hasattr(mod, "device_count") and mod.device_count() == 0:
+            self._why_absent = "no usable GPU was found"
+            return None
+        return mod
+
+    def __getattr__(self, name: str) -> Any:
+        mod = None if name.startswith("__") and name != "__tile_size__" else self.mod
+        if mod is None:
+            raise AttributeError(f"device {self._label} has no attribute {name!r}")
+        return getattr(mod, name)
+
+    def enabled(self) -> bool:
+        return self.mod is not None
+
+    def why_absent(self) -> str:
+        """Why ``enabled()`` is False; empty when it is True."""
+        return "" if self.mod is not None else self._why_absent
+
+    def require(self) -> ModuleType:
+        """The module of kernels. raises: DeviceError that says why there is none."""
+        mod = self.mod
+        if mod is None:
+            raise DeviceError(f"[device] {self._label} cannot be used: {self._why_absent}")
+        return mod
+
+    # Random numbers come from numpy's global stream, in float32 before any scaling: the course's golden values need both.
+    def randn(self, *shape: int, dtype: str = "float32"):
+        values = np.random.randn(*shape)
+        return self._array(values if self.numpy_semantics else np.asarray(values, np.float32), dtype)
+
+    def rand(self, *shape: int, dtype: str = "float32"):
+        values = np.random.rand(*shape)
+        return self._array(values if self.numpy_semantics else np.asarray(values, np.float32), dtype)
+
+    def one_hot(self, n: int, i: Any, dtype: str = "float32"):
+        """(*i.shape, n): 1 where the last index equals ``i``, made on the device. raises: IndexError for an i outside 0..n-1."""
+        from . import kernels
+        from .ndarray import NDArray
+
+        ids = i if isinstance(i, NDArray) else NDArray(np.asarray(i), device=self, dtype="int32")
+        return kernels.one_hot(ids, n, dtype or "float32")
+
+    def empty(self, shape, dtype: str | None = "float32"):
+        from .ndarray import empty
+
+        return empty(shape, dtype or "float32", device=self)
+
+    def full(self, shape, fill_value, dtype: str | None = "float32"):
+        from .ndarray import full
+
+        return full(shape, fill_value, dtype or "float32", device=self)
+
+    def zeros(self, *shape: int, dtype: str | None = "float32"):
+        return self.full(shape, 0.0, dtype)
+
+    def ones(self, *shape: int, dtype: str | None = "float32"):
+        return self.full(shape, 1.0, dtype)
+
+    def _array(self, values: Any, dtype: str | None):
+        from .ndarray import NDArray
+
+        if self.numpy_semantics:
+            return NDArray(np.asarray(values), device=self)
+        return NDArray(np.asarray(values), device=self, dtype=dtype or "float32")
+
+
+@lru_cache(maxsize=None)
+def cpu() -> BackendDevice:
+    """The C++ backend: vectorized kernels on needle's thread pool."""
+    return BackendDevice("cpu", "ndarray_backend_cpu")
+
+
+@lru_cache(maxsize=None)
+def cuda() -> BackendDevice:
+    """The CUDA backend on the current GPU."""
+    return BackendDevice("cuda", "ndarray_backend_cuda")
+
+
+@lru_cache(maxsize=None)
+def cuda_sim() -> BackendDevice:
+    """The CUDA sources, run without a GPU by an emulator."""
+    return BackendDevice("cuda_sim", "ndarray_backend_cuda_sim")
+
+
+@lru_cache(maxsize=None)
+def cpu_numpy() -> BackendDevice:
+    """The reference backend, in numpy."""
+    return BackendDevice("cpu_numpy", "ndarray_backend_numpy")
+
+
+@lru_cache(maxsize=None)
+def meta() -> BackendDevice:
+    """Shapes, dtypes and byte counts without data; reading values gives NaN."""
+    return BackendDevice("meta", "ndarray_backend_meta")
+
+
+def default_device() -> BackendDevice:
+    return cpu()
+
+
+def all_devices() -> list[BackendDevice]:
+    """Every device that holds data, enabled or not, those of the course first."""
+    return [cpu(), cuda(), cpu_numpy(), cuda_sim()]

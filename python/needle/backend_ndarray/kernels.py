@@ -1,0 +1,469 @@
+"""The larger kernels: check the arguments, allocate outputs and workspace, call the device's function of the same name.
+
+Kernels never allocate, so every byte that a step needs is asked for here or in ``ndarray.py``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .. import dtype as dt
+from ..errors import DeviceError, DTypeError, ShapeError
+from .block_layout import BlockLayout
+from .ndarray import NDArray, _new, full, matmul
+
+LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
+DEFAULT_CHUNK_BYTES = 64 << 20
+
+
+def _wide(dtype: str) -> str:
+    """What sums and statistics of a dtype are kept in."""
+    return "float64" if dtype == "float64" else "float32"
+
+
+def _check(op: str, *arrays: NDArray, floating: bool = True) -> NDArray:
+    first = arrays[0]
+    for x in arrays:
+        if x._device is not first._device and x._device != first._device:
+            raise DeviceError(f"[{op}] arrays are on different devices: {first._device} and {x._device}")
+        if floating and not dt.is_float(x._dtype):
+            raise DTypeError(f"[{op}] needs floating arrays, got {x._dtype}")
+        if floating and x._dtype != first._dtype:
+            raise DTypeError(f"[{op}] dtypes differ: {first._dtype} and {x._dtype} (cast one of them)")
+    first._device.require()
+    return first
+
+
+def as_ids(op: str, ids: NDArray) -> NDArray:
+    """Whole numbers as int32 or int64; floats (the course's data) are cast."""
+    return ids if ids._dtype in ("int32", "int64") else ids.astype("int32")
+
+
+def _rows_cols(op: str, x: NDArray) -> tuple[int, int]:
+    if x.ndim == 0:
+        raise ShapeError(f"[{op}] needs at least one axis, got shape {x.shape}")
+    return math.prod(x._shape[:-1]), x._shape[-1]
+
+
+# --- softmax family, over the last axis --------------------------------------------------------------------
+
+
+def softmax(x: NDArray) -> NDArray:
+    _check("softmax", x)
+    rows, cols = _rows_cols("softmax", x)
+    y = _new(x._shape, x._dtype, x._device)
+    x._device.softmax_forward(x.contiguous_handle(), y._handle, rows, cols)
+    return y
+
+
+def softmax_backward(y: NDArray, dy: NDArray) -> NDArray:
+    rows, cols = _rows_cols("softmax", y)
+    dx = _new(y._shape, y._dtype, y._device)
+    y._device.softmax_backward(y.contiguous_handle(), dy.contiguous_handle(), dx._handle, rows, cols)
+    return dx
+
+
+def log_softmax(x: NDArray) -> NDArray:
+    _check("log_softmax", x)
+    rows, cols = _rows_cols("log_softmax", x)
+    y = _new(x._shape, x._dtype, x._device)
+    x._device.log_softmax_forward(x.contiguous_handle(), y._handle, rows, cols)
+    return y
+
+
+def log_softmax_backward(y: NDArray, dy: NDArray) -> NDArray:
+    rows, cols = _rows_cols("log_softmax", y)
+    dx = _new(y._shape, y._dtype, y._device)
+    y._device.log_softmax_backward(y.contiguous_handle(), dy.contiguous_handle(), dx._handle, rows, cols)
+    return dx
+
+
+def logsumexp(x: NDArray) -> NDArray:
+    """(..., C) -> (...): log of the sum of exponentials over the last axis."""
+    _check("logsumexp", x)
+    rows, cols = _rows_cols("logsumexp", x)
+    lse = _new(x._shape[:-1], x._dtype, x._device)
+    x._device.logsumexp_forward(x.contiguous_handle(), lse._handle, rows, cols)
+    return lse
+
+
+def logsumexp_backward(x: NDArray, lse: NDArray, dlse: NDArray) -> NDArray:
+    rows, cols = _rows_cols("logsumexp", x)
+    dx = _new(x._shape, x._dtype, x._device)
+    x._device.logsumexp_backward(
+        x.contiguous_handle(), lse.contiguous_handle(), dlse.contiguous_handle(), dx._handle, rows, cols
+    )
+    return dx
+
+
+# --- layer norm ------------------------------------------------------------------------------------------------
+
+
+def layer_norm(x: NDArray, weight: NDArray, bias: NDArray, eps: float) -> tuple[NDArray, NDArray, NDArray]:
+    """(y, mean, rstd): x normalized over its last axis, and its statistics (..., ) in float32 or wider."""
+    _check("layer_norm", x, weight, bias)
+    rows, cols = _rows_cols("layer_norm", x)
+    if weight._shape != (cols,) or bias._shape != (cols,):
+        raise ShapeError(f"[layer_norm] weight is {weight._shape}, bias is {bias._shape} (accepted: ({cols},))")
+    wide = _wide(x._dtype)
+    y = _new(x._shape, x._dtype, x._device)
+    mean, rstd = _new(x._shape[:-1], wide, x._device), _new(x._shape[:-1], wide, x._device)
+    x._device.layer_norm_forward(
+        x.contiguous_handle(), weight.contiguous_handle(), bias.contiguous_handle(),
+        y._handle, mean._handle, rstd._handle, rows, cols, eps,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def layer_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, mean: NDArray, rstd: NDArray):
+    """(dx, dweight, dbias)."""
+    rows, cols = _rows_cols("layer_norm", x)
+    device = x._device
+    dx = _new(x._shape, x._dtype, device)
+    dweight, dbias = _new((cols,), x._dtype, device), _new((cols,), x._dtype, device)
+    workspace = _new((LAYER_NORM_PARTIALS, 2, cols), mean._dtype, device)
+    device.layer_norm_backward(
+        dy.contiguous_handle(), x.contiguous_handle(), weight.contiguous_handle(), mean.contiguous_handle(),
+        rstd.contiguous_handle(), dx._handle, dweight._handle, dbias._handle, workspace._handle, rows, cols,
+    )  # fmt: skip
+    return dx, dweight, dbias
+
+
+# --- rotary embedding ----------------------------------------------------------------------------------------------
+
+
+def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: NDArray | None = None) -> NDArray:
+    """x (B, H, T, D), any strides, with the first 2 * cos.shape[1] of D rotated by position; cos, sin (>= T, rot / 2).
+
+    out: where to put it, any strides, its buffer starting at offset 0 of its view.
+    """
+    _check("rotary", x)
+    if x.ndim != 4 or cos.ndim != 2 or cos._shape != sin._shape:
+        raise ShapeError(f"[rotary] x is {x._shape}, cos is {cos._shape}, sin is {sin._shape} (accepted: 4-D and equal 2-D)")
+    B, H, T, D = x._shape
+    rot = 2 * cos._shape[1]
+    if rot > D or cos._shape[0] < T:
+        raise ShapeError(f"[rotary] tables {cos._shape} do not fit x {x._shape}: need at least T rows and rot <= D")
+    if out is None:
+        out = _new(x._shape, x._dtype, x._device)
+    handle = out._handle.view(out._offset, out._handle.size - out._offset) if out._offset else out._handle
+    x._device.rotary(
+        x._handle, x._strides, x._offset, cos.contiguous_handle(), sin.contiguous_handle(), handle, out._strides,
+        B, H, T, D, rot, inverse,
+    )  # fmt: skip
+    return out
+
+
+# --- embedding ---------------------------------------------------------------------------------------------------------
+
+
+def embedding(weight: NDArray, ids: NDArray) -> NDArray:
+    """one_hot(ids) @ weight as a gather: weight (V, D), ids (...) -> (..., D). raises: IndexError for an id outside 0..V-1."""
+    ids = as_ids("embedding", ids)
+    _check("embedding", weight, ids, floating=False)
+    if weight.ndim != 2:
+        raise ShapeError(f"[embedding] weight is {weight._shape} (accepted: (vocabulary, features))")
+    vocab, dim = weight._shape
+    out = _new(ids._shape + (dim,), weight._dtype, weight._device)
+    weight._device.embedding_forward(weight.contiguous_handle(), ids.contiguous_handle(), out._handle, ids.size, vocab, dim)
+    return out
+
+
+def embedding_backward(dy: NDArray, ids: NDArray, vocab: int, into: NDArray | None = None) -> NDArray:
+    """The gradient of the weight, (V, D): rows of dy summed by id, in order of position. into: add to this instead."""
+    ids = as_ids("embedding", ids)
+    dim = dy._shape[-1]
+    dweight = into if into is not None else _new((vocab, dim), dy._dtype, dy._device)
+    workspace = _new((ids.size + vocab + 1,), "int32", dy._device)
+    dy._device.embedding_backward(
+        dy.contiguous_handle(), ids.contiguous_handle(), dweight._handle, workspace._handle, ids.size, vocab, dim,
+        into is not None,
+    )  # fmt: skip
+    return dweight
+
+
+def one_hot(ids: NDArray, depth: int, dtype: str = "float32") -> NDArray:
+    """(...) -> (..., depth). raises: IndexError for an id outside 0..depth-1."""
+    ids = as_ids("one_hot", ids)
+    out = _new(ids._shape + (depth,), dt.name_of(dtype), ids._device)
+    ids._device.require().one_hot(ids.contiguous_handle(), out._handle, ids.size, depth)
+    return out
+
+
+# --- cross entropy -------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = -100) -> tuple[NDArray, NDArray]:
+    """(loss, lse), one per row: logits (N, V), targets (N). Rows whose target is ignore_index have loss 0."""
+    targets = as_ids("cross_entropy", targets)
+    _check("cross_entropy", logits)
+    if logits.ndim != 2 or targets._shape != logits._shape[:1]:
+        raise ShapeError(f"[cross_entropy] logits are {logits._shape}, targets {targets._shape} (accepted: (N, V) and (N,))")
+    rows, cols = logits._shape
+    loss = _new((rows,), _wide(logits._dtype), logits._device)
+    lse = _new((rows,), _wide(logits._dtype), logits._device)
+    logits._device.cross_entropy_forward(
+        logits.contiguous_handle(), targets.contiguous_handle(), loss._handle, lse._handle, rows, cols, ignore_index
+    )
+    return loss, lse
+
+
+def cross_entropy_backward(
+    logits: NDArray, targets: NDArray, lse: NDArray, dloss: NDArray, ignore_index: int = -100, in_place: bool = False
+) -> NDArray:
+    """dlogits; in_place overwrites ``logits`` with it."""
+    targets = as_ids("cross_entropy", targets)
+    rows, cols = logits._shape
+    dlogits = logits if in_place else _new(logits._shape, logits._dtype, logits._device)
+    logits._device.cross_entropy_backward(
+        logits.contiguous_handle(), targets.contiguous_handle(), lse.contiguous_handle(), dloss.contiguous_handle(),
+        dlogits._handle, rows, cols, ignore_index,
+    )  # fmt: skip
+    return dlogits
+
+
+def linear_cross_entropy(
+    hidden: NDArray,
+    weight: NDArray,
+    targets: NDArray,
+    ignore_index: int = -100,
+    with_gradients: bool = True,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> tuple[NDArray, NDArray | None, NDArray | None]:
+    """Mean cross entropy of ``hidden @ weight`` against ``targets`` without the (N, V) logits.
+
+    hidden: (N, D); weight: (D, V); targets: (N). Returns (loss (1,), dhidden, dweight), the gradients of the loss itself, or
+    None without ``with_gradients``. Rows are taken in chunks whose logits stay within ``chunk_bytes``; one row is the least,
+    so the hard cap is max(chunk_bytes, one row). Each logit is computed once: three matrix products in all.
+    """
+    targets = as_ids("linear_cross_entropy", targets)
+    _check("linear_cross_entropy", hidden, weight)
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden._shape[1] != weight._shape[0] or targets._shape != hidden._shape[:1]:
+        raise ShapeError(
+            f"[linear_cross_entropy] hidden is {hidden._shape}, weight {weight._shape}, targets {targets._shape} "
+            "(accepted: (N, D), (D, V), (N,))"
+        )
+    rows, vocab = hidden._shape[0], weight._shape[1]
+    device, dtype = hidden._device, hidden._dtype
+    at_once = max(1, min(rows, chunk_bytes // max(1, vocab * dt.ROWS[dtype].itemsize)))
+    at_once = -(-rows // -(-rows // at_once)) if rows else 1  # even chunks
+    hidden = hidden if hidden._contiguous else hidden.copy()
+    counted = (targets != ignore_index).astype(_wide(dtype)).sum().maximum(1.0)
+    losses = _new((rows,), _wide(dtype), device)
+    dhidden = dweight = scale = None
+    if with_gradients:
+        dhidden = _new(hidden._shape, dtype, device)
+        dweight = full(weight._shape, 0, dtype, device) if rows == 0 else _new(weight._shape, dtype, device)
+        scale = (1.0 / counted).broadcast_to((rows,)).compact()
+    logits_buffer = _new((at_once, vocab), dtype, device)
+    weight_t = weight.permute((1, 0))
+    for start in range(0, rows, at_once):
+        part = slice(start, min(start + at_once, rows))
+        n = part.stop - part.start
+        logits = logits_buffer[0:n]
+        ids = targets[part]
+        matmul(hidden[part], weight, out=logits)
+        lse = _new((n,), _wide(dtype), device)
+        device.cross_entropy_forward(
+            logits.contiguous_handle(), ids.contiguous_handle(), losses[part].contiguous_handle(), lse._handle,
+            n, vocab, ignore_index,
+        )  # fmt: skip
+        if scale is not None and dhidden is not None:
+            device.cross_entropy_backward(
+                logits.contiguous_handle(), ids.contiguous_handle(), lse._handle, scale[part].contiguous_handle(),
+                logits.contiguous_handle(), n, vocab, ignore_index,
+            )  # fmt: skip
+            matmul(logits, weight_t, out=dhidden[part])
+            matmul(hidden[part].permute((1, 0)), logits, out=dweight, accumulate=start > 0)
+    return losses.sum().reshape((1,)) / counted.reshape((1,)), dhidden, dweight
+
+
+# --- optimizer ---------------------------------------------------------------------------------------------------------------
+
+
+def adamw_step(
+    param: NDArray, grad: NDArray, m: NDArray, v: NDArray, grad_scale: NDArray,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
+) -> None:  # fmt: skip
+    """One AdamW update in place on param, m and v, all compact and of one size. grad_scale: (1,) float32."""
+    param._device.adamw_step(
+        param._handle, grad.contiguous_handle(), m._handle, v._handle, grad_scale._handle,
+        lr, beta1, beta2, eps, weight_decay, step,
+    )  # fmt: skip
+    param._wrote()
+
+
+def sumsq(x: NDArray) -> NDArray:
+    """(1,) sum of squares of all elements, float32 or float64."""
+    out = _new((1,), _wide(x._dtype), x._device)
+    x._device.reduce_sumsq(x.contiguous_handle(), out._handle, 1, x.size, 1)
+    return out
+
+
+# --- attention over a block layout ---------------------------------------------------------------------------------------------
+
+
+def _rows_form(x: NDArray) -> tuple[object, tuple[int, ...], NDArray]:
+    """(handle at the first element, strides of B, H, T, the array that keeps it alive); the last axis made contiguous."""
+    if x._strides[3] != 1 and x._shape[3] != 1:
+        x = x.copy()
+    handle = x._handle.view(x._offset, x._handle.size - x._offset) if x._offset else x._handle
+    return handle, x._strides[:3], x
+
+
+def _check_attention(q: NDArray, k: NDArray, v: NDArray, layout: BlockLayout) -> tuple[int, ...]:
+    _check("attention", q, k, v)
+    if q.ndim != 4 or k._shape != v._shape or k.ndim != 4 or q._shape[:2] != k._shape[:2] or q._shape[3] != k._shape[3]:
+        raise ShapeError(
+            f"[attention] q is {q._shape}, k is {k._shape}, v is {v._shape} (accepted: (B, H, T, D), (B, H, S, D) twice)"
+        )
+    B, H, T, D = q._shape
+    S = k._shape[2]
+    if -(-T // layout.block) != layout.block_rows or -(-S // layout.block) != layout.block_cols:
+        raise ShapeError(f"[attention] {layout} does not fit {T} queries and {S} keys")
+    if H % layout.heads:
+        raise ShapeError(f"[attention] a layout of {layout.heads} heads does not divide {H} heads")
+    return B, H, T, S, D
+
+
+def attention(q: NDArray, k: NDArray, v: NDArray, layout: BlockLayout, scale: float) -> tuple[NDArray, NDArray]:
+    """(out (B, H, T, D), lse (B, H, T)): softmax(scale * q k^T) v over the layout's elements, with no (T, S) array.
+
+    The memory of ``out`` is (B, T, H, D), so that merging the heads afterwards is a view.
+    """
+    B, H, T, S, D = _check_attention(q, k, v, layout)
+    out = _new((B, T, H, D), q._dtype, q._device).permute((0, 2, 1, 3))
+    lse = _new((B, H, T), _wide(q._dtype), q._device)
+    index = layout.on(q._device)
+    (q_h, q_s, q), (k_h, k_s, k), (v_h, v_s, v) = _rows_form(q), _rows_form(k), _rows_form(v)
+    q._device.attention_forward(
+        q_h, q_s, k_h, k_s, v_h, v_s, out._handle, out._strides[:3], lse._handle,
+        index.row_ptr._handle, index.col_idx._handle, index.partial._handle,
+        B, H, T, S, D, layout.heads, layout.block, layout.q_start, scale,
+    )  # fmt: skip
+    return out, lse
+
+
+def attention_backward(
+    dout: NDArray, q: NDArray, k: NDArray, v: NDArray, out: NDArray, lse: NDArray, layout: BlockLayout, scale: float
+) -> tuple[NDArray, NDArray, NDArray]:
+    """(dq, dk, dv), each of memory (B, H, T, D); scores are recomputed block by block from lse."""
+    B, H, T, S, D = _check_attention(q, k, v, layout)
+    device = q._device
+    delta = _new((B, H, T), lse._dtype, device)
+    dq, dk, dv = (_new(x._shape, q._dtype, device) for x in (q, k, v))
+    index = layout.on(device)
+    (do_h, do_s, dout), (o_h, o_s, out) = _rows_form(dout), _rows_form(out)
+    (q_h, q_s, q), (k_h, k_s, k), (v_h, v_s, v) = _rows_form(q), _rows_form(k), _rows_form(v)
+    device.attention_backward(
+        do_h, do_s, q_h, q_s, k_h, k_s, v_h, v_s, o_h, o_s, lse.contiguous_handle(), delta._handle,
+        dq._handle, dq._strides[:3], dk._handle, dk._strides[:3], dv._handle, dv._strides[:3],
+        index.row_ptr._handle, index.col_idx._handle, index.partial._handle,
+        index.col_ptr._handle, index.row_idx._handle, index.t_partial._handle,
+        B, H, T, S, D, layout.heads, layout.block, layout.q_start, scale,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+# --- block-sparse products ---------------------------------------------------------------------------------------------------------
+
+
+def _stored_form(x: NDArray) -> tuple[object, bool]:
+    """(handle, transposed): a (batch, rows, cols) array that may be a transposed view of a contiguous one."""
+    swapped = x.permute((0, 2, 1))
+    if not x._contiguous and swapped._contiguous:
+        return swapped.contiguous_handle(), True
+    return x.contiguous_handle(), False
+
+
+def _check_blocks(op: str, blocks: NDArray, layout: BlockLayout) -> int:
+    expected = (layout.nnz, layout.block, layout.block)
+    if blocks.ndim != 4 or blocks._shape[1:] != expected:
+        raise ShapeError(f"[{op}] blocks are {blocks._shape} (accepted: (batch, {', '.join(map(str, expected))}))")
+    if blocks._shape[0] % layout.heads:
+        raise ShapeError(f"[{op}] a batch of {blocks._shape[0]} is no multiple of the layout's {layout.heads} heads")
+    return blocks._shape[0]
+
+
+def blocksparse_sdd(a: NDArray, b: NDArray, layout: BlockLayout) -> NDArray:
+    """The layout's blocks of a @ b: a (batch, m, k), b (batch, k, n) -> (batch, nnz, block, block)."""
+    _check("blocksparse_sdd", a, b)
+    rows, cols = layout.shape
+    if a.ndim != 3 or b.ndim != 3 or a._shape[0] != b._shape[0] or a._shape[2] != b._shape[1]:
+        raise ShapeError(f"[blocksparse_sdd] a is {a._shape}, b is {b._shape} (accepted: (batch, m, k) and (batch, k, n))")
+    if (a._shape[1], b._shape[2]) != (rows, cols) or a._shape[0] % layout.heads:
+        raise ShapeError(f"[blocksparse_sdd] a is {a._shape}, b is {b._shape}: {layout} needs m = {rows} and n = {cols}")
+    batch, m, k = a._shape
+    out = _new((batch, layout.nnz, layout.block, layout.block), a._dtype, a._device)
+    index = layout.on(a._device)
+    (a_h, trans_a), (b_h, trans_b) = _stored_form(a), _stored_form(b)
+    a._device.blocksparse_sdd(
+        a_h, trans_a, b_h, trans_b, out._handle, index.row_ptr._handle, index.col_idx._handle,
+        batch, m, cols, k, layout.nnz, layout.heads, layout.block,
+    )  # fmt: skip
+    return out
+
+
+def blocksparse_dsd(blocks: NDArray, b: NDArray, layout: BlockLayout, transpose: bool = False) -> NDArray:
+    """S @ b, or S^T @ b: S block-sparse (batch, nnz, block, block), b (batch, k, n) -> (batch, m, n)."""
+    _check("blocksparse_dsd", blocks, b)
+    batch = _check_blocks("blocksparse_dsd", blocks, layout)
+    m, k = layout.shape[::-1] if transpose else layout.shape
+    if b.ndim != 3 or b._shape[:2] != (batch, k):
+        raise ShapeError(f"[blocksparse_dsd] b is {b._shape} (accepted: ({batch}, {k}, n))")
+    n = b._shape[2]
+    out = _new((batch, m, n), b._dtype, b._device)
+    i = layout.on(b._device)
+    ptr, idx, entry = (i.col_ptr, i.row_idx, i.col_entry) if transpose else (i.row_ptr, i.col_idx, i.row_entry)
+    b_h, trans_b = _stored_form(b)
+    b._device.blocksparse_dsd(
+        blocks.contiguous_handle(), transpose, b_h, trans_b, out._handle, ptr._handle, idx._handle, entry._handle,
+        batch, m, n, k, layout.nnz, layout.heads, layout.block,
+    )  # fmt: skip
+    return out
+
+
+def blocksparse_dds(a: NDArray, blocks: NDArray, layout: BlockLayout, transpose: bool = False) -> NDArray:
+    """a @ S, or a @ S^T: a (batch, m, k), S block-sparse -> (batch, m, n)."""
+    _check("blocksparse_dds", a, blocks)
+    batch = _check_blocks("blocksparse_dds", blocks, layout)
+    k, n = layout.shape[::-1] if transpose else layout.shape
+    if a.ndim != 3 or (a._shape[0], a._shape[2]) != (batch, k):
+        raise ShapeError(f"[blocksparse_dds] a is {a._shape} (accepted: ({batch}, m, {k}))")
+    m = a._shape[1]
+    out = _new((batch, m, n), a._dtype, a._device)
+    i = layout.on(a._device)
+    # op(S)'s block columns: S's own columns, or S's rows when it is used transposed.
+    ptr, idx, entry = (i.row_ptr, i.col_idx, i.row_entry) if transpose else (i.col_ptr, i.row_idx, i.col_entry)
+    a_h, trans_a = _stored_form(a)
+    a._device.blocksparse_dds(
+        a_h, trans_a, blocks.contiguous_handle(), transpose, out._handle, ptr._handle, idx._handle, entry._handle,
+        batch, m, n, k, layout.nnz, layout.heads, layout.block,
+    )  # fmt: skip
+    return out
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------------------------
+
+
+def random_uniform(shape, seed: int, offset: int, dtype: str, device) -> NDArray:
+    """Uniform in [0, 1) from counter ``offset`` on; uses ceil(size / 4) counters."""
+    device.require()
+    out = _new(tuple(shape), dt.name_of(dtype), device)
+    device.random_uniform(out._handle, seed, offset)
+    return out
+
+
+def random_normal(shape, seed: int, offset: int, dtype: str, device) -> NDArray:
+    device.require()
+    out = _new(tuple(shape), dt.name_of(dtype), device)
+    device.random_normal(out._handle, seed, offset)
+    return out
+
+
+def dropout(x: NDArray, p: float, seed: int, offset: int) -> NDArray:
+    """x / (1 - p) where uniform(seed, offset, i) >= p, else 0. The same call on dy is the gradient."""
+    _check("dropout", x)
+    out = _new(x._shape, x._dtype, x._device)
+    x._device.dropout(x.contiguous_handle(), out._handle, p, seed, offset)
+    return out

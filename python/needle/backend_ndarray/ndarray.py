@@ -1,0 +1,820 @@
+"""NDArray: a strided view over a flat buffer of a device.
+
+The class keeps shape, strides and offset and leaves every computation to its device's module, whose functions
+``src/common/kernel_api.h`` lists. Strides and offsets count elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from .. import dtype as dt
+from ..errors import DeviceError, DTypeError, ShapeError
+from .device import BackendDevice, all_devices, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
+
+__all__ = [
+    "NDArray", "BackendDevice", "cpu", "cuda", "cuda_sim", "cpu_numpy", "meta", "default_device", "all_devices",
+    "array", "empty", "full", "broadcast_to", "reshape", "maximum", "log", "exp", "tanh", "sum", "flip", "prod",
+    "where", "asarray", "from_dlpack", "matmul", "write_stamp",
+]  # fmt: skip
+
+_clock = itertools.count(1)
+_SCALARS = (int, float, bool, np.number, np.bool_)
+
+
+def write_stamp() -> int:
+    """The next tick of the clock that orders in-place writes and the making of graph nodes."""
+    return next(_clock)
+
+
+def prod(x: Iterable[int]) -> int:
+    return reduce(operator.mul, x, 1)
+
+
+def compact_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a row-major array of ``shape``."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return tuple(strides)
+
+
+def _as_shape(shape: Any) -> tuple[int, ...]:
+    if isinstance(shape, tuple):
+        return shape
+    if isinstance(shape, (int, np.integer)):
+        return (int(shape),)
+    return tuple(int(n) for n in shape)
+
+
+def normalize_axis(axis: int, ndim: int, op: str) -> int:
+    """``axis`` counted from the front. raises: ShapeError if it is outside -ndim..ndim-1."""
+    if not -ndim <= axis < ndim:
+        raise ShapeError(f"[{op}] axis {axis} is out of range for {ndim} dimensions")
+    return axis + ndim if axis < 0 else axis
+
+
+def normalize_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:
+    """The axes, counted from the front, ascending; None means all. raises: ShapeError for repeated or outside ones."""
+    if axes is None:
+        return tuple(range(ndim))
+    if isinstance(axes, (int, np.integer)):
+        return (normalize_axis(int(axes), ndim, op),)
+    found = sorted(normalize_axis(int(a), ndim, op) for a in axes)
+    if len(set(found)) != len(found):
+        raise ShapeError(f"[{op}] repeated axis in {tuple(axes)}")
+    return tuple(found)
+
+
+class NDArray:
+    """An array of one dtype on one device; ``NDArray(other)`` copies, views share memory.
+
+    other: NDArray, numpy array, anything with ``__array__``, nested lists, or a number.
+    device: where it goes; default: that of ``other``, else ``default_device()``.
+    dtype: default: that of an NDArray; float32 for the rest (numpy's own on a device with ``numpy_semantics``).
+    """
+
+    __slots__ = ("_shape", "_strides", "_offset", "_device", "_handle", "_dtype", "_contiguous", "__weakref__")
+    __array_priority__ = 1000
+
+    def __init__(self, other: Any, device: BackendDevice | None = None, dtype: str | None = None):
+        if isinstance(other, NDArray):
+            device = device or other._device
+            dtype = dt.name_of(dtype) if dtype is not None else other._dtype
+            made = other._copy_to(device, dtype)
+        else:
+            device = device or default_device()
+            values = np.asarray(other)
+            if dtype is None:
+                dtype = dt.storable(values.dtype) if device.numpy_semantics else "float32"
+            made = _from_values(values, device, dt.name_of(dtype))
+        self._take(made)
+
+    def _take(self, made: NDArray) -> None:
+        self._shape, self._strides, self._offset = made._shape, made._strides, made._offset
+        self._device, self._handle, self._dtype = made._device, made._handle, made._dtype
+        self._contiguous = made._contiguous
+
+    @staticmethod
+    def make(shape, strides=None, device=None, handle=None, offset=0, dtype=None) -> NDArray:
+        """An array of ``shape``, uninitialised unless ``handle`` gives its memory."""
+        self = NDArray.__new__(NDArray)
+        self._shape = shape = _as_shape(shape)
+        self._device = device = device or default_device()
+        self._offset = offset
+        if strides is None:
+            self._strides = compact_strides(shape)
+            self._contiguous = True
+        else:
+            self._strides = tuple(strides)
+            self._contiguous = _is_contiguous(shape, self._strides)
+        if handle is None:
+            handle = _allocate(device, math.prod(shape), dtype or "float32")
+        self._handle = handle
+        self._dtype = handle.dtype
+        return self
+
+    @staticmethod
+    def compact_strides(shape) -> tuple[int, ...]:
+        return compact_strides(shape)
+
+    # --- what it is --------------------------------------------------------------------------------
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self._strides
+
+    @property
+    def device(self) -> BackendDevice:
+        return self._device
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self._shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements seen through this view."""
+        return self.size * dt.ROWS[self._dtype].itemsize
+
+    def __repr__(self) -> str:
+        return f"NDArray({self.numpy()}, device={self._device})"
+
+    def __str__(self) -> str:
+        return str(self.numpy())
+
+    def __len__(self) -> int:
+        if not self._shape:
+            raise ShapeError("[len] a 0-d array has no length")
+        return self._shape[0]
+
+    def __iter__(self):
+        for i in range(len(self)):
+            yield self[i].reshape(self._shape[1:])
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def item(self):
+        """The one element as a Python number. raises: ShapeError if there is not exactly one."""
+        if self.size != 1:
+            raise ShapeError(f"[item] the array has {self.size} elements, shape {self._shape} (accepted: exactly one)")
+        return self.numpy().reshape(()).item()
+
+    # --- to and from elsewhere ---------------------------------------------------------------------
+
+    def numpy(self) -> np.ndarray:
+        """A copy in numpy."""
+        values = self._device.require().to_numpy(self._handle, self._shape, self._strides, self._offset)
+        return values.view(dt.to_numpy("bfloat16")) if self._dtype == "bfloat16" else values
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0) if self._device.name == "cuda" else (1, 0)
+
+    def __dlpack__(self, *, stream=None, **_):
+        """A DLPack capsule that shares this memory (CPU devices and cuda)."""
+        mod = self._device.require()
+        if hasattr(mod, "to_dlpack"):
+            return mod.to_dlpack(self._handle, self._shape, self._strides, self._offset)
+        if self._device.name != "cpu_numpy":
+            raise DeviceError(f"[dlpack] {self._device} has no memory to share")
+        return mod._strided(self._handle, self._shape, self._strides, self._offset).__dlpack__()
+
+    def to(self, device: BackendDevice) -> NDArray:
+        """This array on ``device``; itself if it is there already."""
+        return self if device == self._device else self._copy_to(device, self._dtype)
+
+    def _copy_to(self, device: BackendDevice, dtype: str) -> NDArray:
+        if device == self._device:
+            return self._converted(dtype)
+        source = self.astype(dtype)
+        return _from_values(source.numpy(), device, dtype)
+
+    def _converted(self, dtype: str) -> NDArray:
+        """A new contiguous array with these elements in ``dtype``."""
+        out = _new(self._shape, dtype, self._device)
+        self._device.mod.strided_copy(
+            self._handle, self._strides, self._offset, out._handle, out._strides, 0, self._shape
+        )
+        return out
+
+    def astype(self, dtype: Any, copy: bool = True) -> NDArray:
+        """These elements in another dtype; a copy also when the dtype is the same, unless copy=False."""
+        name = dt.name_of(dtype)
+        return self if name == self._dtype and not copy else self._converted(name)
+
+    def copy(self) -> NDArray:
+        return self._converted(self._dtype)
+
+    # --- memory ---------------------------------------------------------------------------------------
+
+    def is_compact(self) -> bool:
+        """Row-major, and the whole of its buffer."""
+        return self._contiguous and self._handle.size == self.size
+
+    def compact(self) -> NDArray:
+        """This array if it is compact, else a compact copy."""
+        return self if self.is_compact() else self._converted(self._dtype)
+
+    def contiguous_handle(self):
+        """A device handle on exactly these elements, row-major: for kernels. Copies only if the view is strided."""
+        if not self._contiguous:
+            return self._converted(self._dtype)._handle
+        n = math.prod(self._shape)
+        handle = self._handle
+        return handle if handle.size == n else handle.view(self._offset, n)
+
+    def _wrote(self) -> None:
+        self._handle.last_write = next(_clock)
+
+    def fill(self, value) -> None:
+        """Sets every element in place."""
+        self._device.require().strided_fill(self._handle, self._strides, self._offset, self._shape, value)
+        self._wrote()
+
+    # --- views -----------------------------------------------------------------------------------------
+
+    def as_strided(self, shape, strides) -> NDArray:
+        """The same memory seen with any shape and strides, from the same offset."""
+        return NDArray.make(shape, strides, self._device, self._handle, self._offset)
+
+    def _view(self, shape, strides, offset=None) -> NDArray:
+        return NDArray.make(
+            shape, strides, self._device, self._handle, self._offset if offset is None else offset
+        )
+
+    @property
+    def flat(self) -> NDArray:
+        return self.reshape((self.size,))
+
+    def reshape(self, *new_shape) -> NDArray:
+        """The same elements in row-major order under another shape; one length may be -1.
+
+        Shares memory when this view is contiguous. raises: ShapeError if the sizes differ or it is not contiguous.
+        """
+        shape = _as_shape(new_shape[0] if len(new_shape) == 1 else new_shape)
+        if -1 in shape:
+            known = -math.prod(shape)
+            if shape.count(-1) > 1 or known <= 0 or self.size % known:
+                raise ShapeError(f"[reshape] cannot reshape {self._shape} to {shape}")
+            shape = tuple(self.size // known if n == -1 else n for n in shape)
+        if math.prod(shape) != self.size:
+            raise ShapeError(f"[reshape] sizes differ: {self._shape} has {self.size} elements, {shape} has {prod(shape)}")
+        if not self._contiguous:
+            raise ShapeError(f"[reshape] {self._shape} with strides {self._strides} is not contiguous (call compact first)")
+        return self._view(shape, compact_strides(shape))
+
+    def permute(self, new_axes) -> NDArray:
+        """The axes in another order, numpy's transpose. Shares memory."""
+        axes = tuple(normalize_axis(int(a), self.ndim, "permute") for a in new_axes)
+        if sorted(axes) != list(range(self.ndim)):
+            raise ShapeError(f"[permute] {tuple(new_axes)} is not an order of the axes of {self._shape}")
+        return self._view([self._shape[a] for a in axes], [self._strides[a] for a in axes])
+
+    def broadcast_to(self, new_shape) -> NDArray:
+        """The array repeated along axes of length 1 and new leading axes, by stride 0. Shares memory."""
+        shape = _as_shape(new_shape)
+        if shape == self._shape:
+            return self
+        extra = len(shape) - len(self._shape)
+        if extra < 0 or any(n != m and n != 1 for n, m in zip(self._shape, shape[extra:])):
+            raise ShapeError(f"[broadcast_to] {self._shape} does not broadcast to {shape}")
+        strides = [0] * extra + [0 if n == 1 else s for n, s in zip(self._shape, self._strides)]
+        return self._view(shape, strides)
+
+    def flip(self, axes) -> NDArray:
+        """The elements in reverse order along ``axes``, as a new compact array."""
+        strides, offset = list(self._strides), self._offset
+        for axis in normalize_axes(axes, self.ndim, "flip"):
+            offset += max(self._shape[axis] - 1, 0) * strides[axis]
+            strides[axis] = -strides[axis]
+        return self._view(self._shape, strides, offset).copy()
+
+    def pad(self, axes) -> NDArray:
+        """Zeros around the array: one (left, right) pair per axis."""
+        if len(axes) != self.ndim or any(left < 0 or right < 0 for left, right in axes):
+            raise ShapeError(f"[pad] one pair of non-negative widths per axis of {self._shape} is needed, got {axes}")
+        shape = tuple(n + left + right for n, (left, right) in zip(self._shape, axes))
+        out = full(shape, 0, self._dtype, self._device)
+        out[tuple(slice(left, left + n) for n, (left, _) in zip(self._shape, axes))] = self
+        return out
+
+    # --- indexing -----------------------------------------------------------------------------------------
+
+    def process_slice(self, sl: slice, dim: int) -> slice:
+        """``sl`` along axis ``dim`` with start, stop and step as numpy resolves them."""
+        start, stop, step = sl.indices(self._shape[dim])
+        return slice(start, stop, step)
+
+    def _index_view(self, idxs) -> tuple[list[int], list[int], int]:
+        """(shape, strides, offset) of the view that basic indexing gives; an int keeps its axis with length 1."""
+        items = list(idxs) if isinstance(idxs, tuple) else [idxs]
+        if any(item is Ellipsis for item in items):
+            at = next(i for i, item in enumerate(items) if item is Ellipsis)
+            named = len([item for item in items if item is not None]) - 1
+            items[at : at + 1] = [slice(None)] * (self.ndim - named)
+        items += [slice(None)] * (self.ndim - len([item for item in items if item is not None]))
+        shape, strides, offset, axis = [], [], self._offset, 0
+        for item in items:
+            if item is None:
+                shape.append(1)
+                strides.append(0)
+                continue
+            if axis >= self.ndim:
+                raise IndexError(f"[getitem] too many indices for shape {self._shape}: {idxs}")
+            n, stride = self._shape[axis], self._strides[axis]
+            if isinstance(item, slice):
+                part = self.process_slice(item, axis)
+                span = range(part.start, part.stop, part.step)
+                shape.append(len(span))
+                strides.append(stride * part.step)
+                offset += part.start * stride if len(span) else 0
+            elif isinstance(item, (int, np.integer)) and not isinstance(item, (bool, np.bool_)):
+                if not -n <= item < n:
+                    raise IndexError(f"[getitem] index {item} is out of range for axis {axis} of length {n}")
+                shape.append(1)
+                strides.append(stride)
+                offset += int(item) % n * stride
+            else:
+                raise IndexError(f"[getitem] unsupported index {item!r} (accepted: int, slice, None, ...)")
+            axis += 1
+        return shape, strides, offset
+
+    def __getitem__(self, idxs) -> NDArray:
+        """Basic indexing, a view. As in the course an int keeps its axis: ``A[1, 2]`` has shape (1, 1)."""
+        shape, strides, offset = self._index_view(idxs)
+        return self._view(shape, strides, offset)
+
+    def __setitem__(self, idxs, other) -> None:
+        """Writes into the view in place. other: a number, or an array that broadcasts to it or has as many elements."""
+        view = self.__getitem__(idxs)
+        mod = self._device.require()
+        if isinstance(other, _SCALARS):
+            mod.strided_fill(self._handle, view._strides, view._offset, view._shape, other)
+        else:
+            source = other if isinstance(other, NDArray) else NDArray(other, device=self._device)
+            if source._device != self._device:
+                source = source.to(self._device)
+            if source._shape != view._shape:
+                if source.size == view.size:
+                    source = source.compact().reshape(view._shape)
+                else:
+                    source = source.broadcast_to(view._shape)
+            mod.strided_copy(
+                source._handle, source._strides, source._offset, self._handle, view._strides, view._offset, view._shape
+            )
+        self._wrote()
+
+    # --- elementwise ------------------------------------------------------------------------------------------
+
+    def _unary(self, op: str, dtype: str | None = None) -> NDArray:
+        out = _new(self._shape, dtype or self._dtype, self._device)
+        function = getattr(self._device.mod, op)
+        if self._contiguous and self._handle.size == out._handle.size:
+            function(self._handle, out._handle)
+        else:
+            function(self._handle, self._strides, self._offset, out._handle, self._shape)
+        return out
+
+    def _float_unary(self, op: str) -> NDArray:
+        x = self if dt.is_float(self._dtype) else self.astype(self._device.default_float)
+        return x._unary(op)
+
+    def _binary(self, other, op: str, scalar_op: str, to_bool: bool = False, to_float: bool = False) -> NDArray:
+        device = self._device
+        if not isinstance(other, NDArray):
+            if isinstance(other, _SCALARS):
+                return self._with_scalar(other, scalar_op, to_bool, to_float)
+            if not isinstance(other, (np.ndarray, list, tuple)):
+                return NotImplemented
+            other = NDArray(other, device=device, dtype=None if device.numpy_semantics else self._dtype)
+        if other._device is not device and other._device != device:
+            raise DeviceError(f"[{op}] arrays are on different devices: {device} and {other._device}")
+        a, b = self, other
+        if a._dtype != b._dtype or (to_float and not dt.is_float(a._dtype)):
+            dtype = dt.promote(a._dtype, b._dtype)
+            if to_float and not dt.is_float(dtype):
+                dtype = device.default_float
+            a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+        function = getattr(device.mod, op)
+        if a._shape == b._shape:
+            out = _new(a._shape, "bool" if to_bool else a._dtype, device)
+            size = out._handle.size
+            if a._contiguous and b._contiguous and a._handle.size == size and b._handle.size == size:
+                function(a._handle, b._handle, out._handle)
+                return out
+        else:
+            shape = broadcast_shape(a._shape, b._shape, op)
+            a, b = a.broadcast_to(shape), b.broadcast_to(shape)
+            out = _new(shape, "bool" if to_bool else a._dtype, device)
+        function(a._handle, a._strides, a._offset, b._handle, b._strides, b._offset, out._handle, out._shape)
+        return out
+
+    def _with_scalar(self, value, op: str, to_bool: bool = False, to_float: bool = False) -> NDArray:
+        a = self
+        dtype = dt.with_scalar(a._dtype, value, a._device.default_float)
+        if to_float and not dt.is_float(dtype):
+            dtype = a._device.default_float
+        if dtype != a._dtype:
+            a = a.astype(dtype)
+        if isinstance(value, np.generic):
+            value = value.item()
+        out = _new(a._shape, "bool" if to_bool else dtype, a._device)
+        function = getattr(a._device.mod, op)
+        if a._contiguous and a._handle.size == out._handle.size:
+            function(a._handle, value, out._handle)
+        else:
+            function(a._handle, a._strides, a._offset, value, out._handle, a._shape)
+        return out
+
+    def __add__(self, other):
+        return self._binary(other, "ewise_add", "scalar_add")
+
+    __radd__ = __add__
+
+    def __sub__(self, other):
+        return self._binary(other, "ewise_sub", "scalar_sub")
+
+    def __rsub__(self, other):
+        return self._with_scalar(other, "rscalar_sub") if isinstance(other, _SCALARS) else (-self) + other
+
+    def __mul__(self, other):
+        return self._binary(other, "ewise_mul", "scalar_mul")
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other):
+        return self._binary(other, "ewise_div", "scalar_div", to_float=True)
+
+    def __rtruediv__(self, other):
+        if isinstance(other, _SCALARS):
+            return self._with_scalar(other, "rscalar_div", to_float=True)
+        return NDArray(other, device=self._device) / self
+
+    def __pow__(self, other):
+        if not isinstance(other, NDArray) and isinstance(other, (int, np.integer)) and other < 0:
+            other = float(other)
+        return self._binary(other, "ewise_power", "scalar_power")
+
+    def __rpow__(self, other):
+        return self._with_scalar(other, "rscalar_power")
+
+    def __neg__(self):
+        return self._unary("ewise_negate") if self._dtype != "bool" else self * -1
+
+    def __abs__(self):
+        return self._unary("ewise_abs")
+
+    def maximum(self, other):
+        return self._binary(other, "ewise_maximum", "scalar_maximum")
+
+    def minimum(self, other):
+        return self._binary(other, "ewise_minimum", "scalar_minimum")
+
+    # Comparisons are numpy's: with NaN all are False but !=.
+    def __eq__(self, other):  # type: ignore[override]
+        return self._binary(other, "ewise_eq", "scalar_eq", to_bool=True)
+
+    def __ne__(self, other):  # type: ignore[override]
+        return self._binary(other, "ewise_ne", "scalar_ne", to_bool=True)
+
+    def __lt__(self, other):
+        return self._binary(other, "ewise_lt", "scalar_lt", to_bool=True)
+
+    def __le__(self, other):
+        return self._binary(other, "ewise_le", "scalar_le", to_bool=True)
+
+    def __gt__(self, other):
+        return self._binary(other, "ewise_gt", "scalar_gt", to_bool=True)
+
+    def __ge__(self, other):
+        return self._binary(other, "ewise_ge", "scalar_ge", to_bool=True)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def logical_and(self, other):
+        return self._binary(other, "ewise_logical_and", "scalar_logical_and", to_bool=True)
+
+    def logical_or(self, other):
+        return self._binary(other, "ewise_logical_or", "scalar_logical_or", to_bool=True)
+
+    def logical_xor(self, other):
+        return self._binary(other, "ewise_logical_xor", "scalar_logical_xor", to_bool=True)
+
+    def logical_not(self):
+        return self._unary("ewise_logical_not", "bool")
+
+    def isnan(self):
+        return self._float_unary_test("ewise_isnan")
+
+    def isinf(self):
+        return self._float_unary_test("ewise_isinf")
+
+    def isfinite(self):
+        return self._float_unary_test("ewise_isfinite")
+
+    def _float_unary_test(self, op: str) -> NDArray:
+        x = self if dt.is_float(self._dtype) else self.astype(self._device.default_float)
+        return x._unary(op, "bool")
+
+    def log(self):
+        return self._float_unary("ewise_log")
+
+    def exp(self):
+        return self._float_unary("ewise_exp")
+
+    def tanh(self):
+        return self._float_unary("ewise_tanh")
+
+    def sqrt(self):
+        return self._float_unary("ewise_sqrt")
+
+    # --- reductions -----------------------------------------------------------------------------------------------
+
+    def _reduce(self, op: str, axis, keepdims: bool, dtype: str | None = None) -> NDArray:
+        if axis is not None and not isinstance(axis, (int, np.integer)) and len(axis) == 0:
+            raise ShapeError(f"[{op}] axis () names no axis (accepted: None, an int, or a tuple of ints)")
+        axes = normalize_axes(axis, self.ndim, op)
+        kept = tuple(1 if i in axes else n for i, n in enumerate(self._shape))
+        if keepdims:
+            shape = kept
+        else:
+            shape = tuple(n for i, n in enumerate(self._shape) if i not in axes)
+            if axis is None and not self._device.numpy_semantics:
+                shape = (1,)
+        first, count = (axes[0], len(axes)) if axes else (0, 0)
+        adjacent = axes == tuple(range(first, first + count))
+        if adjacent:
+            x, outer, inner = self, math.prod(self._shape[:first]), math.prod(self._shape[first + count :])
+        else:
+            others = [i for i in range(self.ndim) if i not in axes]
+            x, outer, inner = self.permute(others + list(axes)), math.prod(self._shape[i] for i in others), 1
+        length = math.prod(self._shape[i] for i in axes)
+        if length == 0 and op not in ("reduce_sum", "reduce_prod", "reduce_sumsq"):
+            raise ShapeError(f"[{op}] nothing to reduce: axes {axes} of {self._shape} have no elements")
+        out = _new(shape, dtype or self._dtype, self._device)
+        getattr(self._device.require(), op)(x.contiguous_handle(), out._handle, outer, length, inner)
+        return out
+
+    def sum(self, axis=None, keepdims=False) -> NDArray:
+        """Sum over one axis, several, or all (None). bool and uint8 sum to int64."""
+        x = self.astype("int64") if self._dtype in ("bool", "uint8") else self
+        return x._reduce("reduce_sum", axis, keepdims)
+
+    def prod(self, axis=None, keepdims=False) -> NDArray:
+        x = self.astype("int64") if self._dtype in ("bool", "uint8") else self
+        return x._reduce("reduce_prod", axis, keepdims)
+
+    def max(self, axis=None, keepdims=False) -> NDArray:
+        """Maximum; NaN wins, as in numpy. raises: ShapeError over no elements."""
+        return self._reduce("reduce_max", axis, keepdims)
+
+    def min(self, axis=None, keepdims=False) -> NDArray:
+        return self._reduce("reduce_min", axis, keepdims)
+
+    def mean(self, axis=None, keepdims=False) -> NDArray:
+        axes = normalize_axes(axis, self.ndim, "mean")
+        return self.sum(axis, keepdims) / math.prod(self._shape[i] for i in axes)
+
+    def any(self, axis=None, keepdims=False) -> NDArray:
+        return self.astype("bool", copy=False)._reduce("reduce_max", axis, keepdims)
+
+    def all(self, axis=None, keepdims=False) -> NDArray:
+        return self.astype("bool", copy=False)._reduce("reduce_min", axis, keepdims)
+
+    def argmax(self, axis: int | None = None, keepdims=False) -> NDArray:
+        """Index of the first maximum, int64; NaN counts as largest."""
+        return self._reduce("reduce_argmax", axis, keepdims, "int64")
+
+    def argmin(self, axis: int | None = None, keepdims=False) -> NDArray:
+        return self._reduce("reduce_argmin", axis, keepdims, "int64")
+
+    # --- matrix product --------------------------------------------------------------------------------------------
+
+    def __matmul__(self, other: NDArray) -> NDArray:
+        return matmul(self, other)
+
+
+def _is_contiguous(shape, strides) -> bool:
+    expected = 1
+    for n, stride in zip(reversed(shape), reversed(strides)):
+        if n == 0:
+            return True
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _allocate(device: BackendDevice, size: int, dtype: str):
+    try:
+        return device.Array(size, dtype)
+    except AttributeError:
+        device.require()
+        raise
+
+
+def _new(shape: tuple[int, ...], dtype: str, device: BackendDevice) -> NDArray:
+    """An uninitialised contiguous array: NDArray.make for those who have checked their arguments."""
+    self = NDArray.__new__(NDArray)
+    self._shape = shape
+    self._strides = compact_strides(shape)
+    self._offset = 0
+    self._device = device
+    self._handle = device.Array(math.prod(shape), dtype)
+    self._dtype = dtype
+    self._contiguous = True
+    return self
+
+
+def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArray:
+    if values.dtype.kind not in "fiubOV" or (values.dtype.kind == "V" and values.dtype.name != "bfloat16"):
+        raise DTypeError(f"[array] cannot store numpy dtype {values.dtype} (accepted: {', '.join(dt.ROWS)})")
+    with np.errstate(all="ignore"):
+        values = np.ascontiguousarray(values, dtype=dt.to_numpy(dtype)).reshape(values.shape)
+    device.require()
+    out = _new(values.shape, dtype, device)
+    if dtype == "bfloat16" and device.name != "cpu_numpy":
+        values = values.view(np.uint16)
+    device.mod.from_numpy(values, out._handle)  # type: ignore[union-attr]
+    return out
+
+
+def broadcast_shape(a: tuple[int, ...], b: tuple[int, ...], op: str) -> tuple[int, ...]:
+    """The shape that both broadcast to. raises: ShapeError if there is none."""
+    shape = []
+    for n, m in itertools.zip_longest(reversed(a), reversed(b), fillvalue=1):
+        if n != m and n != 1 and m != 1:
+            raise ShapeError(f"[{op}] shapes do not broadcast: {a} and {b}")
+        shape.append(m if n == 1 else n)
+    return tuple(reversed(shape))
+
+
+def _matrix_form(x: NDArray) -> tuple[NDArray, int, bool]:
+    """(x or a compact copy, leading stride, transposed): how the last two axes lie in memory."""
+    rows, cols = x._shape[-2:]
+    row_stride, col_stride = x._strides[-2:]
+    if (col_stride == 1 or cols == 1) and (row_stride >= cols or rows == 1):
+        return x, max(row_stride, cols, 1) if rows != 1 else max(cols, 1), False
+    if (row_stride == 1 or rows == 1) and (col_stride >= rows or cols == 1):
+        return x, max(col_stride, rows, 1) if cols != 1 else max(rows, 1), True
+    return x.copy(), max(cols, 1), False
+
+
+def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool = False) -> NDArray:
+    """(..., m, k) @ (..., k, n) -> (..., m, n), leading axes broadcast without copies; 1-D as in numpy.
+
+    out: where to put it (contiguous); with ``accumulate`` the product is added to what is there.
+    raises: ShapeError if the inner dimensions differ; DTypeError for bool.
+    """
+    if a._device != b._device:
+        raise DeviceError(f"[matmul] arrays are on different devices: {a._device} and {b._device}")
+    if a.ndim == 1 or b.ndim == 1:
+        if a.ndim == 0 or b.ndim == 0:
+            raise ShapeError(f"[matmul] needs at least one dimension: a is {a._shape}, b is {b._shape}")
+        full_a = a._view((1,) + a._shape, (0,) + a._strides) if a.ndim == 1 else a
+        full_b = b._view(b._shape + (1,), b._strides + (0,)) if b.ndim == 1 else b
+        product = matmul(full_a, full_b)
+        shape = product._shape
+        shape = shape[:-2] + (shape[-2:-1] if a.ndim > 1 else ()) + (shape[-1:] if b.ndim > 1 else ())
+        return product.reshape(shape)
+    if a.ndim == 0 or b.ndim == 0 or a._shape[-1] != b._shape[-2]:
+        raise ShapeError(f"[matmul] inner dimensions differ: a is {a._shape}, b is {b._shape}")
+    if a._dtype != b._dtype:
+        dtype = dt.promote(a._dtype, b._dtype)
+        a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+    if a._dtype == "bool":
+        raise DTypeError("[matmul] no product of bool arrays (accepted: any number dtype)")
+    full_shape = broadcast_shape(a._shape[:-2], b._shape[:-2], "matmul") + (a._shape[-2], b._shape[-1])
+    if b.ndim == 2 and a.ndim > 2 and a._contiguous:
+        a = a.reshape((math.prod(a._shape[:-1]), a._shape[-1]))  # one large product instead of many
+    batch = broadcast_shape(a._shape[:-2], b._shape[:-2], "matmul")
+    a, lda, trans_a = _matrix_form(a)
+    b, ldb, trans_b = _matrix_form(b)
+    m, k, n = a._shape[-2], a._shape[-1], b._shape[-1]
+    a = a.broadcast_to(batch + (m, k))
+    b = b.broadcast_to(batch + (k, n))
+    if out is None:
+        out = _new(full_shape, a._dtype, a._device)
+    a._device.require().matmul(
+        a._handle, a._offset, a._strides[:-2], lda, trans_a, b._handle, b._offset, b._strides[:-2], ldb, trans_b,
+        out.contiguous_handle(), batch, m, k, n, accumulate,
+    )  # fmt: skip
+    return out
+
+
+# --- functions of the course's module --------------------------------------------------------------------------------
+
+
+def array(a, dtype="float32", device=None) -> NDArray:
+    """An NDArray of ``a``. dtype None: as ``NDArray(a)`` chooses."""
+    return NDArray(a, device=device, dtype=dtype)
+
+
+def empty(shape, dtype="float32", device=None) -> NDArray:
+    """Uninitialised."""
+    device = device or default_device()
+    device.require()
+    return _new(_as_shape(shape), dt.name_of(dtype or "float32"), device)
+
+
+def full(shape, fill_value, dtype="float32", device=None) -> NDArray:
+    out = empty(shape, dtype, device)
+    out._device.mod.fill(out._handle, fill_value)  # type: ignore[union-attr]
+    return out
+
+
+def broadcast_to(array: NDArray, new_shape) -> NDArray:
+    return array.broadcast_to(new_shape)
+
+
+def reshape(array: NDArray, new_shape) -> NDArray:
+    return array.reshape(new_shape)
+
+
+def maximum(a: NDArray, b) -> NDArray:
+    return a.maximum(b)
+
+
+def log(a: NDArray) -> NDArray:
+    return a.log()
+
+
+def exp(a: NDArray) -> NDArray:
+    return a.exp()
+
+
+def tanh(a: NDArray) -> NDArray:
+    return a.tanh()
+
+
+def sum(a: NDArray, axis=None, keepdims=False) -> NDArray:
+    return a.sum(axis=axis, keepdims=keepdims)
+
+
+def flip(a: NDArray, axes) -> NDArray:
+    return a.flip(axes)
+
+
+def where(condition: NDArray, a, b) -> NDArray:
+    """a where condition holds, else b; the three broadcast. a or b may be a number."""
+    device = condition._device
+    wanted = [x._dtype for x in (a, b) if isinstance(x, NDArray)]
+    dtype = reduce(dt.promote, wanted) if wanted else device.default_float
+    a, b = (x if isinstance(x, NDArray) else full((1,) * condition.ndim, x, dtype, device) for x in (a, b))
+    shape = broadcast_shape(broadcast_shape(condition._shape, a._shape, "where"), b._shape, "where")
+    c = condition.astype("bool", copy=False).broadcast_to(shape)
+    a, b = a.astype(dtype, copy=False).broadcast_to(shape), b.astype(dtype, copy=False).broadcast_to(shape)
+    out = _new(shape, dtype, device)
+    device.require().where(
+        c._handle, c._strides, c._offset, a._handle, a._strides, a._offset, b._handle, b._strides, b._offset,
+        out._handle, shape,
+    )  # fmt: skip
+    return out
+
+
+def from_dlpack(x: Any) -> NDArray:
+    """An NDArray that shares the memory of ``x`` (numpy, torch, ...), with its dtype. CPU memory comes to ``cpu()``."""
+    kind, _ = x.__dlpack_device__()
+    device = {1: cpu(), 2: cuda()}.get(int(kind))
+    if device is None:
+        raise DeviceError(f"[from_dlpack] memory of DLPack device type {int(kind)} (accepted: CPU, CUDA)")
+    handle, shape, strides = device.require().from_dlpack(x.__dlpack__())
+    return NDArray.make(shape, strides, device, handle)
+
+
+def asarray(x: Any, device: BackendDevice | None = None) -> NDArray:
+    """``x`` as an NDArray that keeps its dtype; an NDArray already on ``device`` comes back itself."""
+    if isinstance(x, NDArray):
+        return x if device is None else x.to(device)
+    values = np.asarray(x)
+    return NDArray(values, device=device, dtype=dt.storable(values.dtype))

@@ -1,0 +1,63 @@
+"""The backend without data: shapes, dtypes and an allocator's account, for planning.
+
+It has every function of the reference backend; a kernel here does nothing, since all memory is allocated by its caller.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import dtype as dt
+from . import ndarray_backend_numpy as _reference
+from .host_memory import HostAllocator, HostArray, Storage
+
+__device_name__ = "meta"
+_allocator = HostAllocator("meta")
+_OWN = {
+    name: getattr(_allocator, name)
+    for name in ("memory_stats", "reset_peak", "empty_cache", "set_limit", "set_current_category")
+}
+_threads = 1
+
+
+class Array(HostArray):
+    """A size and a dtype; no memory."""
+
+    __slots__ = ()
+
+    def __init__(self, size: int, dtype: str = "float32"):
+        if size < 0:
+            raise ValueError(f"impossible array size {size}")
+        super().__init__(size, dtype, Storage(_allocator, size * dt.ROWS[dtype].itemsize))
+
+    def view(self, offset: int, size: int) -> Array:
+        part = Array.__new__(Array)
+        HostArray.__init__(part, size, self.dtype, self.storage)
+        return part
+
+    @property
+    def itemsize(self) -> int:
+        return dt.ROWS[self.dtype].itemsize
+
+    def ptr(self) -> int:
+        return id(self.storage)
+
+
+def num_threads() -> int:
+    return _threads
+
+
+def to_numpy(a, shape, strides, offset):
+    """NaN, or zero for dtypes without one: there is nothing to read."""
+    np_dtype = dt.to_numpy(a.dtype)
+    return np.full(shape, np.nan if dt.is_float(a.dtype) else 0, np_dtype)
+
+
+def _nothing(*args, **kwargs):
+    """A kernel that has no data to work on."""
+
+
+for _name in dir(_reference):
+    _function = getattr(_reference, _name)
+    if not _name.startswith("_") and callable(_function) and _name not in globals():
+        globals()[_name] = _OWN.get(_name, _nothing)

@@ -1,0 +1,657 @@
+"""The reference backend: what every kernel means, in numpy. A row or a short function per op.
+
+The contract (argument order, dtypes, which array is written) is ``src/common/kernel_api.h``; this module has the names
+of a compiled backend and is what the others are compared with. Clarity before speed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .. import dtype as dt
+from .host_memory import HostAllocator, HostArray, Storage
+
+__device_name__ = "numpy"
+_allocator = HostAllocator("cpu_numpy")
+memory_stats = _allocator.memory_stats
+reset_peak = _allocator.reset_peak
+empty_cache = _allocator.empty_cache
+set_limit = _allocator.set_limit
+set_current_category = _allocator.set_current_category
+
+
+def num_threads() -> int:
+    return 1
+
+
+def set_num_threads(n: int) -> None:
+    """The reference runs on one thread whatever ``n``."""
+
+
+def sync() -> None:
+    """Every call here has finished when it returns."""
+
+
+class Array(HostArray):
+    """A flat numpy array with its storage's account."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, size: int, dtype: str = "float32"):
+        np_dtype = dt.to_numpy(dtype)
+        if size < 0:
+            raise ValueError(f"impossible array size {size}")
+        super().__init__(size, dtype, Storage(_allocator, size * np_dtype.itemsize))
+        self.array = np.empty(size, np_dtype)
+
+    def view(self, offset: int, size: int) -> Array:
+        """The elements offset .. offset + size, sharing this memory."""
+        if offset < 0 or size < 0 or offset + size > self.size:
+            raise IndexError("view outside its array")
+        part = Array.__new__(Array)
+        HostArray.__init__(part, size, self.dtype, self.storage)
+        part.array = self.array[offset : offset + size]
+        return part
+
+    @property
+    def itemsize(self) -> int:
+        return self.array.itemsize
+
+    def ptr(self) -> int:
+        return self.array.ctypes.data
+
+
+def _strided(a: Array, shape, strides, offset=0) -> np.ndarray:
+    item = a.array.itemsize
+    return np.lib.stride_tricks.as_strided(a.array[offset:], shape, [s * item for s in strides])
+
+
+def _up(x: np.ndarray) -> np.ndarray:
+    """The type that arithmetic is done in: float32 for the 16-bit floats."""
+    return x.astype(np.float32) if x.dtype.itemsize == 2 else x
+
+
+def _put(out: Array, value) -> None:
+    with np.errstate(all="ignore"):
+        out.array[...] = np.asarray(value).reshape(-1).astype(out.array.dtype, copy=False)
+
+
+# --- moving data -------------------------------------------------------------------------------------------
+
+
+def to_numpy(a, shape, strides, offset):
+    return np.array(_strided(a, shape, strides, offset), order="C", copy=True)
+
+
+def from_numpy(a, out):
+    out.array[...] = a.reshape(-1)
+
+
+def fill(out, value):
+    with np.errstate(all="ignore"):
+        out.array.fill(value)
+
+
+def arange(out, start, step):
+    _put(out, start + np.arange(out.size) * step)
+
+
+def strided_copy(a, a_strides, a_offset, out, out_strides, out_offset, shape):
+    source = _up(_strided(a, shape, a_strides, a_offset))
+    target = _strided(out, shape, out_strides, out_offset)
+    with np.errstate(all="ignore"):
+        target[...] = (source != 0) if out.dtype == "bool" else source.astype(target.dtype)
+
+
+def strided_fill(out, strides, offset, shape, value):
+    _strided(out, shape, strides, offset)[...] = value
+
+
+def compact(a, out, shape, strides, offset):
+    strided_copy(a, strides, offset, out, _compact_strides(shape), 0, shape)
+
+
+def ewise_setitem(a, out, shape, strides, offset):
+    strided_copy(a, _compact_strides(shape), 0, out, strides, offset, shape)
+
+
+def scalar_setitem(size, val, out, shape, strides, offset):
+    strided_fill(out, strides, offset, shape, val)
+
+
+def _compact_strides(shape):
+    strides, stride = [], 1
+    for n in reversed(shape):
+        strides.append(stride)
+        stride *= n
+    return tuple(reversed(strides))
+
+
+# --- elementwise: the rows of ewise_ops.def ----------------------------------------------------------------
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+_SQRT_HALF = math.sqrt(0.5)
+_SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
+
+
+def _real_erf(x):
+    return _erf(x.astype(np.float64)).astype(x.dtype)
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def _gelu_tanh_inner(x):
+    return _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)
+
+
+def _gelu_erf_backward(x, dy):
+    density = np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return dy * (0.5 * (1 + _real_erf(x * _SQRT_HALF)) + x * density)
+
+
+def _gelu_tanh_backward(x, dy):
+    t = np.tanh(_gelu_tanh_inner(x))
+    slope = _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
+    return dy * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope)
+
+
+def _silu_backward(x, dy):
+    s = _sigmoid(x)
+    return dy * s * (1 + x * (1 - s))
+
+
+def _power(a, b):
+    if np.result_type(a, b).kind in "iu":
+        return np.trunc(np.power(np.asarray(a, np.float64), b)) if np.any(np.asarray(b) < 0) else np.power(a, b)
+    return np.power(a, b)
+
+
+UNARY = {
+    "negate": np.negative,
+    "abs": np.abs,
+    "sign": np.sign,
+    "square": np.square,
+    "relu": lambda x: np.where(x > 0, x, np.where(x != x, x, x.dtype.type(0))),
+    "exp": np.exp,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log1p": np.log1p,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "reciprocal": lambda x: 1 / x,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tanh": np.tanh,
+    "sigmoid": _sigmoid,
+    "erf": _real_erf,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "silu": lambda x: x * _sigmoid(x),
+    "gelu_erf": lambda x: 0.5 * x * (1 + _real_erf(x * _SQRT_HALF)),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(_gelu_tanh_inner(x))),
+    "isnan": np.isnan,
+    "isinf": np.isinf,
+    "isfinite": np.isfinite,
+    "logical_not": np.logical_not,
+}
+
+BINARY = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "power": _power,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "logical_and": np.logical_and,
+    "logical_or": np.logical_or,
+    "logical_xor": np.logical_xor,
+    "relu_backward": lambda x, dy: np.where(x > 0, dy, np.zeros_like(dy)),
+    "tanh_backward": lambda y, dy: dy * (1 - y * y),
+    "sigmoid_backward": lambda y, dy: dy * y * (1 - y),
+    "silu_backward": _silu_backward,
+    "gelu_erf_backward": _gelu_erf_backward,
+    "gelu_tanh_backward": _gelu_tanh_backward,
+}
+
+
+def _unary_entry(function):
+    def entry(a, *rest):
+        if len(rest) == 1:
+            (out,) = rest
+            x = a.array[: out.size]
+        else:
+            strides, offset, out, shape = rest
+            x = _strided(a, shape, strides, offset)
+        with np.errstate(all="ignore"):
+            _put(out, function(_up(x)))
+
+    return entry
+
+
+def _binary_entry(function):
+    def entry(a, *rest):
+        if len(rest) == 2:
+            b, out = rest
+            x, y = a.array[: out.size], b.array[: out.size]
+        else:
+            a_strides, a_offset, b, b_strides, b_offset, out, shape = rest
+            x, y = _strided(a, shape, a_strides, a_offset), _strided(b, shape, b_strides, b_offset)
+        with np.errstate(all="ignore"):
+            _put(out, function(_up(x), _up(y)))
+
+    return entry
+
+
+def _scalar_entry(function, reverse):
+    def entry(a, *rest):
+        if len(rest) == 2:
+            val, out = rest
+            x = a.array[: out.size]
+        else:
+            strides, offset, val, out, shape = rest
+            x = _strided(a, shape, strides, offset)
+        x = _up(x)
+        val = x.dtype.type(val)
+        with np.errstate(all="ignore"):
+            _put(out, function(val, x) if reverse else function(x, val))
+
+    return entry
+
+
+for _name, _function in UNARY.items():
+    globals()[f"ewise_{_name}"] = _unary_entry(_function)
+for _name, _function in BINARY.items():
+    globals()[f"ewise_{_name}"] = _binary_entry(_function)
+    globals()[f"scalar_{_name}"] = _scalar_entry(_function, reverse=False)
+    globals()[f"rscalar_{_name}"] = _scalar_entry(_function, reverse=True)
+
+
+def where(condition, *rest):
+    if len(rest) == 3:
+        a, b, out = rest
+        _put(out, np.where(condition.array[: out.size], a.array[: out.size], b.array[: out.size]))
+    else:
+        c_strides, c_offset, a, a_strides, a_offset, b, b_strides, b_offset, out, shape = rest
+        x, y = _strided(a, shape, a_strides, a_offset), _strided(b, shape, b_strides, b_offset)
+        _put(out, np.where(_strided(condition, shape, c_strides, c_offset), x, y))
+
+
+# --- reductions over the middle axis of (outer, reduce, inner) -------------------------------------------------
+
+
+def _reduce_entry(function):
+    def entry(a, out, outer, reduce=None, inner=1):
+        if reduce is None:  # the course's form: rows of `outer` elements
+            outer, reduce = out.size, outer
+        with np.errstate(all="ignore"):
+            _put(out, function(_up(a.array[: outer * reduce * inner].reshape(outer, reduce, inner))))
+
+    return entry
+
+
+reduce_sum = _reduce_entry(lambda x: x.sum(axis=1))
+reduce_max = _reduce_entry(lambda x: x.max(axis=1))
+reduce_min = _reduce_entry(lambda x: x.min(axis=1))
+reduce_prod = _reduce_entry(lambda x: x.prod(axis=1))
+reduce_sumsq = _reduce_entry(lambda x: np.square(x).sum(axis=1))
+reduce_argmax = _reduce_entry(lambda x: x.argmax(axis=1))
+reduce_argmin = _reduce_entry(lambda x: np.argmin(x, axis=1))
+
+
+# --- matrix products -----------------------------------------------------------------------------------------------
+
+
+def matmul(a, *rest):
+    if len(rest) == 5:  # the course's form
+        b, out, m, n, p = rest
+        _put(out, _up(a.array[: m * n].reshape(m, n)) @ _up(b.array[: n * p].reshape(n, p)))
+        return
+    (a_offset, a_batch_strides, lda, trans_a, b, b_offset, b_batch_strides, ldb, trans_b) = rest[:9]
+    out, batch_shape, m, k, n, accumulate = rest[9:]
+    a_rows, b_rows = ((1, lda) if trans_a else (lda, 1)), ((1, ldb) if trans_b else (ldb, 1))
+    batch_shape = tuple(batch_shape)
+    x = _strided(a, batch_shape + (m, k), tuple(a_batch_strides) + a_rows, a_offset)
+    y = _strided(b, batch_shape + (k, n), tuple(b_batch_strides) + b_rows, b_offset)
+    with np.errstate(all="ignore"):
+        product = np.matmul(_up(x), _up(y))
+        _put(out, product + _up(out.array.reshape(product.shape)) if accumulate else product)
+
+
+# --- softmax family --------------------------------------------------------------------------------------------------
+
+
+def _rows(a, rows, cols):
+    return _up(a.array[: rows * cols].reshape(rows, cols))
+
+
+def _lse(x):
+    with np.errstate(all="ignore"):
+        top = x.max(axis=1, keepdims=True) if x.shape[1] else np.full((x.shape[0], 1), -np.inf, x.dtype)
+        shift = np.where(np.isinf(top), 0, top)
+        return np.log(np.exp(x - shift).sum(axis=1, keepdims=True)) + shift
+
+
+def softmax_forward(x, y, rows, cols):
+    x = _rows(x, rows, cols)
+    with np.errstate(all="ignore"):
+        _put(y, np.exp(x - _lse(x)))
+
+
+def softmax_backward(y, dy, dx, rows, cols):
+    y, dy = _rows(y, rows, cols), _rows(dy, rows, cols)
+    _put(dx, y * (dy - (dy * y).sum(axis=1, keepdims=True)))
+
+
+def log_softmax_forward(x, y, rows, cols):
+    x = _rows(x, rows, cols)
+    with np.errstate(all="ignore"):
+        _put(y, x - _lse(x))
+
+
+def log_softmax_backward(y, dy, dx, rows, cols):
+    y, dy = _rows(y, rows, cols), _rows(dy, rows, cols)
+    _put(dx, dy - np.exp(y) * dy.sum(axis=1, keepdims=True))
+
+
+def logsumexp_forward(x, lse, rows, cols):
+    _put(lse, _lse(_rows(x, rows, cols)))
+
+
+def logsumexp_backward(x, lse, dlse, dx, rows, cols):
+    x, lse, dlse = _rows(x, rows, cols), _rows(lse, rows, 1), _rows(dlse, rows, 1)
+    with np.errstate(all="ignore"):
+        _put(dx, np.where(np.isneginf(lse), 0, np.exp(x - lse)) * dlse)
+
+
+# --- layer norm ----------------------------------------------------------------------------------------------------------
+
+
+def layer_norm_forward(x, weight, bias, y, mean, rstd, rows, cols, eps):
+    x = _rows(x, rows, cols)
+    m = x.mean(axis=1, keepdims=True)
+    r = 1 / np.sqrt(np.square(x - m).mean(axis=1, keepdims=True) + x.dtype.type(eps))
+    _put(mean, m)
+    _put(rstd, r)
+    _put(y, (x - m) * r * _up(weight.array) + _up(bias.array))
+
+
+def layer_norm_backward(dy, x, weight, mean, rstd, dx, dweight, dbias, workspace, rows, cols):
+    x, dy = _rows(x, rows, cols), _rows(dy, rows, cols)
+    m, r = _rows(mean, rows, 1), _rows(rstd, rows, 1)
+    normal = (x - m) * r
+    g = dy * _up(weight.array)
+    inner = (g * normal).mean(axis=1, keepdims=True)
+    _put(dx, r * (g - g.mean(axis=1, keepdims=True) - normal * inner))
+    _put(dweight, (dy * normal).sum(axis=0))
+    _put(dbias, dy.sum(axis=0))
+
+
+# --- rotary embedding ------------------------------------------------------------------------------------------------------
+
+
+def rotary(x, x_strides, x_offset, cos, sin, out, out_strides, B, H, T, D, rot, inverse):
+    source = _up(_strided(x, (B, H, T, D), x_strides, x_offset))
+    half = rot // 2
+    c = cos.array[: T * half].reshape(T, half)
+    s = sin.array[: T * half].reshape(T, half) * (-1 if inverse else 1)
+    first, second = source[..., :half], source[..., half:rot]
+    turned = np.concatenate([first * c - second * s, second * c + first * s, source[..., rot:]], axis=-1)
+    target = _strided(out, (B, H, T, D), out_strides)
+    target[...] = turned.astype(target.dtype)
+
+
+# --- embedding -----------------------------------------------------------------------------------------------------------------
+
+
+def _checked_ids(op, ids, n, limit):
+    ids = ids.array[:n]
+    bad = np.flatnonzero((ids < 0) | (ids >= limit))
+    if bad.size:
+        position = int(bad[0])
+        raise IndexError(
+            f"[{op}] id {int(ids[position])} at position {position} is outside the vocabulary (0..{limit - 1})"
+        )
+    return ids
+
+
+def embedding_forward(weight, ids, out, n, vocab, dim):
+    ids = _checked_ids("embedding", ids, n, vocab)
+    _put(out, weight.array.reshape(vocab, dim)[ids])
+
+
+def embedding_backward(dy, ids, dweight, workspace, n, vocab, dim, accumulate):
+    ids = _checked_ids("embedding", ids, n, vocab)
+    total = _up(dweight.array.reshape(vocab, dim)).copy() if accumulate else None
+    if total is None:
+        total = np.zeros((vocab, dim), _up(dweight.array[:0]).dtype)
+    np.add.at(total, ids, _rows(dy, n, dim))
+    _put(dweight, total)
+
+
+def one_hot(ids, out, n, depth):
+    ids = _checked_ids("one_hot", ids, n, depth)
+    matrix = np.zeros((n, depth), out.array.dtype)
+    matrix[np.arange(n), ids] = 1
+    _put(out, matrix)
+
+
+# --- cross entropy -----------------------------------------------------------------------------------------------------------------
+
+
+def _targets(targets, rows, cols, ignore_index):
+    ids = targets.array[:rows]
+    kept = ids != ignore_index
+    bad = np.flatnonzero(kept & ((ids < 0) | (ids >= cols)))
+    if bad.size:
+        row = int(bad[0])
+        raise IndexError(f"[cross_entropy] target {int(ids[row])} at row {row} is outside 0..{cols - 1}")
+    return np.where(kept, ids, 0), kept
+
+
+def cross_entropy_forward(logits, targets, loss, lse, rows, cols, ignore_index):
+    ids, kept = _targets(targets, rows, cols, ignore_index)
+    x = _rows(logits, rows, cols)
+    total = _lse(x)[:, 0]
+    _put(lse, total)
+    _put(loss, np.where(kept, total - x[np.arange(rows), ids], 0))
+
+
+def cross_entropy_backward(logits, targets, lse, dloss, dlogits, rows, cols, ignore_index):
+    ids, kept = _targets(targets, rows, cols, ignore_index)
+    p = np.exp(_rows(logits, rows, cols) - lse.array[:rows, None])
+    p[np.arange(rows), ids] -= 1
+    _put(dlogits, np.where(kept[:, None], p * dloss.array[:rows, None], 0))
+
+
+# --- optimizer -----------------------------------------------------------------------------------------------------------------------
+
+
+def adamw_step(param, grad, m, v, grad_scale, lr, beta1, beta2, eps, weight_decay, step):
+    wide = m.array.dtype.type
+    g = _up(grad.array).astype(wide) * wide(grad_scale.array[0])
+    m.array[...] = wide(beta1) * m.array + wide(1 - beta1) * g
+    v.array[...] = wide(beta2) * v.array + wide(1 - beta2) * g * g
+    m_hat = m.array / wide(1 - beta1**step)
+    v_hat = v.array / wide(1 - beta2**step)
+    w = _up(param.array).astype(wide)
+    _put(param, w * wide(1 - lr * weight_decay) - wide(lr) * m_hat / (np.sqrt(v_hat) + wide(eps)))
+
+
+# --- attention over a block layout ---------------------------------------------------------------------------------------------------
+
+
+def _attention_mask(row_ptr, col_idx, partial, T, S, layout_heads, block, q_start):
+    """(layout_heads, T, S) of bool: may query t see key s?"""
+    nq = -(-T // block)
+    mask = np.zeros((layout_heads, T, S), bool)
+    causal = np.arange(S)[None, :] <= q_start + np.arange(T)[:, None]
+    for head in range(layout_heads):
+        for i in range(nq):
+            rows = slice(i * block, min((i + 1) * block, T))
+            for e in range(row_ptr.array[head * nq + i], row_ptr.array[head * nq + i + 1]):
+                j = col_idx.array[e]
+                cols = slice(j * block, min((j + 1) * block, S))
+                mask[head, rows, cols] = causal[rows, cols] if partial.array[e] else True
+    return mask
+
+
+def _attention_probabilities(q, k, mask, H, scale):
+    scores = np.einsum("bhtd,bhsd->bhts", q, k) * scale
+    seen = np.resize(mask, (H,) + mask.shape[1:])
+    scores = np.where(seen, scores, -np.inf)
+    B, H, T, S = scores.shape
+    lse = _lse(scores.reshape(-1, S)).reshape(B, H, T, 1)
+    with np.errstate(all="ignore"):
+        return np.where(np.isneginf(lse), 0, np.exp(scores - lse)).astype(q.dtype), lse[..., 0]
+
+
+def attention_forward(q, q_strides, k, k_strides, v, v_strides, out, out_strides, lse, row_ptr, col_idx, partial,
+                      B, H, T, S, D, layout_heads, block, q_start, scale):  # fmt: skip
+    x = _up(_strided(q, (B, H, T, D), (*q_strides, 1)))
+    y = _up(_strided(k, (B, H, S, D), (*k_strides, 1)))
+    z = _up(_strided(v, (B, H, S, D), (*v_strides, 1)))
+    mask = _attention_mask(row_ptr, col_idx, partial, T, S, layout_heads, block, q_start)
+    p, total = _attention_probabilities(x, y, mask, H, x.dtype.type(scale))
+    target = _strided(out, (B, H, T, D), (*out_strides, 1))
+    target[...] = np.einsum("bhts,bhsd->bhtd", p, z).astype(target.dtype)
+    _put(lse, total)
+
+
+def attention_backward(dout, dout_strides, q, q_strides, k, k_strides, v, v_strides, out, out_strides, lse, delta,
+                       dq, dq_strides, dk, dk_strides, dv, dv_strides, row_ptr, col_idx, partial,
+                       col_ptr, row_idx, t_partial, B, H, T, S, D, layout_heads, block, q_start, scale):  # fmt: skip
+    x = _up(_strided(q, (B, H, T, D), (*q_strides, 1)))
+    y = _up(_strided(k, (B, H, S, D), (*k_strides, 1)))
+    z = _up(_strided(v, (B, H, S, D), (*v_strides, 1)))
+    o = _up(_strided(out, (B, H, T, D), (*out_strides, 1)))
+    do = _up(_strided(dout, (B, H, T, D), (*dout_strides, 1)))
+    scale = x.dtype.type(scale)
+    mask = _attention_mask(row_ptr, col_idx, partial, T, S, layout_heads, block, q_start)
+    p, _ = _attention_probabilities(x, y, mask, H, scale)
+    row_delta = (do * o).sum(axis=-1, keepdims=True)
+    _put(delta, row_delta)
+    dp = np.einsum("bhtd,bhsd->bhts", do, z)
+    ds = p * (dp - row_delta) * scale
+    for array, strides, n, value in (
+        (dq, dq_strides, T, np.einsum("bhts,bhsd->bhtd", ds, y)),
+        (dk, dk_strides, S, np.einsum("bhts,bhtd->bhsd", ds, x)),
+        (dv, dv_strides, S, np.einsum("bhts,bhtd->bhsd", p, do)),
+    ):
+        target = _strided(array, (B, H, n, D), (*strides, 1))
+        target[...] = value.astype(target.dtype)
+
+
+# --- block-sparse products ---------------------------------------------------------------------------------------------------------------
+
+
+def _stored(a, batch, rows, cols, trans):
+    """The batch of op(a), (batch, rows, cols), from an array stored transposed when trans."""
+    if trans:
+        return _up(a.array.reshape(batch, cols, rows)).swapaxes(1, 2)
+    return _up(a.array.reshape(batch, rows, cols))
+
+
+def _entries(ptr, idx, batch, lines, layout_heads):
+    """(batch item, line of blocks, block index in the other direction, entry) for every block of every batch item."""
+    for b in range(batch):
+        head = b % layout_heads
+        for line in range(lines):
+            for e in range(ptr.array[head * lines + line], ptr.array[head * lines + line + 1]):
+                yield b, line, int(idx.array[e]), e
+
+
+def blocksparse_sdd(a, trans_a, b, trans_b, blocks, row_ptr, col_idx, batch, m, n, k, nnz, layout_heads, block):
+    x, y = _stored(a, batch, m, k, trans_a), _stored(b, batch, k, n, trans_b)
+    out = np.zeros((batch, nnz, block, block), x.dtype)
+    lines = m // block
+    for item, i, j, e in _entries(row_ptr, col_idx, batch, lines, layout_heads):
+        first = row_ptr.array[(item % layout_heads) * lines]
+        out[item, e - first] = (
+            x[item, i * block : (i + 1) * block] @ y[item, :, j * block : (j + 1) * block]
+        )
+    _put(blocks, out)
+
+
+def _sparse_to_dense(blocks, trans_s, ptr, idx, entry, batch, lines, crossing, nnz, layout_heads, block):
+    """(batch, lines * block, crossing * block): op(S) spread out, its lines being those of the given index."""
+    stored = _up(blocks.array.reshape(batch, nnz, block, block))
+    dense = np.zeros((batch, lines * block, crossing * block), stored.dtype)
+    for item, i, j, e in _entries(ptr, idx, batch, lines, layout_heads):
+        first = ptr.array[(item % layout_heads) * lines]
+        values = stored[item, entry.array[e] - first]
+        dense[item, i * block : (i + 1) * block, j * block : (j + 1) * block] = values.T if trans_s else values
+    return dense
+
+
+def blocksparse_dsd(blocks, trans_s, b, trans_b, out, row_ptr, col_idx, entry, batch, m, n, k, nnz,
+                    layout_heads, block):  # fmt: skip
+    s = _sparse_to_dense(
+        blocks, trans_s, row_ptr, col_idx, entry, batch, m // block, k // block, nnz, layout_heads, block
+    )
+    _put(out, s @ _stored(b, batch, k, n, trans_b))
+
+
+def blocksparse_dds(a, trans_a, blocks, trans_s, out, col_ptr, row_idx, entry, batch, m, n, k, nnz,
+                    layout_heads, block):  # fmt: skip
+    # The index lists block columns, so what it spreads out is op(S)^T; its blocks are transposed once more.
+    s_t = _sparse_to_dense(
+        blocks, not trans_s, col_ptr, row_idx, entry, batch, n // block, k // block, nnz, layout_heads, block
+    )
+    _put(out, _stored(a, batch, m, k, trans_a) @ s_t.swapaxes(1, 2))
+
+
+# --- counter-based random numbers: Philox 4x32-10 ----------------------------------------------------------------------------------------
+
+
+def philox(n: int, seed: int, offset: int) -> np.ndarray:
+    """(n, 4) uint32: the counters offset .. offset + n under the key seed."""
+    counter = np.arange(n, dtype=np.uint64) + np.uint64(offset)
+    low = np.uint64(0xFFFFFFFF)
+    c = [counter & low, counter >> np.uint64(32), np.zeros(n, np.uint64), np.zeros(n, np.uint64)]
+    k0, k1 = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [
+            (p1 >> np.uint64(32)) ^ c[1] ^ np.uint64(k0),
+            p1 & low,
+            (p0 >> np.uint64(32)) ^ c[3] ^ np.uint64(k1),
+            p0 & low,
+        ]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack(c, axis=1).astype(np.uint32)
+
+
+def _uniform(size, seed, offset, dtype):
+    words = philox(-(-size // 4), seed, offset)
+    if dtype == np.float64:  # 32 high bits from the element's own word, 21 low ones from its neighbour
+        low = np.roll(words, -1, axis=1).astype(np.uint64) >> np.uint64(11)
+        return ((words.astype(np.uint64) << np.uint64(21) | low) * 2.0**-53).reshape(-1)[:size]
+    return ((words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(-1)[:size]
+
+
+def random_uniform(out, seed, offset):
+    _put(out, _uniform(out.size, seed, offset, out.array.dtype))
+
+
+def random_normal(out, seed, offset):
+    u = _uniform(-(-out.size // 4) * 4, seed, offset, out.array.dtype).reshape(-1, 2)
+    radius = np.sqrt(-2 * np.log(1 - u[:, 0]))  # 1 - u is in (0, 1]
+    angle = u.dtype.type(2 * math.pi) * u[:, 1]
+    _put(out, np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)[: out.size])
+
+
+def dropout(x, out, p, seed, offset):
+    keep = _uniform(out.size, seed, offset, np.dtype(np.float32)) >= np.float32(p)
+    wide = _up(x.array[: out.size])
+    _put(out, np.where(keep, wide / wide.dtype.type(1 - p) if p < 1 else 0, 0))

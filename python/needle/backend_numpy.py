@@ -1,0 +1,27 @@
+"""The course's NEEDLE_BACKEND=np: numpy's dtypes and shapes. One code path: it is the reference device under a preset."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from .backend_ndarray.device import BackendDevice as Device
+
+
+class CPUDevice(Device):
+    """The reference backend with numpy's semantics; repr ``needle.cpu()``."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu_numpy", "ndarray_backend_numpy", numpy_semantics=True, label="needle.cpu()")
+
+
+@lru_cache(maxsize=None)
+def cpu() -> CPUDevice:
+    return CPUDevice()
+
+
+def default_device() -> Device:
+    return cpu()
+
+
+def all_devices() -> list[Device]:
+    return [cpu()]

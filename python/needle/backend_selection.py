@@ -1,0 +1,26 @@
+"""Which backend this process uses, by the course's switch NEEDLE_BACKEND (nd or np); fixed at import."""
+
+from __future__ import annotations
+
+from . import backend_ndarray as array_api
+from . import config
+from .backend_ndarray import BackendDevice as Device
+from .backend_ndarray import NDArray
+from .backend_ndarray import ndarray as _ndarray
+
+BACKEND = config.get("NEEDLE_BACKEND")
+
+if BACKEND == "nd":
+    from .backend_ndarray import all_devices, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
+elif BACKEND == "np":
+    from .backend_numpy import all_devices, cpu, default_device
+
+    # Arrays made without a device follow the preset too.
+    _ndarray.default_device = default_device
+    array_api.default_device = default_device
+else:
+    raise RuntimeError(f"NEEDLE_BACKEND is {BACKEND!r} (accepted: nd, np)")
+
+__all__ = ["BACKEND", "array_api", "NDArray", "Device", "all_devices", "cpu", "default_device"]
+if BACKEND == "nd":
+    __all__ += ["cuda", "cuda_sim", "cpu_numpy", "meta"]

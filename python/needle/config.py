@@ -1,0 +1,31 @@
+"""The one table of environment variables that needle reads."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+
+class Variable(NamedTuple):
+    name: str
+    default: str
+    accepted: str
+    meaning: str
+
+
+VARIABLES = {
+    v.name: v
+    for v in (
+        Variable("NEEDLE_BACKEND", "nd", "nd, np", "the course's switch: needle's NDArray, or numpy's dtypes and shapes"),
+        Variable("NEEDLE_NUM_THREADS", "", "a positive integer", "size of the CPU thread pool; default: usable cores"),
+        Variable("NEEDLE_CACHE", "", "a folder", "where tokenizers and token files are kept; default: ~/.cache/needle"),
+        Variable("NEEDLE_SIM_ORDER", "forward", "forward, reverse, random:SEED", "thread order of cuda_sim"),
+        Variable("NEEDLE_SIM_CP_ASYNC", "late", "late, early", "when cuda_sim performs an asynchronous copy"),
+        Variable("NEEDLE_SIM_STREAMS", "eager", "eager, lazy", "when cuda_sim runs the work of a stream"),
+    )
+}
+
+
+def get(name: str) -> str:
+    """The value of the environment variable ``name``, or its default. KeyError if it is not in the table."""
+    return os.environ.get(name) or VARIABLES[name].default

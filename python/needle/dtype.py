@@ -1,0 +1,114 @@
+"""Dtypes: one row each, and the promotion of two to one.
+
+A dtype is its name, a ``str``, as in the course. bfloat16 in numpy comes from ``ml_dtypes``, imported when first needed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import DTypeError
+
+
+class Row(NamedTuple):
+    name: str
+    itemsize: int
+    kind: str  # f float, i integer, b bool
+    rank: int  # of two dtypes the higher rank wins; two of the same rank (the 16-bit floats) give float32
+
+
+ROWS = {
+    row.name: row
+    for row in (
+        Row("float32", 4, "f", 5),
+        Row("float16", 2, "f", 4),
+        Row("bfloat16", 2, "f", 4),
+        Row("float64", 8, "f", 6),
+        Row("int32", 4, "i", 2),
+        Row("int64", 8, "i", 3),
+        Row("uint8", 1, "i", 1),
+        Row("bool", 1, "b", 0),
+    )
+}
+_KINDS = {name: row.kind for name, row in ROWS.items()}
+_NUMPY: dict[str, np.dtype] = {name: np.dtype(name) for name in ROWS if name != "bfloat16"}
+_FROM_NUMPY: dict[Any, str] = {dtype: name for name, dtype in _NUMPY.items()}
+
+
+def name_of(dtype: Any) -> str:
+    """The needle name of a dtype given as a name, a numpy dtype or type, or ``float``/``int``/``bool``.
+
+    raises: DTypeError for one that needle does not have.
+    """
+    if isinstance(dtype, str) and dtype in ROWS:
+        return dtype
+    if isinstance(dtype, np.dtype) and dtype in _FROM_NUMPY:
+        return _FROM_NUMPY[dtype]
+    try:
+        name = np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
+    if name not in ROWS:
+        raise DTypeError(f"[dtype] unknown dtype: {dtype!r} (accepted: {', '.join(ROWS)})")
+    return name
+
+
+def to_numpy(name: str) -> np.dtype:
+    """The numpy dtype of a name; bfloat16 needs the package ``ml_dtypes``."""
+    found = _NUMPY.get(name)
+    if found is None:
+        if name != "bfloat16":
+            raise DTypeError(f"[dtype] unknown dtype: {name!r} (accepted: {', '.join(ROWS)})")
+        try:
+            import ml_dtypes
+        except ModuleNotFoundError:
+            raise DTypeError("[dtype] bfloat16 in numpy needs the package ml_dtypes: pip install ml_dtypes") from None
+        found = _NUMPY[name] = np.dtype(ml_dtypes.bfloat16)
+        _FROM_NUMPY[found] = name
+    return found
+
+
+def storable(dtype: Any) -> str:
+    """The needle dtype that numpy data of ``dtype`` is stored as: its own, or the next one that holds it.
+
+    raises: DTypeError for data that are not numbers.
+    """
+    dtype = np.dtype(dtype)
+    if dtype.name in ROWS:
+        return dtype.name
+    wider = {"int8": "int32", "int16": "int32", "uint16": "int32", "uint32": "int64", "uint64": "int64"}
+    if dtype.name in wider:
+        return wider[dtype.name]
+    if dtype.kind in "fO":  # longdouble; object arrays of Python numbers
+        return "float64"
+    raise DTypeError(f"[dtype] cannot store numpy dtype {dtype} (accepted: {', '.join(ROWS)})")
+
+
+def is_float(name: str) -> bool:
+    return _KINDS[name] == "f"
+
+
+def is_integer(name: str) -> bool:
+    return _KINDS[name] == "i"
+
+
+def promote(a: str, b: str) -> str:
+    """The dtype of ``a op b``: floats win over integers, integers over bool, wider over narrower."""
+    if a == b:
+        return a
+    row_a, row_b = ROWS[a], ROWS[b]
+    if row_a.rank == row_b.rank:
+        return "float32"
+    return a if row_a.rank > row_b.rank else b
+
+
+def with_scalar(name: str, scalar: Any, default_float: str) -> str:
+    """The dtype of an array of ``name`` combined with a Python number, which never widens within its own kind."""
+    kind = _KINDS[name]
+    if kind == "f" or isinstance(scalar, (bool, np.bool_)):
+        return name
+    if isinstance(scalar, (int, np.integer)):
+        return "int64" if kind == "b" else name
+    return default_float

@@ -1,0 +1,41 @@
+"""needle's exceptions. Each derives from the builtin that a numpy user would catch."""
+
+
+class ShapeError(ValueError):
+    """Shapes or axes do not fit."""
+
+
+class DTypeError(TypeError):
+    """A dtype is unknown or not accepted by an op."""
+
+
+class DeviceError(RuntimeError):
+    """A device is absent, or arrays of one op are on different devices."""
+
+
+class GraphError(RuntimeError):
+    """Autograd cannot do what was asked: no graph, a dead root, a changed parameter."""
+
+
+class DataError(ValueError):
+    """A data set, a text or a tokenizer cannot be used."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read or does not fit the model."""
+
+
+class KernelError(RuntimeError):
+    """A kernel failed while running."""
+
+
+class OutOfMemoryError(MemoryError):
+    """A device's allocator could not, or by its limit must not, give the memory.
+
+    ``requested_bytes`` is what was asked; ``stats`` is the allocator's account at that moment.
+    """
+
+    def __init__(self, message: str, requested_bytes: int = 0, stats: dict | None = None):
+        super().__init__(message)
+        self.requested_bytes = requested_bytes
+        self.stats = stats or {}

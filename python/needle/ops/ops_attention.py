@@ -1,0 +1,145 @@
+"""Attention over a block layout, and the rotary embedding in front of it."""
+
+from __future__ import annotations
+
+import math
+
+from ..autograd import Tensor, TensorOp, TensorTupleOp
+from ..backend_ndarray import kernels
+from ..backend_ndarray.block_layout import BlockLayout, dense_layout
+from ..backend_ndarray.ndarray import NDArray, empty
+from ..errors import ShapeError
+from .ops_index import where
+from .ops_logarithmic import softmax
+from .ops_mathematic import matmul
+from .ops_shape import broadcast_to, concatenate, transpose
+from .ops_tuple import tuple_get_item
+
+
+class Attention(TensorTupleOp):
+    """(out, lse): softmax(scale q k^T + mask) v over the layout's elements; lse is the log-sum-exp of each row.
+
+    q: (B, H, T, D); k, v: (B, H, S, D). out: (B, H, T, D); lse: (B, H, T), float32 or wider. No (T, S) array exists: forward keeps
+    out and lse, backward recomputes the scores block by block. A row that sees nothing gives 0.
+    source: Dao 2023, arXiv:2307.08691; block layouts: Child et al. 2019, arXiv:1904.10509.
+    raises: ShapeError if the layout does not fit.
+    """
+
+    accepts_missing_grads = True
+
+    def __init__(self, layout: BlockLayout, scale: float):
+        self.layout, self.scale = layout, scale
+
+    def compute(self, q, k, v):
+        return kernels.attention(q, k, v, self.layout, self.scale)
+
+    def gradient(self, out_grad, node):
+        q, k, v = (x.realize_cached_data() for x in node.inputs)
+        out, lse = node.realize_cached_data()
+        grads = kernels.attention_backward(
+            out_grad[0].realize_cached_data(), q, k, v, out, lse, self.layout, self.scale
+        )
+        return tuple(Tensor.make_const(g) for g in grads)
+
+    def reference(self, q, k, v):
+        B, H, T, _ = q.shape
+        seen = self.layout.dense_mask(T, k.shape[2])
+        mask = Tensor(seen, device=q.device, dtype="bool", requires_grad=False)
+        scores = matmul(q, transpose(k)) * self.scale
+        low = Tensor([-1e30], device=q.device, dtype=q.dtype, requires_grad=False)
+        heads = self.layout.heads
+        wide = mask if heads == 1 else concatenate([mask] * (H // heads), 0)
+        p = softmax(where(wide, scores, low))
+        some = Tensor(seen.any(axis=-1, keepdims=True), device=q.device, dtype=q.dtype, requires_grad=False)
+        some = some if heads == 1 else concatenate([some] * (H // heads), 0)
+        return matmul(p * broadcast_to(some, p.shape), v)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """Scaled dot-product attention: q (B, H, T, D), k and v (B, H, S, D) -> (B, H, T, D).
+
+    layout: which blocks take part; None: all of them, up to the diagonal if ``causal`` (query t stands at position S - T + t).
+    scale: default 1 / sqrt(D).
+    """
+    if q.ndim != 4 or k.ndim != 4:
+        raise ShapeError(f"[attention] q is {q.shape}, k is {k.shape} (accepted: (batch, heads, positions, features))")
+    if layout is None:
+        layout = dense_layout(q.shape[2], k.shape[2], 64, causal, k.shape[2] - q.shape[2] if causal else 0)
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    return tuple_get_item(Attention(layout, scale)(q, k, v), 0)
+
+
+class RotaryQKV(TensorTupleOp):
+    """(q, k, v), each (B, H, T, D), from packed qkv (B, T, H, 3, D); q and k rotated by position in their first features.
+
+    cos, sin: (>= T, rot / 2) arrays; feature i < rot/2 turns with feature i + rot/2, as in GPT-NeoX.
+    grad: the inverse rotation, written into one packed array. source: Su et al. 2021, arXiv:2104.09864.
+    """
+
+    reads_inputs = False
+    reads_output = False
+    accepts_missing_grads = True
+
+    def __init__(self, cos: NDArray, sin: NDArray):
+        self.cos, self.sin = cos, sin
+
+    def compute(self, qkv):
+        if qkv.ndim != 5 or qkv.shape[3] != 3:
+            raise ShapeError(f"[rotary_qkv] qkv is {qkv.shape} (accepted: (B, T, H, 3, D))")
+        q, k, v = (_head_view(qkv, i) for i in range(3))
+        return kernels.rotary(q, self.cos, self.sin), kernels.rotary(k, self.cos, self.sin), v.copy()
+
+    def gradient(self, out_grad, node):
+        B, T, H, _, D = shape = node.inputs[0].shape
+        dtype, device = node.inputs[0].dtype, node.inputs[0].device
+        packed = empty(shape, dtype, device)
+        for i, grad in enumerate(out_grad):
+            target = _head_view(packed, i)
+            if grad is None:
+                target.fill(0)
+            elif i < 2:
+                kernels.rotary(grad.realize_cached_data(), self.cos, self.sin, inverse=True, out=target)
+            else:
+                target[:, :, :, :] = grad.realize_cached_data()
+        return Tensor.make_const(packed)
+
+
+def _head_view(qkv: NDArray, i: int) -> NDArray:
+    """(B, H, T, D): one of q, k, v inside packed (B, T, H, 3, D)."""
+    B, T, H, _, D = qkv.shape
+    sb, st, sh, s3, sd = qkv.strides
+    return qkv._view((B, H, T, D), (sb, sh, st, sd), qkv._offset + i * s3)
+
+
+def rotary_qkv(qkv: Tensor, cos: NDArray, sin: NDArray) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v as (B, H, T, D) from packed (B, T, H, 3, D), q and k rotated."""
+    q, k, v = RotaryQKV(cos, sin)(qkv)
+    return q, k, v
+
+
+class Rotary(TensorOp):
+    """x (B, H, T, D) with its first features rotated by position. grad: the inverse rotation."""
+
+    reads_inputs = False
+    reads_output = False
+
+    def __init__(self, cos: NDArray, sin: NDArray, inverse: bool = False):
+        self.cos, self.sin, self.inverse = cos, sin, inverse
+
+    def compute(self, x):
+        return kernels.rotary(x, self.cos, self.sin, self.inverse)
+
+    def gradient(self, out_grad, node):
+        return Rotary(self.cos, self.sin, not self.inverse)(out_grad)
+
+
+def rotary(x: Tensor, cos: NDArray, sin: NDArray) -> Tensor:
+    """Rotary position embedding of x (B, H, T, D) by tables (>= T, rot / 2)."""
+    return Rotary(cos, sin)(x)

@@ -1,0 +1,70 @@
+"""Block-sparse products. The three are closed under differentiation: each one's gradients are two of the three.
+
+A block-sparse matrix is its blocks, (batch, nnz, block, block), and a ``BlockLayout``.
+"""
+
+from __future__ import annotations
+
+from ..autograd import Tensor, TensorOp
+from ..backend_ndarray import kernels
+from ..backend_ndarray.block_layout import BlockLayout
+from .ops_shape import transpose
+
+
+class BlockSparseMatmul(TensorOp):
+    """What sdd, dsd and dds share: a layout, and on CUDA the kernel ``BlockSparseMatmulKernel``."""
+
+    reads_output = False
+
+    def __init__(self, layout: BlockLayout, transpose: bool = False):
+        self.layout, self.transpose = layout, transpose
+
+
+class SDD(BlockSparseMatmul):
+    """The layout's blocks of a @ b. a: (batch, m, k); b: (batch, k, n). grad: da = dC b^T (dsd), db = a^T dC (dds)."""
+
+    def compute(self, a, b):
+        return kernels.blocksparse_sdd(a, b, self.layout)
+
+    def gradient(self, out_grad, node):
+        a, b = node.inputs
+        return dsd(out_grad, transpose(b), self.layout), dds(transpose(a), out_grad, self.layout)
+
+
+class DSD(BlockSparseMatmul):
+    """op(S) @ b. grad: dS = dC b^T at the blocks (sdd), db = op(S)^T dC."""
+
+    def compute(self, blocks, b):
+        return kernels.blocksparse_dsd(blocks, b, self.layout, self.transpose)
+
+    def gradient(self, out_grad, node):
+        blocks, b = node.inputs
+        left, right = (b, transpose(out_grad)) if self.transpose else (out_grad, transpose(b))
+        return sdd(left, right, self.layout), dsd(blocks, out_grad, self.layout, not self.transpose)
+
+
+class DDS(BlockSparseMatmul):
+    """a @ op(S). grad: da = dC op(S)^T, dS = a^T dC at the blocks (sdd)."""
+
+    def compute(self, a, blocks):
+        return kernels.blocksparse_dds(a, blocks, self.layout, self.transpose)
+
+    def gradient(self, out_grad, node):
+        a, blocks = node.inputs
+        left, right = (transpose(out_grad), a) if self.transpose else (transpose(a), out_grad)
+        return dds(out_grad, blocks, self.layout, not self.transpose), sdd(left, right, self.layout)
+
+
+def sdd(a: Tensor, b: Tensor, layout: BlockLayout) -> Tensor:
+    """Dense @ dense at the layout's blocks: a (batch, m, k), b (batch, k, n) -> (batch, nnz, block, block)."""
+    return SDD(layout)(a, b)
+
+
+def dsd(blocks: Tensor, b: Tensor, layout: BlockLayout, transpose: bool = False) -> Tensor:
+    """Sparse @ dense, S @ b or S^T @ b: b (batch, k, n) -> (batch, m, n)."""
+    return DSD(layout, transpose)(blocks, b)
+
+
+def dds(a: Tensor, blocks: Tensor, layout: BlockLayout, transpose: bool = False) -> Tensor:
+    """Dense @ sparse, a @ S or a @ S^T: a (batch, m, k) -> (batch, m, n)."""
+    return DDS(layout, transpose)(a, blocks)

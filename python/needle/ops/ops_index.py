@@ -1,0 +1,181 @@
+"""Reading and writing by index: slices, and rows by id."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..autograd import NDArray, Node, Tensor, TensorOp, is_grad_enabled
+from ..backend_ndarray import kernels
+from ..backend_ndarray.ndarray import full
+from ..errors import ShapeError
+from .ops_shape import reshape
+
+
+def _kept_axes(ndim: int, index) -> list[int]:
+    """The axes of NDArray's a[index] that numpy keeps too: NDArray gives an int's axis length 1, numpy drops it."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    named = len([i for i in items if i is not None and i is not Ellipsis])
+    if not any(i is Ellipsis for i in items):
+        items.append(Ellipsis)
+    kept, axis = [], 0
+    for item in items:
+        count = ndim - named if item is Ellipsis else 1
+        if not isinstance(item, (int, np.integer)):
+            kept += range(axis, axis + count)
+        axis += count
+    return kept
+
+
+class GetItem(TensorOp):
+    """a[index] with basic indexing (int, slice, None, ...), as numpy. A view. grad: zeros with dy written at index."""
+
+    reads_inputs = False
+    reads_output = False
+
+    def __init__(self, index):
+        self.index = index
+
+    def compute(self, a):
+        view = a[self.index]
+        kept = _kept_axes(a.ndim, self.index)
+        return view._view([view.shape[i] for i in kept], [view.strides[i] for i in kept])
+
+    def gradient(self, out_grad, node):
+        return _Embed(node.inputs[0].shape, self.index)(out_grad)
+
+
+def getitem(a: Tensor, index) -> Tensor:
+    return GetItem(index)(a)
+
+
+class _Embed(TensorOp):
+    """Zeros of ``shape`` with a written at ``index``: what the gradient of getitem is."""
+
+    reads_inputs = False
+    reads_output = False
+
+    def __init__(self, shape, index):
+        self.shape, self.index = shape, index
+
+    def compute(self, a):
+        out = full(self.shape, 0, a.dtype, a.device)
+        out[self.index] = a
+        return out
+
+    def gradient(self, out_grad, node):
+        return getitem(out_grad, self.index)
+
+
+class SetItem(TensorOp):
+    """A copy of a with b written at index. grad: dy with zeros there, and dy[index]."""
+
+    reads_inputs = False
+    reads_output = False
+
+    def __init__(self, index):
+        self.index = index
+
+    def compute(self, a, b):
+        out = a.copy()
+        out[self.index] = b
+        return out
+
+    def gradient(self, out_grad, node):
+        from .ops_mathematic import unbroadcast
+
+        a, b = node.inputs
+        part = getitem(out_grad, self.index)
+        part = reshape(part, b.shape) if part.size == b.size else unbroadcast(part, b.shape)
+        zeros = Tensor.make_const(full(b.shape, 0, out_grad.dtype, out_grad.device))
+        return SetItem(self.index)(out_grad, zeros), part
+
+
+def setitem(a: Tensor, index, value) -> Tensor:
+    """A copy of ``a`` with ``value`` (Tensor, array or number) written at ``index``."""
+    if not isinstance(value, Tensor):
+        value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
+    return SetItem(index)(a, value)
+
+
+def setitem_in_place(a: Tensor, index, value) -> None:
+    """``a[index] = value``. With a graph the handle becomes the new value; without one the array is written."""
+    if isinstance(value, (int, float)) and not a.requires_grad:
+        a.realize_cached_data()[index] = value
+        return
+    if not isinstance(value, Tensor):
+        value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
+    if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
+        a.realize_cached_data()[index] = value.realize_cached_data()
+        return
+    before = a._as_node()
+    before.handle = None  # the old value lives on as a node; this handle moves to the new one
+    old = Tensor.__new__(Tensor)
+    old._setup(a._data, a.requires_grad)
+    old._attach(before)
+    new = SetItem(index)(old, value)
+    node: Node = new._as_node()
+    a._data, a._requires_grad = new._data, new._requires_grad
+    a._attach(node)
+
+
+class Embedding(TensorOp):
+    """one_hot(ids) @ weight in meaning, a gather in cost; the gradient sums rows by id, in order of position.
+
+    weight: (V, D); ids: (...), whole numbers of any dtype. Result: (..., D).
+    raises: IndexError for an id outside 0..V-1 (on a GPU at the next synchronisation).
+    """
+
+    reads_inputs = (1,)
+    reads_output = False
+
+    def compute(self, weight, ids):
+        return kernels.embedding(weight, ids)
+
+    def gradient(self, out_grad, node):
+        weight, ids = node.inputs
+        dweight = kernels.embedding_backward(
+            out_grad.realize_cached_data(), ids.realize_cached_data(), weight.shape[0]
+        )
+        return Tensor.make_const(dweight), None
+
+    @staticmethod
+    def reference(weight, ids):
+        from .ops_mathematic import matmul
+
+        one_hot = kernels.one_hot(ids.realize_cached_data(), weight.shape[0], weight.dtype)
+        return matmul(Tensor.make_const(one_hot), weight)
+
+
+def embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows of ``weight`` (V, D) by id: ids (...) -> (..., D)."""
+    if weight.ndim != 2:
+        raise ShapeError(f"[embedding] weight is {weight.shape} (accepted: (vocabulary, features))")
+    return Embedding()(weight, ids)
+
+
+class Where(TensorOp):
+    """condition ? a : b, broadcasting; the gradient goes to the one that was taken."""
+
+    reads_inputs = (0,)
+    reads_output = False
+
+    def compute(self, condition, a, b):
+        from ..backend_ndarray.ndarray import where as where_array
+
+        return where_array(condition, a, b)
+
+    def gradient(self, out_grad, node):
+        from .ops_mathematic import unbroadcast
+
+        condition, a, b = node.inputs
+        zero = Tensor.make_const(full((1,), 0, out_grad.dtype, out_grad.device))
+        return (
+            None,
+            unbroadcast(where(condition, out_grad, zero), a.shape),
+            unbroadcast(where(condition, zero, out_grad), b.shape),
+        )
+
+
+def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """a where condition is not zero, else b; the three broadcast."""
+    return Where()(condition, a, b)

@@ -1,0 +1,96 @@
+"""Logarithms of sums and softmaxes."""
+
+from __future__ import annotations
+
+from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api  # noqa: F401
+from ..backend_ndarray import kernels
+from ..backend_ndarray.ndarray import normalize_axes
+from .ops_mathematic import exp, summation
+from .ops_shape import broadcast_to, reshape
+
+
+def _last(x: NDArray, axes: tuple[int, ...]) -> NDArray:
+    """x with ``axes`` moved to the end and merged into one."""
+    rest = [i for i in range(x.ndim) if i not in axes]
+    moved = x.permute(rest + list(axes)).compact()
+    return moved.reshape(tuple(x.shape[i] for i in rest) + (-1,)) if x.size else moved
+
+
+class LogSumExp(TensorOp):
+    """log(sum(exp(a))) over axes (None: all), without overflow.
+
+    grad: exp(a - y) dy. Result: the axes removed; shape (1,) for all, () with numpy's semantics.
+    """
+
+    def __init__(self, axes=None):
+        self.axes = axes
+
+    def compute(self, Z):
+        axes = normalize_axes(self.axes, Z.ndim, "logsumexp")
+        shape = tuple(n for i, n in enumerate(Z.shape) if i not in axes)
+        if self.axes is None and not Z.device.numpy_semantics:
+            shape = (1,)
+        return kernels.logsumexp(_last(Z, axes)).reshape(shape)
+
+    def gradient(self, out_grad, node):
+        Z = node.inputs[0]
+        axes = normalize_axes(self.axes, Z.ndim, "logsumexp")
+        kept = tuple(1 if i in axes else n for i, n in enumerate(Z.shape))
+        return broadcast_to(reshape(out_grad, kept), Z.shape) * exp(Z - broadcast_to(reshape(node, kept), Z.shape))
+
+
+def logsumexp(a: Tensor, axes=None) -> Tensor:
+    return LogSumExp(axes)(a)
+
+
+class LogSoftmax(TensorOp):
+    """log(softmax(a)) over the last axis. grad: dy - exp(y) sum(dy)."""
+
+    reads_inputs = False
+
+    def compute(self, Z):
+        return kernels.log_softmax(Z)
+
+    def gradient(self, out_grad, node):
+        dx = kernels.log_softmax_backward(node.realize_cached_data(), out_grad.realize_cached_data())
+        return Tensor.make_const(dx)
+
+    @staticmethod
+    def reference(Z):
+        last = Z.ndim - 1
+        return Z - broadcast_to(reshape(logsumexp(Z, (last,)), Z.shape[:-1] + (1,)), Z.shape)
+
+
+def logsoftmax(a: Tensor) -> Tensor:
+    return LogSoftmax()(a)
+
+
+class Softmax(TensorOp):
+    """y = softmax(x) over the last axis.
+
+    x: (..., C) float. y: shape and dtype of x; accumulates in float32.
+    grad: dx = y (dy - sum(dy y)).
+    source: Milakov & Gimelshein 2018, arXiv:1805.02867.
+    raises: DTypeError for integers, ShapeError for a 0-d x.
+    """
+
+    reads_inputs = False
+
+    def compute(self, x):
+        return kernels.softmax(x)
+
+    def gradient(self, out_grad, node):
+        return Tensor.make_const(kernels.softmax_backward(node.realize_cached_data(), out_grad.realize_cached_data()))
+
+    @staticmethod
+    def reference(x):
+        return exp(LogSoftmax.reference(x))
+
+
+def softmax(x: Tensor, axis: int = -1) -> Tensor:
+    """softmax over ``axis``."""
+    if axis in (-1, x.ndim - 1):
+        return Softmax()(x)
+    from .ops_shape import transpose
+
+    return transpose(Softmax()(transpose(x, (axis, -1))), (axis, -1))

@@ -1,0 +1,123 @@
+"""Losses as one op."""
+
+from __future__ import annotations
+
+from ..autograd import Tensor, TensorTupleOp
+from ..backend_ndarray import kernels
+from ..backend_ndarray.ndarray import full
+from ..errors import ShapeError
+from .ops_logarithmic import logsoftmax
+from .ops_mathematic import matmul, summation
+from .ops_shape import reshape
+from .ops_tuple import tuple_get_item
+
+IGNORE_INDEX = -100
+
+
+def _mean_weights(targets, ignore_index: int, dtype: str):
+    """(N,) of ``dtype``: 1 / (rows that count) in every row."""
+    counted = (targets != ignore_index).astype(dtype).sum().maximum(1.0)
+    return (1.0 / counted).broadcast_to(targets.shape).compact()
+
+
+def _reference_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    ids = targets.realize_cached_data().numpy().astype("int64")
+    kept = ids != ignore_index
+    one_hot = full(logits.shape, 0, logits.dtype, logits.device)
+    for row in range(len(ids)):
+        if kept[row]:
+            one_hot[row, int(ids[row])] = 1.0
+    picked = logsoftmax(logits) * Tensor.make_const(one_hot)
+    return reshape(summation(picked), (1,)) * (-1.0 / max(int(kept.sum()), 1))
+
+
+class CrossEntropy(TensorTupleOp):
+    """(loss, lse): mean over rows of log(sum(exp(logits))) - logits[target].
+
+    logits: (N, V) float; targets: (N), whole numbers; rows whose target is ignore_index do not count.
+    loss: (1,), float32 or wider; lse: (N).
+    grad: (softmax(logits) - one_hot(targets)) / rows that count.
+    raises: IndexError for a target outside 0..V-1; ShapeError.
+    """
+
+    accepts_missing_grads = True
+
+    def __init__(self, ignore_index: int = IGNORE_INDEX):
+        self.ignore_index = ignore_index
+
+    def compute(self, logits, targets):
+        losses, lse = kernels.cross_entropy(logits, targets, self.ignore_index)
+        weights = _mean_weights(targets, self.ignore_index, losses.dtype)
+        return (losses * weights).sum().reshape((1,)), lse
+
+    def gradient(self, out_grad, node):
+        logits, targets = (v.realize_cached_data() for v in node.inputs)
+        _, lse = node.realize_cached_data()
+        weights = _mean_weights(targets, self.ignore_index, lse.dtype)
+        upstream = out_grad[0].realize_cached_data().astype(lse.dtype, copy=False)
+        grad = kernels.cross_entropy_backward(logits, targets, lse, weights * upstream, self.ignore_index)
+        return Tensor.make_const(grad), None
+
+    def reference(self, logits, targets):
+        return _reference_loss(logits, targets, self.ignore_index)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """Mean cross entropy, in nats, shape (1,): logits (..., V), targets (...)."""
+    rows, columns = reshape(logits, (-1, logits.shape[-1])), reshape(targets, (-1,))
+    return tuple_get_item(CrossEntropy(ignore_index)(rows, columns), 0)
+
+
+class LinearCrossEntropy(TensorTupleOp):
+    """(loss, dhidden, dweight): the cross entropy of hidden @ weight without its logits.
+
+    hidden: (N, D); weight: (D, V); targets: (N). Logits exist for at most ``chunk_bytes`` at a time (or one row). Both gradients
+    are made in forward, from logits that are there anyway, so that each logit is computed once.
+    source: the idea of Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989.
+    """
+
+    reads_inputs = False
+    accepts_missing_grads = True
+
+    def __init__(self, ignore_index: int = IGNORE_INDEX, chunk_bytes: int = kernels.DEFAULT_CHUNK_BYTES, train: bool = True):
+        self.ignore_index, self.chunk_bytes, self.train = ignore_index, chunk_bytes, train
+
+    def compute(self, hidden, weight, targets):
+        loss, *grads = kernels.linear_cross_entropy(
+            hidden, weight, targets, self.ignore_index, self.train, self.chunk_bytes
+        )
+        return (loss, *grads) if self.train else (loss,)
+
+    def gradient(self, out_grad, node):
+        _, dhidden, dweight = node.realize_cached_data()
+        upstream = out_grad[0].realize_cached_data()
+        # A loss is most often the root, with a gradient of exactly 1; where that can be read without waiting, skip the pass.
+        host = dhidden.device.name in ("cpu", "cpu_numpy")
+        if host and upstream.item() == 1.0:
+            return Tensor.make_const(dhidden), Tensor.make_const(dweight), None
+        upstream = upstream.astype(dhidden.dtype, copy=False)
+        return Tensor.make_const(dhidden * upstream), Tensor.make_const(dweight * upstream), None
+
+    def reference(self, hidden, weight, targets):
+        return _reference_loss(matmul(hidden, weight), targets, self.ignore_index)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int = IGNORE_INDEX,
+    chunk_bytes: int = kernels.DEFAULT_CHUNK_BYTES,
+) -> Tensor:
+    """Mean cross entropy, in nats, shape (1,), of ``hidden @ weight``: hidden (..., D), weight (D, V), targets (...).
+
+    At most max(chunk_bytes, one row) of logits exist at any time. raises: ShapeError, IndexError for a target outside 0..V-1.
+    """
+    from ..autograd import is_grad_enabled
+
+    if chunk_bytes < 1:
+        raise ShapeError(f"[linear_cross_entropy] chunk_bytes is {chunk_bytes} (accepted: at least 1)")
+    rows, columns = reshape(hidden, (-1, hidden.shape[-1])), reshape(targets, (-1,))
+    train = is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    return tuple_get_item(LinearCrossEntropy(ignore_index, chunk_bytes, train)(rows, weight, columns), 0)
+

@@ -1,0 +1,574 @@
+"""Elementwise ops, sums and matrix products."""
+
+from __future__ import annotations
+
+import math
+
+from .. import dtype as dt
+from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value, array_api  # noqa: F401
+from ..backend_ndarray.ndarray import matmul as _matmul
+from ..backend_ndarray.ndarray import normalize_axes
+from ..errors import ShapeError
+from .ops_shape import broadcast_to, reshape, transpose
+
+
+def unbroadcast(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Sums ``grad`` over the axes along which ``shape`` was broadcast to it."""
+    if grad.shape == shape:
+        return grad
+    extra = len(grad.shape) - len(shape)
+    axes = tuple(range(extra)) + tuple(
+        extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1
+    )
+    return reshape(summation(grad, axes) if axes else grad, shape)
+
+
+class _NoRead(TensorOp):
+    """An op whose gradient needs only the incoming gradient."""
+
+    reads_inputs = False
+    reads_output = False
+
+
+class _InputRead(TensorOp):
+    """An op whose gradient reads its inputs, not its output."""
+
+    reads_output = False
+
+
+class _OutputRead(TensorOp):
+    """An op whose gradient reads its output alone."""
+
+    reads_inputs = False
+
+
+class EWiseAdd(_NoRead):
+    """a + b, broadcasting."""
+
+    def compute(self, a, b):
+        return a + b
+
+    def gradient(self, out_grad, node):
+        a, b = node.inputs
+        return unbroadcast(out_grad, a.shape), unbroadcast(out_grad, b.shape)
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    return EWiseAdd()(a, b)
+
+
+class AddScalar(_NoRead):
+    """a + scalar."""
+
+    def __init__(self, scalar):
+        self.scalar = scalar
+
+    def compute(self, a):
+        return a + self.scalar
+
+    def gradient(self, out_grad, node):
+        return out_grad
+
+
+def add_scalar(a: Tensor, scalar) -> Tensor:
+    return AddScalar(scalar)(a)
+
+
+class EWiseMul(_InputRead):
+    """a * b, broadcasting."""
+
+    def compute(self, a, b):
+        return a * b
+
+    def gradient(self, out_grad, node):
+        a, b = node.inputs
+        return unbroadcast(out_grad * b, a.shape), unbroadcast(out_grad * a, b.shape)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    return EWiseMul()(a, b)
+
+
+class MulScalar(_NoRead):
+    """a * scalar."""
+
+    def __init__(self, scalar):
+        self.scalar = scalar
+
+    def compute(self, a):
+        return a * self.scalar
+
+    def gradient(self, out_grad, node):
+        return out_grad * self.scalar
+
+
+def mul_scalar(a: Tensor, scalar) -> Tensor:
+    return MulScalar(scalar)(a)
+
+
+class EWisePow(_InputRead):
+    """a ** b, broadcasting. grad: b a^(b-1), log(a) a^b."""
+
+    def compute(self, a, b):
+        return a**b
+
+    def gradient(self, out_grad, node):
+        a, b = node.inputs
+        grad_a = out_grad * b * a ** (b - 1)
+        grad_b = out_grad * log(a) * a**b if b.requires_grad else None
+        return unbroadcast(grad_a, a.shape), None if grad_b is None else unbroadcast(grad_b, b.shape)
+
+
+def power(a: Tensor, b: Tensor) -> Tensor:
+    return EWisePow()(a, b)
+
+
+class PowerScalar(_InputRead):
+    """a ** scalar."""
+
+    def __init__(self, scalar):
+        self.scalar = scalar
+
+    def compute(self, a):
+        return a**self.scalar
+
+    def gradient(self, out_grad, node):
+        if _is_zero(self.scalar):  # the slope of a constant, also where a^-1 is infinite
+            return out_grad * 0
+        return out_grad * (power_scalar(node.inputs[0], self.scalar - 1) * self.scalar)
+
+
+def _is_zero(scalar) -> bool:
+    return bool(scalar == 0)
+
+
+def power_scalar(a: Tensor, scalar) -> Tensor:
+    return PowerScalar(scalar)(a)
+
+
+class EWiseDiv(_InputRead):
+    """a / b, broadcasting; integers divide to floats."""
+
+    def compute(self, a, b):
+        return a / b
+
+    def gradient(self, out_grad, node):
+        a, b = node.inputs
+        grad_b = -out_grad * a / (b * b) if b.requires_grad else None
+        return unbroadcast(out_grad / b, a.shape), None if grad_b is None else unbroadcast(grad_b, b.shape)
+
+
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    return EWiseDiv()(a, b)
+
+
+class DivScalar(_NoRead):
+    """a / scalar."""
+
+    def __init__(self, scalar):
+        self.scalar = scalar
+
+    def compute(self, a):
+        return a / self.scalar
+
+    def gradient(self, out_grad, node):
+        return out_grad / self.scalar
+
+
+def divide_scalar(a: Tensor, scalar) -> Tensor:
+    return DivScalar(scalar)(a)
+
+
+class Negate(_NoRead):
+    """-a."""
+
+    def compute(self, a):
+        return -a
+
+    def gradient(self, out_grad, node):
+        return negate(out_grad)
+
+
+def negate(a: Tensor) -> Tensor:
+    return Negate()(a)
+
+
+class Log(_InputRead):
+    """Natural logarithm."""
+
+    def compute(self, a):
+        return a.log()
+
+    def gradient(self, out_grad, node):
+        return out_grad / node.inputs[0]
+
+
+def log(a: Tensor) -> Tensor:
+    return Log()(a)
+
+
+class Exp(_OutputRead):
+    """e ** a."""
+
+    def compute(self, a):
+        return a.exp()
+
+    def gradient(self, out_grad, node):
+        return out_grad * node
+
+
+def exp(a: Tensor) -> Tensor:
+    return Exp()(a)
+
+
+class Sqrt(_OutputRead):
+    """Square root. grad: dy / (2 y)."""
+
+    def compute(self, a):
+        return a.sqrt()
+
+    def gradient(self, out_grad, node):
+        return out_grad / (node * 2)
+
+
+def sqrt(a: Tensor) -> Tensor:
+    return Sqrt()(a)
+
+
+class Sin(_InputRead):
+    """Sine, of radians."""
+
+    def compute(self, a):
+        return a._float_unary("ewise_sin")
+
+    def gradient(self, out_grad, node):
+        return out_grad * cos(node.inputs[0])
+
+
+def sin(a: Tensor) -> Tensor:
+    return Sin()(a)
+
+
+class Cos(_InputRead):
+    """Cosine, of radians."""
+
+    def compute(self, a):
+        return a._float_unary("ewise_cos")
+
+    def gradient(self, out_grad, node):
+        return -(out_grad * sin(node.inputs[0]))
+
+
+def cos(a: Tensor) -> Tensor:
+    return Cos()(a)
+
+
+class Abs(_InputRead):
+    """|a|; slope 0 at 0."""
+
+    def compute(self, a):
+        return abs(a)
+
+    def gradient(self, out_grad, node):
+        return out_grad * Tensor.make_const(node.inputs[0].realize_cached_data()._unary("ewise_sign"))
+
+
+def absolute(a: Tensor) -> Tensor:
+    return Abs()(a)
+
+
+class _BackwardRow(_InputRead):
+    """A gradient row of the op table as an op: (what forward saved, incoming gradient) -> outgoing gradient."""
+
+    def __init__(self, row: str):
+        self.row = row
+
+    @property
+    def name(self) -> str:
+        return self.row
+
+    def compute(self, saved, dy):
+        return saved._binary(dy, f"ewise_{self.row}", f"scalar_{self.row}")
+
+
+def _backward_row(row: str, saved: Tensor, dy: Tensor) -> Tensor:
+    return _BackwardRow(row)(saved, dy)
+
+
+class ReLU(_InputRead):
+    """max(a, 0); slope 0 at 0."""
+
+    def compute(self, a):
+        return a._unary("ewise_relu")
+
+    def gradient(self, out_grad, node):
+        return _backward_row("relu_backward", node.inputs[0], out_grad)
+
+    @staticmethod
+    def reference(a):
+        mask = a.realize_cached_data() > 0
+        return a * Tensor.make_const(mask.astype(a.dtype))
+
+
+def relu(a: Tensor) -> Tensor:
+    return ReLU()(a)
+
+
+class Tanh(_OutputRead):
+    """Hyperbolic tangent. grad: dy (1 - y^2)."""
+
+    def compute(self, a):
+        return a.tanh()
+
+    def gradient(self, out_grad, node):
+        return _backward_row("tanh_backward", node, out_grad)
+
+    @staticmethod
+    def reference(a):
+        return 1 - divide(exp(a * -2) * 2, exp(a * -2) + 1)
+
+
+def tanh(a: Tensor) -> Tensor:
+    return Tanh()(a)
+
+
+class Sigmoid(_OutputRead):
+    """1 / (1 + e^-a). grad: dy y (1 - y)."""
+
+    def compute(self, a):
+        return a._float_unary("ewise_sigmoid")
+
+    def gradient(self, out_grad, node):
+        return _backward_row("sigmoid_backward", node, out_grad)
+
+    @staticmethod
+    def reference(a):
+        return (exp(-a) + 1) ** -1
+
+
+def sigmoid(a: Tensor) -> Tensor:
+    return Sigmoid()(a)
+
+
+class SiLU(_InputRead):
+    """a * sigmoid(a)."""
+
+    recomputes_output = True
+
+    def compute(self, a):
+        return a._float_unary("ewise_silu")
+
+    def gradient(self, out_grad, node):
+        return _backward_row("silu_backward", node.inputs[0], out_grad)
+
+    @staticmethod
+    def reference(a):
+        return a * Sigmoid.reference(a)
+
+
+def silu(a: Tensor) -> Tensor:
+    return SiLU()(a)
+
+
+class Erf(_InputRead):
+    """The error function. grad: 2 / sqrt(pi) exp(-a^2)."""
+
+    def compute(self, a):
+        return a._float_unary("ewise_erf")
+
+    def gradient(self, out_grad, node):
+        a = node.inputs[0]
+        return out_grad * exp(-(a * a)) * (2 / math.sqrt(math.pi))
+
+
+def erf(a: Tensor) -> Tensor:
+    return Erf()(a)
+
+
+class GELU(_InputRead):
+    """Gaussian error linear unit: a Phi(a), or its tanh approximation.
+
+    a: float. The output is recomputed for the gradient of what follows, not kept: it is cheap and as large as the input.
+    source: Hendrycks & Gimpel 2016, arXiv:1606.08415.
+    """
+
+    recomputes_output = True
+
+    def __init__(self, approximate: str = "none"):
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"[gelu] approximate is {approximate!r} (accepted: none, tanh)")
+        self.row = "gelu_erf" if approximate == "none" else "gelu_tanh"
+
+    def compute(self, a):
+        return a._float_unary(f"ewise_{self.row}")
+
+    def gradient(self, out_grad, node):
+        return _backward_row(f"{self.row}_backward", node.inputs[0], out_grad)
+
+    def reference(self, a):
+        if self.row == "gelu_erf":
+            return a * 0.5 * (erf(a * math.sqrt(0.5)) + 1)
+        return a * 0.5 * (Tanh.reference((a + a * a * a * 0.044715) * math.sqrt(2 / math.pi)) + 1)
+
+
+def gelu(a: Tensor, approximate: str = "none") -> Tensor:
+    """Gaussian error linear unit; approximate: "none" (erf) or "tanh"."""
+    return GELU(approximate)(a)
+
+
+class Maximum(_InputRead):
+    """Elementwise maximum, broadcasting; equal values share the gradient."""
+
+    def compute(self, a, b):
+        return a.maximum(b)
+
+    def gradient(self, out_grad, node):
+        a, b = node.inputs
+        x, y = a.realize_cached_data(), b.realize_cached_data()
+        share = (x > y).astype(out_grad.dtype) + (x == y).astype(out_grad.dtype) * 0.5
+        weight = Tensor.make_const(share)
+        return unbroadcast(out_grad * weight, a.shape), unbroadcast(out_grad * (1 - weight), b.shape)
+
+
+def maximum(a: Tensor, b: Tensor) -> Tensor:
+    return Maximum()(a, b)
+
+
+class AsType(_NoRead):
+    """The values in another dtype; the gradient comes back in the old one."""
+
+    def __init__(self, dtype):
+        self.dtype = dt.name_of(dtype)
+
+    def compute(self, a):
+        return a.astype(self.dtype)
+
+    def gradient(self, out_grad, node):
+        return astype(out_grad, node.inputs[0].dtype)
+
+
+def astype(a: Tensor, dtype) -> Tensor:
+    return a if a.dtype == dt.name_of(dtype) else AsType(dtype)(a)
+
+
+class Summation(_NoRead):
+    """Sum over one axis, several, or all (None): shape (1,) for all, () with numpy's semantics."""
+
+    def __init__(self, axes=None, keepdims: bool = False):
+        self.axes = axes
+        self.keepdims = keepdims
+
+    def compute(self, a):
+        axes = tuple(self.axes) if isinstance(self.axes, list) else self.axes
+        return a.sum(axis=axes, keepdims=self.keepdims)
+
+    def gradient(self, out_grad, node):
+        shape = node.inputs[0].shape
+        axes = normalize_axes(self.axes, len(shape), "summation")
+        kept = tuple(1 if i in axes else n for i, n in enumerate(shape))
+        return broadcast_to(reshape(out_grad, kept), shape)
+
+
+def summation(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
+    return Summation(axes, keepdims)(a)
+
+
+def mean(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
+    """Arithmetic mean over one axis, several, or all."""
+    count = math.prod(a.shape[i] for i in normalize_axes(axes, a.ndim, "mean"))
+    return summation(a, axes, keepdims) / count
+
+
+class Max(TensorOp):
+    """Maximum over axes; the gradient goes to the largest elements, shared among equals."""
+
+    def __init__(self, axes=None, keepdims: bool = False):
+        self.axes = axes
+        self.keepdims = keepdims
+
+    def compute(self, a):
+        return a.max(axis=self.axes, keepdims=self.keepdims)
+
+    def gradient(self, out_grad, node):
+        a = node.inputs[0]
+        axes = normalize_axes(self.axes, a.ndim, "max")
+        kept = tuple(1 if i in axes else n for i, n in enumerate(a.shape))
+        x = a.realize_cached_data()
+        hit = (x == node.realize_cached_data().reshape(kept)).astype(out_grad.dtype)
+        share = hit / hit.sum(axis=axes, keepdims=True)
+        return broadcast_to(reshape(out_grad, kept), a.shape) * Tensor.make_const(share)
+
+
+def max(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
+    return Max(axes, keepdims)(a)
+
+
+class MatMul(_InputRead):
+    """(..., m, k) @ (..., k, n), leading axes broadcast; 1-D operands as in numpy."""
+
+    def compute(self, a, b):
+        return _matmul(a, b)
+
+    def gradient(self, out_grad, node):
+        a, b = node.inputs
+        if a.ndim == 1 or b.ndim == 1:
+            return self._vector_gradient(out_grad, a, b)
+        grad_a = grad_b = None
+        if a.requires_grad:
+            grad_a = unbroadcast(matmul(out_grad, transpose(b)), a.shape)
+        if b.requires_grad:
+            if b.ndim == 2 and a.ndim > 2:  # one large product instead of a batch of them and a sum
+                a, out_grad = reshape(a, (-1, a.shape[-1])), reshape(out_grad, (-1, out_grad.shape[-1]))
+            grad_b = unbroadcast(matmul(transpose(a), out_grad), b.shape)
+        return grad_a, grad_b
+
+    @staticmethod
+    def _vector_gradient(out_grad, a, b):
+        wide_a = reshape(a, (1,) + a.shape) if a.ndim == 1 else a
+        wide_b = reshape(b, b.shape + (1,)) if b.ndim == 1 else b
+        shape = out_grad.shape
+        if b.ndim == 1:
+            shape = (() if shape == (1,) and a.ndim == 1 else shape) + (1,)
+        if a.ndim == 1:
+            shape = shape[:-1] + (1,) + shape[-1:]
+        wide = reshape(out_grad, shape)
+        grad_a = reshape(unbroadcast(matmul(wide, transpose(wide_b)), wide_a.shape), a.shape)
+        grad_b = reshape(unbroadcast(matmul(transpose(wide_a), wide), wide_b.shape), b.shape)
+        return grad_a, grad_b
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    return MatMul()(a, b)
+
+
+class Linear(_InputRead):
+    """x @ weight + bias in one op. x (..., K), weight (K, N), bias (N,) or (1, N) -> (..., N)."""
+
+    reads_inputs = (0, 1)
+
+    def compute(self, x, weight, bias):
+        out = _matmul(x, weight)
+        if bias.size != out.shape[-1]:
+            raise ShapeError(f"[linear] bias is {bias.shape}, weight is {weight.shape} (accepted: ({out.shape[-1]},))")
+        wide = bias.compact().reshape((bias.size,)).astype(out.dtype, copy=False).broadcast_to(out.shape)
+        out.device.ewise_add(
+            out._handle, out._strides, 0, wide._handle, wide._strides, wide._offset, out._handle, out._shape
+        )
+        return out
+
+    def gradient(self, out_grad, node):
+        x, weight, bias = node.inputs
+        rows = reshape(out_grad, (-1, out_grad.shape[-1]))
+        grad_x = matmul(out_grad, transpose(weight)) if x.requires_grad else None
+        grad_w = matmul(transpose(reshape(x, (-1, x.shape[-1]))), rows) if weight.requires_grad else None
+        grad_b = reshape(summation(rows, 0), bias.shape) if bias.requires_grad else None
+        return grad_x, grad_w, grad_b
+
+    @staticmethod
+    def reference(x, weight, bias):
+        return matmul(x, weight) + reshape(bias, (-1,))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight, plus bias if there is one. Weights are (in, out)."""
+    return matmul(x, weight) if bias is None else Linear()(x, weight, bias)

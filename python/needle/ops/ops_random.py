@@ -1,0 +1,32 @@
+"""Random ops that can be computed again: the numbers depend on a seed and a counter alone."""
+
+from __future__ import annotations
+
+from ..autograd import Tensor, TensorOp
+from ..backend_ndarray import kernels
+
+
+class Dropout(TensorOp):
+    """x / (1 - p) where a uniform number is at least p, else 0. grad: the same op on dy, with the same numbers.
+
+    seed, offset: which numbers of the Philox stream; ceil(size / 4) counters are used.
+    source: Srivastava et al. 2014; Salmon et al. 2011 for the stream.
+    """
+
+    reads_inputs = False
+    reads_output = False
+
+    def __init__(self, p: float, seed: int, offset: int):
+        if not 0 <= p <= 1:
+            raise ValueError(f"[dropout] p is {p} (accepted: 0 to 1)")
+        self.p, self.seed, self.offset = p, seed, offset
+
+    def compute(self, x):
+        return kernels.dropout(x, self.p, self.seed, self.offset)
+
+    def gradient(self, out_grad, node):
+        return Dropout(self.p, self.seed, self.offset)(out_grad)
+
+
+def dropout(x: Tensor, p: float, seed: int, offset: int = 0) -> Tensor:
+    return Dropout(p, seed, offset)(x)

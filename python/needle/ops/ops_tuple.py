@@ -1,0 +1,69 @@
+"""Tuples of Tensors as values of the graph."""
+
+from __future__ import annotations
+
+from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value  # noqa: F401
+
+
+class MakeTensorTuple(TensorTupleOp):
+    reads_inputs = False
+    reads_output = False
+
+    def compute(self, *args):
+        return tuple(args)
+
+    def gradient(self, out_grad, node):
+        return tuple([out_grad[i] for i in range(len(out_grad))])
+
+
+def make_tuple(*args: Tensor) -> TensorTuple:
+    return MakeTensorTuple()(*args)
+
+
+class TupleGetItem(TensorOp):
+    """Item ``index`` of a TensorTuple. Shares the item's array."""
+
+    reads_inputs = False
+    reads_output = False
+
+    def __init__(self, index: int):
+        self.index = index
+        self.selected_item = index
+
+    def compute(self, a):
+        return a[self.index]
+
+    def gradient(self, out_grad, node):
+        # backward adds out_grad to the item alone; this form, with zeros for the others, serves direct calls.
+        items = node.inputs[0].tuple()
+        return make_tuple(*[out_grad if i == self.index else item * 0 for i, item in enumerate(items)])
+
+
+def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
+    """Item ``index``; an item of a tuple just made by make_tuple is that Tensor itself."""
+    if not isinstance(index, int) or not -len(value) <= index < len(value):
+        raise IndexError(f"[tuple_get_item] index {index} is out of range for {len(value)} items")
+    index %= len(value)
+    if isinstance(value.op, MakeTensorTuple):
+        return value.inputs[index]
+    return TupleGetItem(index)(value)
+
+
+class FusedAddScalars(TensorTupleOp):
+    """(a + c0, a + c1)."""
+
+    reads_inputs = False
+    reads_output = False
+
+    def __init__(self, c0: float, c1: float):
+        self.c0, self.c1 = c0, c1
+
+    def compute(self, a):
+        return a + self.c0, a + self.c1
+
+    def gradient(self, out_grad, node):
+        return out_grad[0] + out_grad[1]
+
+
+def fused_add_scalars(x: Tensor, c0: float, c1: float) -> TensorTuple:
+    return FusedAddScalars(c0, c1)(x)
