@@ -1,20 +1,24 @@
-// The one header a kernel file includes. Under nvcc it is CUDA plus thin wrappers; under g++ or clang (-x c++) it is the
-// emulator of cuda_sim/, and the same source runs on a machine without a GPU.
+// The one header a kernel file includes. Under nvcc it is CUDA plus thin wrappers; under g++ or
+// clang (-x c++) it is the emulator of cuda_sim/, and the same source runs on a machine without a
+// GPU.
 //
 //   template <class T>
 //   __global__ void scale_kernel(T* x, T factor, int64_t n) {
-//     NEEDLE_SHARED(float, tile, 16, 17);      // __shared__ float tile[16][17]; without dims: one float
-//     NEEDLE_DYNAMIC_SHARED(float, scratch);   // float* scratch: the config.smem bytes of this launch
+//     NEEDLE_SHARED(float, tile, 16, 17);      // __shared__ float tile[16][17]; without dims: one
+//     float NEEDLE_DYNAMIC_SHARED(float, scratch);   // float* scratch: the config.smem bytes of
+//     this launch
 //     ...
 //   }
-//   launch<scale_kernel<float>>({grid, block}, x, 2.0f, n);                 // throws CudaError, naming the kernel
-//   launch<scale_kernel<float>>({grid, block, smem_bytes, stream}, x, 2.0f, n);
-//   allow_dynamic_shared<scale_kernel<float>>(smem_bytes);                  // once, before asking for more than 48 KB
+//   launch<scale_kernel<float>>({grid, block}, x, 2.0f, n);                 // throws CudaError,
+//   naming the kernel launch<scale_kernel<float>>({grid, block, smem_bytes, stream}, x, 2.0f, n);
+//   allow_dynamic_shared<scale_kernel<float>>(smem_bytes);                  // once, before asking
+//   for more than 48 KB
 //
-// Kernels contain no #ifdef and no inline PTX: ptx.h has mma, ldmatrix and cp.async as functions. A __device__ function
-// in a header is `inline` or a template. Loops of barriers, shuffles and atomics are written as in CUDA.
-// __reduce_*_sync exists from sm_80 on: a kernel that is also compiled for sm_75 reduces with shuffles.
-// launch_counts() says which kernels ran.
+// Kernels contain no #ifdef and no inline PTX: ptx.h has mma, ldmatrix and cp.async as functions. A
+// __device__ function in a header is `inline` or a template. Loops of barriers, shuffles and
+// atomics are written as in CUDA.
+// __reduce_*_sync exists from sm_80 on: a kernel that is also compiled for sm_75 reduces with
+// shuffles. launch_counts() says which kernels ran.
 #pragma once
 
 #include <atomic>
@@ -41,7 +45,8 @@ struct CudaError : std::runtime_error {
 };
 
 inline void cuda_check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw CudaError(std::string("[") + what + "] " + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw CudaError(std::string("[") + what + "] " + cudaGetErrorString(error));
 }
 
 struct LaunchConfig {
@@ -65,7 +70,8 @@ __attribute__((visibility("hidden"))) inline std::atomic<KernelRecord*>& kernel_
   return head;
 }
 
-// "auto needle::kernel_record() [with auto K = ns::name<args>; ...]" (g++, nvcc), "[K = &ns::name<args>]" (clang).
+// "auto needle::kernel_record() [with auto K = ns::name<args>; ...]" (g++, nvcc), "[K =
+// &ns::name<args>]" (clang).
 inline std::string kernel_name_from(const std::string& pretty) {
   const size_t start = pretty.find("K = ") + 4;
   size_t end = start;
@@ -79,13 +85,13 @@ inline std::string kernel_name_from(const std::string& pretty) {
 }
 
 inline std::string base_name_of(const std::string& full) {
-  const std::string head = full.substr(0, full.find('<') == 0 ? 0 : full.find('<'));
+  const std::string head = full.substr(0, full.find('<'));
   const size_t colon = head.rfind("::");
   return colon == std::string::npos ? head : head.substr(colon + 2);
 }
 
 template <auto K>
-__attribute__((visibility("hidden"))) KernelRecord& kernel_record() {
+KernelRecord& kernel_record() {
   static KernelRecord* const record = [](const char* pretty) {
     auto* made = new KernelRecord;  // lives as long as the process
     made->full_name = kernel_name_from(pretty);
@@ -98,7 +104,8 @@ __attribute__((visibility("hidden"))) KernelRecord& kernel_record() {
   return *record;
 }
 
-// Launches since the start or the last reset, by kernel name without namespaces and template arguments.
+// Launches since the start or the last reset, by kernel name without namespaces and template
+// arguments.
 inline std::map<std::string, int64_t> launch_counts() {
   std::map<std::string, int64_t> counts;
   for (KernelRecord* r = kernel_records().load(); r; r = r->next)
@@ -124,7 +131,7 @@ struct SharedType<T, First, Rest...> {
 
 #define NEEDLE_SHARED(type_, name, ...) \
   __shared__ __align__(16) typename ::needle::SharedType<type_, ##__VA_ARGS__>::type name
-#define NEEDLE_DYNAMIC_SHARED(type_, name)                            \
+#define NEEDLE_DYNAMIC_SHARED(type_, name)                                \
   extern __shared__ __align__(128) unsigned char needle_dynamic_shared[]; \
   type_* const name = reinterpret_cast<type_*>(needle_dynamic_shared)
 
@@ -133,16 +140,18 @@ void launch(const LaunchConfig& config, Args&&... args) {
   KernelRecord& kernel = kernel_record<K>();
   K<<<config.grid, config.block, config.smem, config.stream>>>(std::forward<Args>(args)...);
   const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess) throw CudaError("[" + kernel.full_name + "] launch failed: " + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw CudaError("[" + kernel.full_name + "] launch failed: " + cudaGetErrorString(error));
   ++kernel.launches;
 }
 
 #else
 
-#define NEEDLE_SHARED(type_, name, ...)                                                                   \
-  static constexpr char name##_declaration = 0;                                                           \
-  auto& name = ::needle::sim::shared_variable<typename ::needle::SharedType<type_, ##__VA_ARGS__>::type>( \
-      &name##_declaration, #name)
+#define NEEDLE_SHARED(type_, name, ...)                                                          \
+  static constexpr char name##_declaration = 0;                                                  \
+  auto& name =                                                                                   \
+      ::needle::sim::shared_variable<typename ::needle::SharedType<type_, ##__VA_ARGS__>::type>( \
+          &name##_declaration, #name)
 #define NEEDLE_DYNAMIC_SHARED(type_, name) \
   type_* const name = static_cast<type_*>(::needle::sim::dynamic_shared())
 
@@ -150,8 +159,8 @@ template <auto K, class... Args>
 void launch(const LaunchConfig& config, Args&&... args) {
   KernelRecord& kernel = kernel_record<K>();
   std::string refused_or_fault;
-  if (!sim::launch<K>(kernel.full_name.c_str(), config.grid, config.block, config.smem, config.stream,
-                      refused_or_fault, std::forward<Args>(args)...))
+  if (!sim::launch<K>(kernel.full_name.c_str(), config.grid, config.block, config.smem,
+                      config.stream, refused_or_fault, std::forward<Args>(args)...))
     throw CudaError(refused_or_fault);
   ++kernel.launches;
 }
@@ -161,8 +170,9 @@ void launch(const LaunchConfig& config, Args&&... args) {
 // What the hardware asks for before a launch may have more than 48 KB of dynamic shared memory.
 template <auto K>
 void allow_dynamic_shared(size_t bytes) {
-  const cudaError_t error = cudaFuncSetAttribute(reinterpret_cast<const void*>(K),
-                                                 cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  const cudaError_t error =
+      cudaFuncSetAttribute(reinterpret_cast<const void*>(K),
+                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
   if (error != cudaSuccess)
     throw CudaError("[" + kernel_record<K>().full_name + "] " + std::to_string(bytes) +
                     " bytes of dynamic shared memory: " + cudaGetErrorString(error));

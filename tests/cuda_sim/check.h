@@ -19,9 +19,12 @@
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(size_t n) : n_(n) { needle::cuda_check(cudaMalloc(reinterpret_cast<void**>(&p_), n * sizeof(T)), "Buffer"); }
+  explicit Buffer(size_t n) : n_(n) {
+    needle::cuda_check(cudaMalloc(reinterpret_cast<void**>(&p_), n * sizeof(T)), "Buffer");
+  }
   explicit Buffer(const std::vector<T>& values) : Buffer(values.size()) {
-    needle::cuda_check(cudaMemcpy(p_, values.data(), n_ * sizeof(T), cudaMemcpyHostToDevice), "Buffer");
+    needle::cuda_check(cudaMemcpy(p_, values.data(), n_ * sizeof(T), cudaMemcpyHostToDevice),
+                       "Buffer");
   }
   ~Buffer() { cudaFree(p_); }
   Buffer(const Buffer&) = delete;
@@ -30,7 +33,8 @@ class Buffer {
   T* get() const { return p_; }
   std::vector<T> host() const {
     std::vector<T> values(n_);
-    needle::cuda_check(cudaMemcpy(values.data(), p_, n_ * sizeof(T), cudaMemcpyDeviceToHost), "Buffer");
+    needle::cuda_check(cudaMemcpy(values.data(), p_, n_ * sizeof(T), cudaMemcpyDeviceToHost),
+                       "Buffer");
     return values;
   }
 

@@ -1,4 +1,5 @@
-// Planted faults that the emulator itself reports: each prints its message; then an innocent kernel must still run.
+// Planted faults that the emulator itself reports: each prints its message; then an innocent kernel
+// must still run.
 #include <cmath>
 #include <functional>
 #include <map>
@@ -87,7 +88,8 @@ const std::map<std::string, Case> kCases = {
     {"division_by_zero", [](int* p) { launch<division_kernel>({1, 1}, p, 0); }},
     {"stack_overflow", [](int* p) { launch<recursion_kernel>({1, 1}, p, 1000); }},
     {"trap", [](int*) { launch<trap_kernel>({1, 32}); }},
-    {"misaligned_copy", [](int* p) { launch<misaligned_copy_kernel>({1, 1}, reinterpret_cast<const char*>(p)); }},
+    {"misaligned_copy",
+     [](int* p) { launch<misaligned_copy_kernel>({1, 1}, reinterpret_cast<const char*>(p)); }},
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// What surrounds launches: many threads and a fork, errors of lazy streams, refused memory, the cost of a barrier.
+// What surrounds launches: many threads and a fork, errors of lazy streams, refused memory, the
+// cost of waiting.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -41,7 +42,8 @@ __global__ void fail_in_block_kernel(unsigned block) {
 void launches_from_threads() {
   std::vector<std::thread> threads;
   std::vector<int> right(4);
-  for (int i = 0; i < 4; ++i) threads.emplace_back([&right, i] { right[i] = sums_are_right() && sums_are_right(); });
+  for (int i = 0; i < 4; ++i)
+    threads.emplace_back([&right, i] { right[i] = sums_are_right() && sums_are_right(); });
   for (auto& thread : threads) thread.join();
   for (int ok : right) CHECK(ok);
 }
@@ -64,7 +66,8 @@ void faults_among_workers() {
     } catch (const CudaError& error) {
       message = error.what();
     }
-    CHECK(message.find("block (" + std::to_string(block) + ",0,0), thread (1,0,0)") != std::string::npos);
+    CHECK(message.find("block (" + std::to_string(block) + ",0,0), thread (1,0,0)") !=
+          std::string::npos);
     CHECK(sums_are_right());
   }
 }
@@ -95,19 +98,39 @@ __global__ void wait_kernel(int rounds) {
   for (int i = 0; i < rounds; ++i) __syncthreads();
 }
 
-// Printed, not checked: a figure for the documentation.
-void barrier_cost() {
-  for (unsigned threads : {32u, 256u, 1024u}) {
-    double best_ns = HUGE_VAL;
-    const int rounds = 200000 / int(threads);
-    for (int repeat = 0; repeat < 5; ++repeat) {
-      const auto start = std::chrono::steady_clock::now();
-      launch<wait_kernel>({1, threads}, rounds);
-      const std::chrono::duration<double, std::nano> spent = std::chrono::steady_clock::now() - start;
-      best_ns = std::fmin(best_ns, spent.count() / rounds / threads);
-    }
-    std::printf("barrier, block of %u: %.1f ns per thread\n", threads, best_ns);
+__global__ void shuffle_kernel(int rounds, int* out) {
+  int value = threadIdx.x;
+  for (int i = 0; i < rounds; ++i) value = __shfl_xor_sync(0xffffffffu, value, 1);
+  out[threadIdx.x] = value;
+}
+
+template <class F>
+double best_ns(F&& run) {
+  double best = HUGE_VAL;
+  for (int repeat = 0; repeat < 5; ++repeat) {
+    const auto start = std::chrono::steady_clock::now();
+    run();
+    const std::chrono::duration<double, std::nano> spent = std::chrono::steady_clock::now() - start;
+    best = std::fmin(best, spent.count());
   }
+  return best;
+}
+
+// Printed, not checked: figures for the documentation.
+void costs() {
+  Buffer<int> out(1024);
+  for (unsigned threads : {32u, 256u, 1024u}) {
+    const int rounds = 200000 / int(threads);
+    const double barrier_ns = best_ns([&] { launch<wait_kernel>({1, threads}, rounds); });
+    const double shuffle_ns =
+        best_ns([&] { launch<shuffle_kernel>({1, threads}, rounds, out.get()); });
+    std::printf("block of %u: __syncthreads %.1f ns per thread, shuffle %.1f ns per thread\n",
+                threads, barrier_ns / rounds / threads, shuffle_ns / rounds / threads);
+  }
+  const double launches_ns = best_ns([&] {
+    for (int i = 0; i < 1000; ++i) launch<wait_kernel>({1, 1}, 0);
+  });
+  std::printf("launch: %.2f us\n", launches_ns / 1000 / 1000);
 }
 
 }  // namespace
@@ -118,6 +141,6 @@ int main() {
   faults_among_workers();
   lazy_faults();
   refused_memory();
-  barrier_cost();
+  costs();
   std::puts("ok");
 }

@@ -1,4 +1,5 @@
-// Planted faults for AddressSanitizer and UndefinedBehaviorSanitizer, one per run: the process ends with their report.
+// Planted faults for AddressSanitizer and UndefinedBehaviorSanitizer, one per run: the process ends
+// with their report.
 #include "check.h"
 
 using namespace needle;

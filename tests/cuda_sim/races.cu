@@ -1,4 +1,5 @@
-// Planted races, and the same kernels without them. Built with the race detector; each case prints what the launch said.
+// Planted races, and the same kernels without them. Built with the race detector; each case prints
+// what the launch said.
 #include "check.h"
 
 using namespace needle;

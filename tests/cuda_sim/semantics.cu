@@ -1,4 +1,5 @@
-// What kernels may use, each checked against its meaning. The driver runs this in every thread order.
+// What kernels may use, each checked against its meaning. The driver runs this in every thread
+// order.
 #include <cmath>
 
 #include "check.h"
@@ -114,8 +115,8 @@ void reduce_sync() {
   CHECK((out.host() == std::vector<int>{496, -5, 26, 64, 31, -1}));
 }
 
-__global__ void atomics_kernel(int* i, unsigned* u, unsigned long long* ull, float* f, double* d, __half* h,
-                               __nv_bfloat16* b) {
+__global__ void atomics_kernel(int* i, unsigned* u, unsigned long long* ull, float* f, double* d,
+                               __half* h, __nv_bfloat16* b) {
   atomicAdd(i, 1);
   atomicSub(i + 1, 2);
   atomicMax(i + 2, int(threadIdx.x));
@@ -159,8 +160,8 @@ __global__ void small_floats_kernel(float* out) {
   out[1] = __bfloat162float(__hfma(c, d, c));
   out[2] = __low2float(__hmul2(__halves2half2(a, b), __half2half2(b)));
   out[3] = __high2float(__hadd2(__floats2bfloat162_rn(1.0f, 2.0f), __bfloat162bfloat162(d)));
-  out[4] = __half2float(__float2half(65520.0f));           // infinity
-  out[5] = __half2float(__float2half(5.9604645e-8f));      // the smallest half
+  out[4] = __half2float(__float2half(65520.0f));             // infinity
+  out[5] = __half2float(__float2half(5.9604645e-8f));        // the smallest half
   out[6] = __bfloat162float(__float2bfloat16(1.00390625f));  // a tie, to even
   out[7] = __hgt(b, a) && __hle(c, d) && __hisnan(__float2half(NAN)) ? 1.0f : 0.0f;
   const float2 pair = __bfloat1622float2(__float22bfloat162_rn(make_float2(3.0f, 4.0f)));
@@ -172,7 +173,8 @@ void small_floats() {
   Buffer<float> out(10);
   launch<small_floats_kernel>({1, 1}, out.get());
   const auto v = out.host();
-  const float expected[] = {3.5f, 4.5f, 3.0f, 4.0f, INFINITY, 5.9604645e-8f, 1.0f, 1.0f, 34.0f, 1.0f + 0x3e00};
+  const float expected[] = {3.5f,          4.5f, 3.0f, 4.0f,  INFINITY,
+                            5.9604645e-8f, 1.0f, 1.0f, 34.0f, 1.0f + 0x3e00};
   for (int i = 0; i < 10; ++i) CHECK(v[i] == expected[i]);
 }
 
@@ -181,7 +183,8 @@ __global__ void device_functions_kernel(const float4* x, float* out) {
   out[0] = v.x + v.y + v.z + v.w;
   out[1] = __expf(1.0f) - expf(1.0f) + rsqrtf(4.0f) + __fdividef(1.0f, 4.0f);
   out[2] = float(min(3, 5) + max(2u, 7u)) + max(1.5f, 2.5f) + min(NAN, 1.0f);
-  out[3] = float(__popc(0xf0fu) + __clz(1) + __ffs(8) + int(__brev(1u) >> 31) + int(__umulhi(1u << 31, 6u)));
+  out[3] = float(__popc(0xf0fu) + __clz(1) + __ffs(8) + int(__brev(1u) >> 31) +
+                 int(__umulhi(1u << 31, 6u)));
   out[4] = __int_as_float(__float_as_int(2.25f)) + __saturatef(3.0f) + __fmaf_rn(2.0f, 3.0f, 1.0f);
   out[5] = float(__funnelshift_l(0x80000000u, 1u, 1));
 }

@@ -1,12 +1,13 @@
-// mma.sync, ldmatrix and cp.async against plain loops, on numbers for which float32 sums are exact. The layouts are our
-// reading of the PTX manual; this same program is what a GPU has to confirm.
+// mma.sync, ldmatrix and cp.async against plain loops, on numbers for which float32 sums are exact.
+// The layouts are our reading of the PTX manual; this same program is what a GPU has to confirm.
 #include "check.h"
 
 using namespace needle;
 
 namespace {
 
-// c (16 x 8) = a (16 x 16, rows) @ b. `b_rows`: b is stored (16, 8) and read with ldmatrix.trans, else (8, 16).
+// c (16 x 8) = a (16 x 16, rows) @ b. `b_rows`: b is stored (16, 8) and read with ldmatrix.trans,
+// else (8, 16).
 template <class T>
 __global__ void mma_kernel(const T* a, const T* b, float* c, bool b_rows) {
   NEEDLE_SHARED(T, a_tile, 16, 16);
@@ -46,7 +47,8 @@ void half_precision() {
     for (int m = 0; m < 16; ++m)
       for (int n = 0; n < 8; ++n) {
         float sum = 1.0f;
-        for (int k = 0; k < 16; ++k) sum += float(a[m * 16 + k]) * float(b[b_rows ? k * 8 + n : n * 16 + k]);
+        for (int k = 0; k < 16; ++k)
+          sum += float(a[m * 16 + k]) * float(b[b_rows ? k * 8 + n : n * 16 + k]);
         CHECK(result[m * 8 + n] == sum);
       }
   }
@@ -54,8 +56,8 @@ void half_precision() {
 
 __global__ void tf32_kernel(const float* a, const float* b, float* c) {
   const int lane = threadIdx.x, g = lane / 4, t = lane % 4;
-  const uint32_t a_frag[4] = {ptx::to_tf32(a[g * 8 + t]), ptx::to_tf32(a[(g + 8) * 8 + t]), ptx::to_tf32(a[g * 8 + t + 4]),
-                              ptx::to_tf32(a[(g + 8) * 8 + t + 4])};
+  const uint32_t a_frag[4] = {ptx::to_tf32(a[g * 8 + t]), ptx::to_tf32(a[(g + 8) * 8 + t]),
+                              ptx::to_tf32(a[g * 8 + t + 4]), ptx::to_tf32(a[(g + 8) * 8 + t + 4])};
   const uint32_t b_frag[2] = {ptx::to_tf32(b[t * 8 + g]), ptx::to_tf32(b[(t + 4) * 8 + g])};
   float acc[4] = {};
   ptx::mma_m16n8k8_tf32(acc, a_frag, b_frag);

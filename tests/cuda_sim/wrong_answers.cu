@@ -1,5 +1,6 @@
-// Faults that no message names, but that the emulator makes visible in the result: NaN where nothing was written, a
-// warp that does not run in lockstep, copies that arrive late, streams that run only when awaited.
+// Faults that no message names, but that the emulator makes visible in the result: NaN where
+// nothing was written, a warp that does not run in lockstep, copies that arrive late, streams that
+// run only when awaited.
 #include <cmath>
 
 #include "check.h"
@@ -21,7 +22,8 @@ __global__ void warp_synchronous_kernel(float* out) {
   volatile float* t = tile;
   t[threadIdx.x] = 1.0f;
   t[threadIdx.x + 32] = 0.0f;
-  for (int offset = 16; offset > 0; offset /= 2) t[threadIdx.x] = t[threadIdx.x] + t[threadIdx.x + offset];
+  for (int offset = 16; offset > 0; offset /= 2)
+    t[threadIdx.x] = t[threadIdx.x] + t[threadIdx.x + offset];
   if (threadIdx.x == 0) *out = t[0];
 }
 
@@ -83,7 +85,8 @@ bool default_stream() {
 int main() {
   Buffer<float> x(std::vector<float>(32, 1.0f)), out(32), copied(32), sum(1);
   launch<uninitialized_kernel>({1, 32}, out.get());
-  std::printf("uninitialized: %s\n", std::isnan(out.host()[0]) && out.host()[1] == 1.0f ? "NaN" : "unnoticed");
+  std::printf("uninitialized: %s\n",
+              std::isnan(out.host()[0]) && out.host()[1] == 1.0f ? "NaN" : "unnoticed");
   launch<warp_synchronous_kernel>({1, 32}, sum.get());
   std::printf("warp_synchronous: %s\n", sum.host()[0] == 32.0f ? "unnoticed" : "wrong");
   launch<no_wait_kernel>({1, 32}, x.get(), copied.get());

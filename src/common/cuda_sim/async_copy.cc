@@ -1,5 +1,6 @@
-// cp.async: copies that are under way until their thread waits for them. NEEDLE_SIM_CP_ASYNC=late (the default) makes
-// them as late as the hardware may, so that a missing wait leaves the old bytes; =early as soon as it may.
+// cp.async: copies that are under way until their thread waits for them. NEEDLE_SIM_CP_ASYNC=late
+// (the default) makes them as late as the hardware may, so that a missing wait leaves the old
+// bytes; =early as soon as it may.
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -31,22 +32,28 @@ void perform(const Copy& copy) {
     note(copy.from, copy.source_bytes, false);
     std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.source_bytes));
   }
-  std::memset(static_cast<char*>(copy.to) + copy.source_bytes, 0, static_cast<size_t>(copy.bytes - copy.source_bytes));
+  std::memset(static_cast<char*>(copy.to) + copy.source_bytes, 0,
+              static_cast<size_t>(copy.bytes - copy.source_bytes));
 }
 
 CopyQueue& queue_of(Thread& thread) {
-  if (!thread.copies) thread.copies = new CopyQueue;  // stays with the stack, which stays with the process
+  if (!thread.copies)
+    thread.copies = new CopyQueue;  // stays with the stack, which stays with the process
   return *thread.copies;
 }
 
 }  // namespace
 
 void async_copy(void* shared, const void* global, int bytes, int source_bytes, Site site) {
-  const auto aligned = [&](const void* p) { return reinterpret_cast<uintptr_t>(p) % static_cast<size_t>(bytes) == 0; };
+  const auto aligned = [&](const void* p) {
+    return reinterpret_cast<uintptr_t>(p) % static_cast<size_t>(bytes) == 0;
+  };
   if (!aligned(shared) || (source_bytes > 0 && !aligned(global)))
     fault("misaligned address: cp.async of " + std::to_string(bytes) + " bytes", site);
   if (source_bytes < 0 || source_bytes > bytes)
-    fault("cp.async of " + std::to_string(source_bytes) + " source bytes into " + std::to_string(bytes), site);
+    fault("cp.async of " + std::to_string(source_bytes) + " source bytes into " +
+              std::to_string(bytes),
+          site);
   const Copy copy{shared, global, bytes, source_bytes, __builtin_return_address(0)};
   const char* when = std::getenv("NEEDLE_SIM_CP_ASYNC");
   if (when && std::string(when) == "early")

@@ -1,4 +1,5 @@
-// atomicAdd and its relatives. They order nothing, as on the GPU: relaxed, with __threadfence for more.
+// atomicAdd and its relatives. They order nothing, as on the GPU: relaxed, with __threadfence for
+// more.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +12,8 @@ namespace needle::sim {
 // Any read-modify-write on 2, 4 or 8 bytes; returns the old value.
 template <class T, class F>
 T atomic_update(T* address, F&& next) {
-  using Word = std::conditional_t<sizeof(T) == 2, uint16_t, std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  using Word = std::conditional_t<sizeof(T) == 2, uint16_t,
+                                  std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
   static_assert(sizeof(Word) == sizeof(T));
   Word* word = reinterpret_cast<Word*>(address);
   Word seen = __atomic_load_n(word, __ATOMIC_RELAXED);
@@ -21,7 +23,9 @@ T atomic_update(T* address, F&& next) {
     const T wanted = next(old);
     Word replacement;
     std::memcpy(&replacement, &wanted, sizeof(T));
-    if (__atomic_compare_exchange_n(word, &seen, replacement, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) return old;
+    if (__atomic_compare_exchange_n(word, &seen, replacement, true, __ATOMIC_RELAXED,
+                                    __ATOMIC_RELAXED))
+      return old;
   }
 }
 
@@ -72,14 +76,17 @@ T atomicMax(T* address, needle::sim::no_deduce<T> value) {
   return needle::sim::atomic_update(address, [=](T old) { return old < value ? value : old; });
 }
 inline unsigned atomicInc(unsigned* address, unsigned limit) {
-  return needle::sim::atomic_update(address, [=](unsigned old) { return old >= limit ? 0u : old + 1; });
+  return needle::sim::atomic_update(address,
+                                    [=](unsigned old) { return old >= limit ? 0u : old + 1; });
 }
 inline unsigned atomicDec(unsigned* address, unsigned limit) {
-  return needle::sim::atomic_update(address, [=](unsigned old) { return old == 0 || old > limit ? limit : old - 1; });
+  return needle::sim::atomic_update(
+      address, [=](unsigned old) { return old == 0 || old > limit ? limit : old - 1; });
 }
 template <class T>
 T atomicCAS(T* address, needle::sim::no_deduce<T> compare, needle::sim::no_deduce<T> value) {
-  static_assert(std::is_integral_v<T> && sizeof(T) >= 2, "CUDA has atomicCAS for integers of 2 to 8 bytes");
+  static_assert(std::is_integral_v<T> && sizeof(T) >= 2,
+                "CUDA has atomicCAS for integers of 2 to 8 bytes");
   __atomic_compare_exchange_n(address, &compare, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return compare;
 }

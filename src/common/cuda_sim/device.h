@@ -25,7 +25,9 @@ inline int __syncthreads_or(int predicate, NEEDLE_SIM_SITE) {
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { __threadfence(); }
 inline void __threadfence_system() { __threadfence(); }
-[[noreturn]] inline void __trap(NEEDLE_SIM_SITE) { needle::sim::fault("__trap() was called", site); }
+[[noreturn]] inline void __trap(NEEDLE_SIM_SITE) {
+  needle::sim::fault("__trap() was called", site);
+}
 inline void __nanosleep(unsigned) {}
 inline long long clock64() {
   timespec now;
@@ -34,13 +36,15 @@ inline long long clock64() {
 }
 
 // CUDA's min and max: any two arithmetic types; with a NaN the other one, as fmin and fmax.
-template <class A, class B, class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
+template <class A, class B,
+          class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
 std::common_type_t<A, B> min(A a, B b) {
   using T = std::common_type_t<A, B>;
   if constexpr (std::is_floating_point_v<T>) return std::fmin(T(a), T(b));
   return T(b) < T(a) ? T(b) : T(a);
 }
-template <class A, class B, class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
+template <class A, class B,
+          class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
 std::common_type_t<A, B> max(A a, B b) {
   using T = std::common_type_t<A, B>;
   if constexpr (std::is_floating_point_v<T>) return std::fmax(T(a), T(b));
@@ -71,7 +75,9 @@ void __stcs(T* p, T value) {
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
-inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
+inline int __clzll(long long x) {
+  return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64;
+}
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 inline unsigned __brev(unsigned x) {
@@ -79,7 +85,9 @@ inline unsigned __brev(unsigned x) {
   for (int i = 0; i < 32; ++i) reversed |= ((x >> i) & 1u) << (31 - i);
   return reversed;
 }
-inline unsigned __umulhi(unsigned a, unsigned b) { return unsigned((static_cast<unsigned long long>(a) * b) >> 32); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return unsigned((static_cast<unsigned long long>(a) * b) >> 32);
+}
 inline int __mulhi(int a, int b) { return int((static_cast<long long>(a) * b) >> 32); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
@@ -90,11 +98,11 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return unsigned((uint64_t(high) << 32 | low) >> (shift & 31));
 }
-#define NEEDLE_SIM_BITS(name, To, From)          \
-  inline To name(From value) {                   \
-    To to;                                       \
-    std::memcpy(&to, &value, sizeof(To));        \
-    return to;                                   \
+#define NEEDLE_SIM_BITS(name, To, From)   \
+  inline To name(From value) {            \
+    To to;                                \
+    std::memcpy(&to, &value, sizeof(To)); \
+    return to;                            \
   }
 NEEDLE_SIM_BITS(__float_as_int, int, float)
 NEEDLE_SIM_BITS(__float_as_uint, unsigned, float)
@@ -121,7 +129,8 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float fdividef(float a, float b) { return a / b; }
 inline float __saturatef(float x) { return std::fmin(std::fmax(x, 0.0f), 1.0f); }
 
-// Templates, since newer C libraries have rsqrtf as a C function, which an overload may not redefine.
+// Templates, since newer C libraries have rsqrtf as a C function, which an overload may not
+// redefine.
 template <class T>
 float rsqrtf(T x) {
   return 1.0f / std::sqrt(static_cast<float>(x));

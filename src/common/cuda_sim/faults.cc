@@ -21,7 +21,8 @@ constexpr size_t kSignalStackBytes = 64 * 1024;
 constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE};
 struct sigaction previous[3];
 
-// What the handler found, for the fiber that it sends to report_fault. A fiber belongs to one worker: no two write one.
+// What the handler found, for the fiber that it sends to report_fault. A fiber belongs to one
+// worker: no two write one.
 struct Found {
   int signal;
   void* address;
@@ -30,7 +31,8 @@ struct Found {
 Found found[kMaxWorkers];
 
 #if defined(__x86_64__)
-constexpr size_t kEntryMisalignment = 8;  // a function starts just after `call` pushed a return address
+constexpr size_t kEntryMisalignment =
+    8;  // a function starts just after `call` pushed a return address
 #else
 constexpr size_t kEntryMisalignment = 0;
 #endif
@@ -66,10 +68,12 @@ uintptr_t* stack_pointer(ucontext_t* context) {
   if (what.signal == SIGFPE)
     std::snprintf(text, sizeof text, "integer division by zero");
   else if (offset < kSlotBytes - kStackBytes)
-    std::snprintf(text, sizeof text, "stack overflow: local variables exceed %zu KB", kStackBytes / 1024);
+    std::snprintf(text, sizeof text, "stack overflow: local variables exceed %zu KB",
+                  kStackBytes / 1024);
   else
     std::snprintf(text, sizeof text, "invalid address %p", what.address);
-  static_cast<Block*>(thread.block)->fault(thread, std::string(text) + " at " + describe_code_address(what.pc), {"", 0});
+  static_cast<Block*>(thread.block)
+      ->fault(thread, std::string(text) + " at " + describe_code_address(what.pc), {"", 0});
 }
 
 void on_signal(int signal, siginfo_t* info, void* raw) {
@@ -94,7 +98,7 @@ void prepare_thread_for_faults() {
   if (NEEDLE_SIM_ASAN) return;  // its own report says more
   static std::once_flag once;
   std::call_once(once, [] {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     for (size_t i = 0; i < 3; ++i) sigaction(kSignals[i], &action, &previous[i]);
@@ -103,8 +107,10 @@ void prepare_thread_for_faults() {
   if (ready) return;
   ready = true;
   stack_t stack{};
-  if (sigaltstack(nullptr, &stack) == 0 && !(stack.ss_flags & SS_DISABLE)) return;  // somebody's, and good enough
-  stack.ss_sp = mmap(nullptr, kSignalStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (sigaltstack(nullptr, &stack) == 0 && !(stack.ss_flags & SS_DISABLE))
+    return;  // somebody's, and good enough
+  stack.ss_sp =
+      mmap(nullptr, kSignalStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   stack.ss_size = kSignalStackBytes;
   stack.ss_flags = 0;
   if (stack.ss_sp != MAP_FAILED) sigaltstack(&stack, nullptr);
@@ -123,11 +129,14 @@ std::string describe_code_address(const void* pc) {
   uint16_t elf_type;
   std::memcpy(&elf_type, base + 16, sizeof elf_type);
   char offset[32];
-  std::snprintf(offset, sizeof offset, "0x%zx", static_cast<size_t>(static_cast<const char*>(pc) - (elf_type == 2 ? nullptr : base)));
+  std::snprintf(
+      offset, sizeof offset, "0x%zx",
+      static_cast<size_t>(static_cast<const char*>(pc) - (elf_type == 2 ? nullptr : base)));
   text = std::string(module.dli_fname) + "+" + offset;
-  // binutils come with the compiler that built this. Inlined callers follow the innermost place; the first that is not
-  // the emulator's own header is the kernel's line.
-  const std::string command = std::string("addr2line -i -e '") + module.dli_fname + "' " + offset + " 2>/dev/null";
+  // binutils come with the compiler that built this. Inlined callers follow the innermost place;
+  // the first that is not the emulator's own header is the kernel's line.
+  const std::string command =
+      std::string("addr2line -i -e '") + module.dli_fname + "' " + offset + " 2>/dev/null";
   FILE* pipe = popen(command.c_str(), "r");
   if (!pipe) return text;
   char line[1024];

@@ -1,23 +1,17 @@
 #include "fiber.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
-#include <pthread.h>
-
-#include <cstdlib>
 #include <mutex>
 #include <stdexcept>
 
-#if (!defined(__x86_64__) && !defined(__aarch64__)) || defined(NEEDLE_SIM_FORCE_UCONTEXT)
-#define NEEDLE_SIM_UCONTEXT 1
+#if NEEDLE_SIM_UCONTEXT
 #include <ucontext.h>
-#else
-#define NEEDLE_SIM_UCONTEXT 0
 #endif
 
 #if NEEDLE_SIM_ASAN
 #include <sanitizer/asan_interface.h>
-#include <sanitizer/common_interface_defs.h>
 #endif
 
 namespace needle::sim {
@@ -33,8 +27,8 @@ char* bottom_of_stack(int index) {
   return stack_region + (static_cast<size_t>(index) << kStackShift) + (kSlotBytes - kStackBytes);
 }
 
-// All stacks begin at the same offset of a cache line's set otherwise, and a barrier would be nothing but conflict
-// misses: three lines are about what a waiting thread touches.
+// All stacks begin at the same offset of a cache line's set otherwise, and a barrier would be
+// nothing but conflict misses: three lines are about what a waiting thread touches.
 size_t colour(int index) { return static_cast<size_t>(index) * 192 % 4096; }
 
 }  // namespace
@@ -43,7 +37,8 @@ void reserve_stacks() {
   static std::once_flag once;
   std::call_once(once, [] {
     const size_t bytes = kSlotBytes * kMaxWorkers * kMaxBlockThreads;
-    void* region = mmap(nullptr, bytes + kSlotBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* region = mmap(nullptr, bytes + kSlotBytes, PROT_NONE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (region == MAP_FAILED) throw std::runtime_error("cuda_sim: no address space for stacks");
     const uintptr_t first = reinterpret_cast<uintptr_t>(region) + kSlotBytes - 1;
     stack_region = reinterpret_cast<char*>(first & ~(uintptr_t(kSlotBytes) - 1));
@@ -52,7 +47,7 @@ void reserve_stacks() {
 
 #if NEEDLE_SIM_UCONTEXT
 
-static void swap(Context& from, Context& to) {
+void swap_stacks(Context& from, Context& to) {
   ucontext_t here;
   from.saved = &here;
   swapcontext(&here, static_cast<ucontext_t*>(to.saved));
@@ -70,8 +65,9 @@ static void* first_frame(char* bottom, char* top, void (*entry)()) {
 
 #else
 
-// needle_sim_switch(void** save_stack_pointer, void* stack_pointer): pushes the registers that a call preserves, changes
-// stacks, pops. Floating point control words are not kept: kernels do not change them.
+// needle_sim_switch(void** save_stack_pointer, void* stack_pointer): pushes the registers that a
+// call preserves, changes stacks, pops. Floating point control words are not kept: kernels do not
+// change them.
 #if defined(__x86_64__)
 asm(R"(
 .text
@@ -139,15 +135,11 @@ constexpr int kSavedWords = 20;
 constexpr int kReturnWord = 11;  // x30
 #endif
 
-extern "C" __attribute__((visibility("hidden"))) void needle_sim_switch(void** save, void* stack_pointer);
-
-static inline void swap(Context& from, Context& to) { needle_sim_switch(&from.saved, to.saved); }
-
 // What needle_sim_switch would have left there, had `entry` called it as its first act.
 static void* first_frame(char*, char* top, void (*entry)()) {
   auto** stack = reinterpret_cast<void**>(top) - 4;
-  // A null return address ends backtraces. On x86-64 it lies where `call` would have pushed it, 8 bytes below a multiple
-  // of 16, and the word under it is what `ret` pops.
+  // A null return address ends backtraces. On x86-64 it lies where `call` would have pushed it, 8
+  // bytes below a multiple of 16, and the word under it is what `ret` pops.
   stack[0] = stack[1] = nullptr;
   stack -= kSavedWords;
   for (int i = 0; i < kSavedWords; ++i) stack[i] = nullptr;
@@ -168,30 +160,6 @@ void prepare_fiber(int index, Context& context, void (*entry)()) {
   context.stack_bytes = kStackBytes;
   context.asan_fake_stack = nullptr;
   context.saved = first_frame(bottom, bottom + kStackBytes - colour(index), entry);
-}
-
-void switch_context(Context& from, Context& to) {
-#if NEEDLE_SIM_ASAN
-  __sanitizer_start_switch_fiber(&from.asan_fake_stack, to.stack_bottom, to.stack_bytes);
-  swap(from, to);
-  __sanitizer_finish_switch_fiber(from.asan_fake_stack, nullptr, nullptr);
-#else
-  swap(from, to);
-#endif
-}
-
-void leave_context(Context& from, Context& to) {
-#if NEEDLE_SIM_ASAN
-  __sanitizer_start_switch_fiber(nullptr, to.stack_bottom, to.stack_bytes);
-#endif
-  swap(from, to);
-  std::abort();
-}
-
-void arrived() {
-#if NEEDLE_SIM_ASAN
-  __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
-#endif
 }
 
 void describe_own_stack(Context& context) {

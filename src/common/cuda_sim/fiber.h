@@ -14,6 +14,18 @@
 #define NEEDLE_SIM_ASAN 0
 #endif
 
+#if NEEDLE_SIM_ASAN
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#if (!defined(__x86_64__) && !defined(__aarch64__)) || defined(NEEDLE_SIM_FORCE_UCONTEXT)
+#define NEEDLE_SIM_UCONTEXT 1
+#else
+#define NEEDLE_SIM_UCONTEXT 0
+extern "C" __attribute__((visibility("hidden"))) void needle_sim_switch(void** save_stack_pointer,
+                                                                        void* stack_pointer);
+#endif
+
 namespace needle::sim {
 
 // Reserves the region of all stacks once per process. Stacks get memory when they are first used.
@@ -22,11 +34,39 @@ void reserve_stacks();
 // Makes stack number `index` ready to start `entry` with the switch that first leads there.
 void prepare_fiber(int index, Context& context, void (*entry)());
 
-void switch_context(Context& from, Context& to);
+#if NEEDLE_SIM_UCONTEXT
+void swap_stacks(Context& from, Context& to);
+#else
+inline void swap_stacks(Context& from, Context& to) { needle_sim_switch(&from.saved, to.saved); }
+#endif
+
+// Inline, as the frames of a waiting thread are what a barrier's cache misses are made of.
+inline __attribute__((always_inline)) void switch_context(Context& from, Context& to) {
+#if NEEDLE_SIM_ASAN
+  __sanitizer_start_switch_fiber(&from.asan_fake_stack, to.stack_bottom, to.stack_bytes);
+  swap_stacks(from, to);
+  __sanitizer_finish_switch_fiber(from.asan_fake_stack, nullptr, nullptr);
+#else
+  swap_stacks(from, to);
+#endif
+}
+
 // The same for a flow that will never run again.
-[[noreturn]] void leave_context(Context& from, Context& to);
-// First thing in `entry`: completes the switch.
-void arrived();
+[[noreturn]] inline void leave_context(Context& from, Context& to) {
+#if NEEDLE_SIM_ASAN
+  __sanitizer_start_switch_fiber(nullptr, to.stack_bottom, to.stack_bytes);
+#endif
+  swap_stacks(from, to);
+  __builtin_trap();
+}
+
+// First thing in `entry` of prepare_fiber: completes the switch.
+inline void arrived() {
+#if NEEDLE_SIM_ASAN
+  __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
+#endif
+}
+
 // Tells the context of an ordinary thread, which this is called on, about its stack.
 void describe_own_stack(Context& context);
 

@@ -31,14 +31,16 @@ std::map<const void*, size_t>& opted_in() {
 size_t dynamic_shared_limit(const void* function) {
   std::lock_guard<std::mutex> lock(opt_in_mutex());
   const auto found = opted_in().find(function);
-  return found == opted_in().end() ? kSharedBytesDefault : std::max(found->second, kSharedBytesDefault);
+  return found == opted_in().end() ? kSharedBytesDefault
+                                   : std::max(found->second, kSharedBytesDefault);
 }
 
 std::string text(dim3 v) {
   return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
 }
 
-// A grid that is being run. Workers draw blocks from `next` until there are none or one has faulted.
+// A grid that is being run. Workers draw blocks from `next` until there are none or one has
+// faulted.
 struct Grid {
   const Launch& launch;
   OrderOption order;
@@ -73,7 +75,8 @@ Block& block_of_worker(int worker) {
   return *blocks[worker];
 }
 
-// Threads that sleep until there is a grid. The caller works too and does not wait for those that woke too late.
+// Threads that sleep until there is a grid. The caller works too and does not wait for those that
+// woke too late.
 class Pool {
  public:
   explicit Pool(int helpers) {
@@ -132,8 +135,8 @@ int worker_count() {
   return std::clamp(n, 1, kMaxWorkers);
 }
 
-// One grid at a time. Held across fork, so that a child never starts inside somebody's grid; the pool's threads do not
-// exist in the child, which makes new ones.
+// One grid at a time. Held across fork, so that a child never starts inside somebody's grid; the
+// pool's threads do not exist in the child, which makes new ones.
 std::mutex grid_mutex;
 Pool* pool = nullptr;
 
@@ -165,8 +168,10 @@ std::string check_launch(const Launch& launch) {
            " threads (at most 1024; per axis 1024, 1024, 64)";
   const size_t limit = dynamic_shared_limit(launch.function);
   if (launch.smem > limit)
-    return refused + std::to_string(launch.smem) + " bytes of dynamic shared memory (at most " + std::to_string(limit) +
-           (limit == kSharedBytesDefault ? "; allow_dynamic_shared asks for more)" : ", as asked for)");
+    return refused + std::to_string(launch.smem) + " bytes of dynamic shared memory (at most " +
+           std::to_string(limit) +
+           (limit == kSharedBytesDefault ? "; allow_dynamic_shared asks for more)"
+                                         : ", as asked for)");
   return "";
 }
 

@@ -1,5 +1,5 @@
-// __half and __nv_bfloat16 with the intrinsics of cuda_fp16.h and cuda_bf16.h. Arithmetic is done in float32 and rounded
-// once, which for + - * / gives the correctly rounded 16-bit result.
+// __half and __nv_bfloat16 with the intrinsics of cuda_fp16.h and cuda_bf16.h. Arithmetic is done
+// in float32 and rounded once, which for + - * / gives the correctly rounded 16-bit result.
 #pragma once
 
 #include <cmath>
@@ -32,6 +32,8 @@ struct Small {
   Small& operator*=(Small b) { return *this = *this * b; }
   Small& operator/=(Small b) { return *this = *this / b; }
 
+  friend Small operator-(Small a) { return from_bits(a.bits ^ 0x8000u); }
+  // clang-format off
 #define OP(op) \
   friend Small operator op(Small a, Small b) { return Small(float(a) op float(b)); }
   OP(+) OP(-) OP(*) OP(/)
@@ -40,7 +42,7 @@ struct Small {
   friend bool operator op(Small a, Small b) { return float(a) op float(b); }
   OP(==) OP(!=) OP(<) OP(<=) OP(>) OP(>=)
 #undef OP
-  friend Small operator-(Small a) { return from_bits(a.bits ^ 0x8000u); }
+  // clang-format on
 };
 
 template <class T>
@@ -48,10 +50,12 @@ struct __align__(4) SmallPair {
   T x, y;
   SmallPair() = default;
   SmallPair(T x_, T y_) : x(x_), y(y_) {}
+  // clang-format off
 #define OP(op) \
   friend SmallPair operator op(SmallPair a, SmallPair b) { return {a.x op b.x, a.y op b.y}; }
   OP(+) OP(-) OP(*) OP(/)
 #undef OP
+  // clang-format on
 };
 
 }  // namespace needle::sim
@@ -96,49 +100,63 @@ inline __nv_bfloat16 __low2bfloat16(__nv_bfloat162 h) { return h.x; }
 inline __nv_bfloat16 __high2bfloat16(__nv_bfloat162 h) { return h.y; }
 
 // The __h... family is the same for both formats, and for pairs element by element.
-#define NEEDLE_SIM_SMALL template <class F> inline
-#define NEEDLE_SIM_S needle::sim::Small<F>
-#define NEEDLE_SIM_PAIR needle::sim::SmallPair<needle::sim::Small<F>>
-#define UNARY(name, expression)                                                            \
-  NEEDLE_SIM_SMALL NEEDLE_SIM_S name(NEEDLE_SIM_S a) { return NEEDLE_SIM_S(expression); }
-#define PAIRED(name, expression)                                                                            \
-  NEEDLE_SIM_SMALL NEEDLE_SIM_S name(NEEDLE_SIM_S a, NEEDLE_SIM_S b) { return NEEDLE_SIM_S(expression); }   \
-  NEEDLE_SIM_SMALL NEEDLE_SIM_PAIR name##2(NEEDLE_SIM_PAIR a, NEEDLE_SIM_PAIR b) {                          \
-    return {name(a.x, b.x), name(a.y, b.y)};                                                                \
+// clang-format off
+#define UNARY(name, R, expression) \
+  template <class F> R name(needle::sim::Small<F> a) { return R(expression); }
+#define BINARY(name, R, expression) \
+  template <class F> R name(needle::sim::Small<F> a, needle::sim::Small<F> b) { return R(expression); }
+#define PAIRED(name, pair_name, expression)                                                     \
+  BINARY(name, needle::sim::Small<F>, expression)                                               \
+  template <class F>                                                                            \
+  needle::sim::SmallPair<needle::sim::Small<F>> pair_name(                                      \
+      needle::sim::SmallPair<needle::sim::Small<F>> a,                                          \
+      needle::sim::SmallPair<needle::sim::Small<F>> b) {                                        \
+    return {name(a.x, b.x), name(a.y, b.y)};                                                    \
   }
-#define COMPARE(name, op) \
-  NEEDLE_SIM_SMALL bool name(NEEDLE_SIM_S a, NEEDLE_SIM_S b) { return float(a) op float(b); }
-PAIRED(__hadd, float(a) + float(b))
-PAIRED(__hsub, float(a) - float(b))
-PAIRED(__hmul, float(a) * float(b))
-PAIRED(__hmax, std::fmax(float(a), float(b)))
-PAIRED(__hmin, std::fmin(float(a), float(b)))
-NEEDLE_SIM_SMALL NEEDLE_SIM_S __hdiv(NEEDLE_SIM_S a, NEEDLE_SIM_S b) { return a / b; }
-NEEDLE_SIM_SMALL NEEDLE_SIM_PAIR __h2div(NEEDLE_SIM_PAIR a, NEEDLE_SIM_PAIR b) { return a / b; }
-NEEDLE_SIM_SMALL NEEDLE_SIM_S __hfma(NEEDLE_SIM_S a, NEEDLE_SIM_S b, NEEDLE_SIM_S c) {
-  return NEEDLE_SIM_S(std::fma(float(a), float(b), float(c)));
+PAIRED(__hadd, __hadd2, float(a) + float(b))
+PAIRED(__hsub, __hsub2, float(a) - float(b))
+PAIRED(__hmul, __hmul2, float(a) * float(b))
+PAIRED(__hdiv, __h2div, float(a) / float(b))
+PAIRED(__hmax, __hmax2, std::fmax(float(a), float(b)))
+PAIRED(__hmin, __hmin2, std::fmin(float(a), float(b)))
+BINARY(__heq, bool, float(a) == float(b))
+BINARY(__hne, bool, float(a) != float(b))
+BINARY(__hlt, bool, float(a) < float(b))
+BINARY(__hle, bool, float(a) <= float(b))
+BINARY(__hgt, bool, float(a) > float(b))
+BINARY(__hge, bool, float(a) >= float(b))
+UNARY(__hisnan, bool, std::isnan(float(a)))
+UNARY(__hisinf, int, std::isinf(float(a)) ? (float(a) > 0 ? 1 : -1) : 0)
+UNARY(__hneg, needle::sim::Small<F>, -a)
+UNARY(__habs, needle::sim::Small<F>, needle::sim::Small<F>::from_bits(a.bits & 0x7fffu))
+UNARY(hexp, needle::sim::Small<F>, std::exp(float(a)))
+UNARY(hexp2, needle::sim::Small<F>, std::exp2(float(a)))
+UNARY(hlog, needle::sim::Small<F>, std::log(float(a)))
+UNARY(hsqrt, needle::sim::Small<F>, std::sqrt(float(a)))
+UNARY(hrsqrt, needle::sim::Small<F>, 1.0f / std::sqrt(float(a)))
+UNARY(hrcp, needle::sim::Small<F>, 1.0f / float(a))
+UNARY(hsin, needle::sim::Small<F>, std::sin(float(a)))
+UNARY(hcos, needle::sim::Small<F>, std::cos(float(a)))
+#undef UNARY
+#undef BINARY
+#undef PAIRED
+// clang-format on
+
+template <class F>
+needle::sim::Small<F> __hfma(needle::sim::Small<F> a, needle::sim::Small<F> b,
+                             needle::sim::Small<F> c) {
+  return std::fma(float(a), float(b), float(c));
 }
-NEEDLE_SIM_SMALL NEEDLE_SIM_PAIR __hfma2(NEEDLE_SIM_PAIR a, NEEDLE_SIM_PAIR b, NEEDLE_SIM_PAIR c) {
+template <class T>
+needle::sim::SmallPair<T> __hfma2(needle::sim::SmallPair<T> a, needle::sim::SmallPair<T> b,
+                                  needle::sim::SmallPair<T> c) {
   return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};
 }
-COMPARE(__heq, ==) COMPARE(__hne, !=) COMPARE(__hlt, <) COMPARE(__hle, <=) COMPARE(__hgt, >) COMPARE(__hge, >=)
-NEEDLE_SIM_SMALL bool __hisnan(NEEDLE_SIM_S a) { return std::isnan(float(a)); }
-NEEDLE_SIM_SMALL int __hisinf(NEEDLE_SIM_S a) { return std::isinf(float(a)) ? (float(a) > 0 ? 1 : -1) : 0; }
-NEEDLE_SIM_SMALL NEEDLE_SIM_S __hneg(NEEDLE_SIM_S a) { return -a; }
-NEEDLE_SIM_SMALL NEEDLE_SIM_S __habs(NEEDLE_SIM_S a) { return NEEDLE_SIM_S::from_bits(a.bits & 0x7fffu); }
-UNARY(hexp, std::exp(float(a)))
-UNARY(hexp2, std::exp2(float(a)))
-UNARY(hlog, std::log(float(a)))
-UNARY(hsqrt, std::sqrt(float(a)))
-UNARY(hrsqrt, 1.0f / std::sqrt(float(a)))
-UNARY(hrcp, 1.0f / float(a))
-UNARY(hsin, std::sin(float(a)))
-UNARY(hcos, std::cos(float(a)))
-NEEDLE_SIM_SMALL float __low2float(NEEDLE_SIM_PAIR h) { return h.x; }
-NEEDLE_SIM_SMALL float __high2float(NEEDLE_SIM_PAIR h) { return h.y; }
-#undef UNARY
-#undef PAIRED
-#undef COMPARE
-#undef NEEDLE_SIM_SMALL
-#undef NEEDLE_SIM_S
-#undef NEEDLE_SIM_PAIR
+template <class T>
+float __low2float(needle::sim::SmallPair<T> h) {
+  return h.x;
+}
+template <class T>
+float __high2float(needle::sim::SmallPair<T> h) {
+  return h.y;
+}

@@ -33,11 +33,12 @@ void run_thread(void* args) {
 }
 
 template <auto K, class... Params, class... Args>
-bool launch_as(void (*)(Params...), const char* name, dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
-               std::string& error, Args&&... args) {
+bool launch_as(void (*)(Params...), const char* name, dim3 grid, dim3 block, size_t smem,
+               cudaStream_t stream, std::string& error, Args&&... args) {
   static_assert(sizeof...(Params) == sizeof...(Args), "launch: wrong number of kernel arguments");
   std::tuple<Params...> values(std::forward<Args>(args)...);
-  Launch launch{name, reinterpret_cast<const void*>(K), grid, block, smem, run_thread<K, Params...>, &values};
+  Launch launch{name, reinterpret_cast<const void*>(K), grid,   block,
+                smem, run_thread<K, Params...>,         &values};
   error = check_launch(launch);
   if (!error.empty()) return false;
   if (streams_are_lazy()) {
@@ -52,8 +53,8 @@ bool launch_as(void (*)(Params...), const char* name, dim3 grid, dim3 block, siz
 }
 
 template <auto K, class... Args>
-bool launch(const char* name, dim3 grid, dim3 block, size_t smem, cudaStream_t stream, std::string& error,
-            Args&&... args) {
+bool launch(const char* name, dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
+            std::string& error, Args&&... args) {
   return launch_as<K>(K, name, grid, block, smem, stream, error, std::forward<Args>(args)...);
 }
 

@@ -1,12 +1,14 @@
-// A race detector for kernels. Kernel files are compiled with -fsanitize=thread and linked against the hooks below
-// instead of libtsan: every load and store calls one. This file is compiled without the flag, and is empty unless
-// NEEDLE_RACE is defined. Kernels need g++ and -fno-tree-loop-distribute-patterns: clang, and loops that became a
-// memset, leave accesses without a hook.
+// A race detector for kernels. Kernel files are compiled with -fsanitize=thread and linked against
+// the hooks below instead of libtsan: every load and store calls one. This file is compiled without
+// the flag, and is empty unless NEEDLE_RACE is defined. Kernels need g++ and
+// -fno-tree-loop-distribute-patterns: clang, and loops that became a memset, leave accesses without
+// a hook.
 //
-// Two accesses to a byte, at least one a write and not both atomic, race unless they come from one thread, from one
-// block with a __syncthreads between, or from one warp with a __syncwarp between that both lanes took part in. Shuffles
-// order nothing. Since this is decided from who synchronised with whom, and not from the order in which threads happened
-// to run, one run in one order is enough.
+// Two accesses to a byte, at least one a write and not both atomic, race unless they come from one
+// thread, from one block with a __syncthreads between, or from one warp with a __syncwarp between
+// that both lanes took part in. Shuffles order nothing. Since this is decided from who synchronised
+// with whom, and not from the order in which threads happened to run, one run in one order is
+// enough.
 #if defined(NEEDLE_RACE)
 
 #include <cstddef>
@@ -30,7 +32,8 @@ struct Access {
   bool atomic = false;
 };
 
-// The last write and two readers. A reader is dropped only for one that it is ordered before, or for one further away.
+// The last write and two readers. A reader is dropped only for one that it is ordered before, or
+// for one further away.
 struct Cell {
   Access write, read[2];
 };
@@ -41,7 +44,8 @@ struct Page {
 };
 
 uint32_t launch_number = 0;
-std::unordered_map<uintptr_t, Page*> pages;  // kept from launch to launch: the number tells which entries are stale
+std::unordered_map<uintptr_t, Page*>
+    pages;  // kept from launch to launch: the number tells which entries are stale
 uintptr_t last_page_number = ~uintptr_t(0);
 Page* last_page = nullptr;
 
@@ -60,10 +64,12 @@ Cell& cell_of(uintptr_t address) {
   return last_page->cells[address % kPageBytes];
 }
 
-// Whether `earlier` (made before, in the order of this run) happens before what `now` does in every order.
+// Whether `earlier` (made before, in the order of this run) happens before what `now` does in every
+// order.
 bool ordered(const Access& earlier, const Access& now, bool shared) {
   if (earlier.launch != now.launch) return true;
-  if (earlier.block != now.block) return shared;  // the next block's shared memory is another memory
+  if (earlier.block != now.block)
+    return shared;  // the next block's shared memory is another memory
   if (earlier.thread == now.thread || earlier.epoch < now.epoch) return true;
   const int warp = now.thread / kWarpSize;
   return earlier.thread / kWarpSize == warp &&
@@ -75,12 +81,13 @@ std::string name_of(const Access& access, bool write) {
          describe_code_address(kAnchor + access.code) + ")";
 }
 
-[[noreturn]] void report(Block& block, Thread& thread, uintptr_t address, const Access& earlier, bool earlier_writes,
-                         const Access& now, bool now_writes) {
+[[noreturn]] void report(Block& block, Thread& thread, uintptr_t address, const Access& earlier,
+                         bool earlier_writes, const Access& now, bool now_writes) {
   block.fault(thread,
-              "data race on " + block.describe(reinterpret_cast<const void*>(address)) + ": " + name_of(now, now_writes) +
-                  " and an earlier " + name_of(earlier, earlier_writes) + " by " +
-                  block.place_of(earlier.block, earlier.thread) + " with no synchronisation between",
+              "data race on " + block.describe(reinterpret_cast<const void*>(address)) + ": " +
+                  name_of(now, now_writes) + " and an earlier " + name_of(earlier, earlier_writes) +
+                  " by " + block.place_of(earlier.block, earlier.thread) +
+                  " with no synchronisation between",
               {"", 0});
 }
 
@@ -128,7 +135,8 @@ void access(const void* start, size_t bytes, bool write, bool atomic, const void
   }
 }
 
-// --- what the scheduler tells ---------------------------------------------------------------------------------------
+// --- what the scheduler tells
+// ---------------------------------------------------------------------------------------
 
 void begin_launch() { ++launch_number; }
 
@@ -153,7 +161,9 @@ void sync_warp(Thread& thread, uint32_t mask) {
     }
 }
 
-void runtime_access(const void* start, size_t bytes, bool write, const void* pc) { access(start, bytes, write, false, pc); }
+void runtime_access(const void* start, size_t bytes, bool write, const void* pc) {
+  access(start, bytes, write, false, pc);
+}
 
 const RaceHooks hooks{begin_launch, begin_block, sync_warp, runtime_access};
 const bool installed = (race_hooks = &hooks) != nullptr;
@@ -162,19 +172,21 @@ const bool installed = (race_hooks = &hooks) != nullptr;
 
 }  // namespace needle::sim
 
-// --- what instrumented code calls -----------------------------------------------------------------------------------
+// --- what instrumented code calls
+// -----------------------------------------------------------------------------------
 
 #define PC __builtin_return_address(0)
 #define HOOK extern "C" __attribute__((visibility("hidden")))
 
 using needle::sim::access;
 
-#define SIZED(n)                                                                          \
-  HOOK void __tsan_read##n(void* p) { access(p, n, false, false, PC); }                   \
-  HOOK void __tsan_write##n(void* p) { access(p, n, true, false, PC); }                   \
-  HOOK void __tsan_unaligned_read##n(void* p) { access(p, n, false, false, PC); }         \
-  HOOK void __tsan_unaligned_write##n(void* p) { access(p, n, true, false, PC); }         \
-  HOOK void __tsan_volatile_read##n(void* p) { access(p, n, false, false, PC); }          \
+// clang-format off
+#define SIZED(n)                                                                     \
+  HOOK void __tsan_read##n(void* p) { access(p, n, false, false, PC); }              \
+  HOOK void __tsan_write##n(void* p) { access(p, n, true, false, PC); }              \
+  HOOK void __tsan_unaligned_read##n(void* p) { access(p, n, false, false, PC); }    \
+  HOOK void __tsan_unaligned_write##n(void* p) { access(p, n, true, false, PC); }    \
+  HOOK void __tsan_volatile_read##n(void* p) { access(p, n, false, false, PC); }     \
   HOOK void __tsan_volatile_write##n(void* p) { access(p, n, true, false, PC); }
 SIZED(1) SIZED(2) SIZED(4) SIZED(8) SIZED(16)
 
@@ -188,38 +200,44 @@ HOOK void __tsan_vptr_read(void**) {}
 HOOK void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 HOOK void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
-#define FETCH(bits, op)                                                                         \
-  HOOK uint##bits##_t __tsan_atomic##bits##_fetch_##op(uint##bits##_t* p, uint##bits##_t v, int) { \
-    access(p, bits / 8, true, true, PC);                                                        \
-    return __atomic_fetch_##op(p, v, __ATOMIC_SEQ_CST);                                         \
+#define FETCH(bits, op)                                                                \
+  HOOK uint##bits##_t __tsan_atomic##bits##_fetch_##op(uint##bits##_t* p,              \
+                                                       uint##bits##_t v, int) {        \
+    access(p, bits / 8, true, true, PC);                                               \
+    return __atomic_fetch_##op(p, v, __ATOMIC_SEQ_CST);                                \
   }
-#define EXCHANGE(bits, strength)                                                                                 \
-  HOOK int __tsan_atomic##bits##_compare_exchange_##strength(uint##bits##_t* p, uint##bits##_t* expected,        \
-                                                             uint##bits##_t v, int, int) {                       \
-    access(p, bits / 8, true, true, PC);                                                                         \
-    return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);               \
+#define EXCHANGE(bits, strength)                                                       \
+  HOOK int __tsan_atomic##bits##_compare_exchange_##strength(                          \
+      uint##bits##_t* p, uint##bits##_t* expected, uint##bits##_t v, int, int) {       \
+    access(p, bits / 8, true, true, PC);                                               \
+    return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST,        \
+                                       __ATOMIC_SEQ_CST);                              \
   }
-#define ATOMIC(bits)                                                                                             \
-  FETCH(bits, add) FETCH(bits, sub) FETCH(bits, and) FETCH(bits, or) FETCH(bits, xor) FETCH(bits, nand)          \
-  EXCHANGE(bits, strong) EXCHANGE(bits, weak)                                                                    \
-  HOOK uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {                                 \
-    access(p, bits / 8, false, true, PC);                                                                        \
-    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                                                 \
-  }                                                                                                              \
-  HOOK void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {                              \
-    access(p, bits / 8, true, true, PC);                                                                         \
-    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                                                    \
-  }                                                                                                              \
-  HOOK uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p, uint##bits##_t v, int) {                 \
-    access(p, bits / 8, true, true, PC);                                                                         \
-    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                                          \
-  }                                                                                                              \
-  HOOK uint##bits##_t __tsan_atomic##bits##_compare_exchange_val(uint##bits##_t* p, uint##bits##_t expected,     \
-                                                                 uint##bits##_t v, int, int) {                   \
-    access(p, bits / 8, true, true, PC);                                                                         \
-    __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);                     \
-    return expected;                                                                                             \
+#define ATOMIC(bits)                                                                   \
+  FETCH(bits, add) FETCH(bits, sub) FETCH(bits, and)                                   \
+  FETCH(bits, or) FETCH(bits, xor) FETCH(bits, nand)                                   \
+  EXCHANGE(bits, strong) EXCHANGE(bits, weak)                                          \
+  HOOK uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {       \
+    access(p, bits / 8, false, true, PC);                                              \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                       \
+  }                                                                                    \
+  HOOK void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {    \
+    access(p, bits / 8, true, true, PC);                                               \
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                          \
+  }                                                                                    \
+  HOOK uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p,                \
+                                                     uint##bits##_t v, int) {          \
+    access(p, bits / 8, true, true, PC);                                               \
+    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                \
+  }                                                                                    \
+  HOOK uint##bits##_t __tsan_atomic##bits##_compare_exchange_val(                      \
+      uint##bits##_t* p, uint##bits##_t expected, uint##bits##_t v, int, int) {        \
+    access(p, bits / 8, true, true, PC);                                               \
+    __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST,              \
+                                __ATOMIC_SEQ_CST);                                     \
+    return expected;                                                                   \
   }
 ATOMIC(8) ATOMIC(16) ATOMIC(32) ATOMIC(64)
+// clang-format on
 
 #endif  // NEEDLE_RACE

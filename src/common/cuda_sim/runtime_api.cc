@@ -34,7 +34,6 @@ using Clock = std::chrono::steady_clock;
 struct Stream {
   bool blocking = true;  // waits for the default stream, and it for this one
   bool is_default = false;
-  bool running = false;
   std::deque<Item> items;
 };
 
@@ -50,7 +49,7 @@ namespace {
 // Recursive, since work that waits for another stream runs that stream's work.
 std::recursive_mutex mutex;
 uint64_t issued = 0;
-Stream default_stream{true, true, false, {}};
+Stream default_stream{true, true, {}};
 std::vector<Stream*>& streams() {
   static std::vector<Stream*> all{&default_stream};
   return all;
@@ -81,7 +80,8 @@ void run_first(Stream& stream, std::string& fault) {
 
 // Everything of `stream` issued up to `sequence`.
 void run_until(Stream& stream, uint64_t sequence, std::string& fault) {
-  while (!stream.items.empty() && stream.items.front().sequence <= sequence) run_first(stream, fault);
+  while (!stream.items.empty() && stream.items.front().sequence <= sequence)
+    run_first(stream, fault);
 }
 
 cudaError_t wait_for(Stream& stream, uint64_t sequence) {
@@ -132,15 +132,19 @@ bool streams_are_lazy() {
   return wanted && std::string(wanted) == "lazy";
 }
 
-void enqueue(cudaStream_t stream, std::function<std::string()> work) { issue(stream, std::move(work)); }
+void enqueue(cudaStream_t stream, std::function<std::string()> work) {
+  issue(stream, std::move(work));
+}
 
 }  // namespace needle::sim
 
 using namespace needle::sim;
 
-// --- memory ---------------------------------------------------------------------------------------------------------
+// --- memory
+// ---------------------------------------------------------------------------------------------------------
 
-// Exact sizes, so that AddressSanitizer sees the first byte past the end; 0xff, so that what nobody wrote is NaN.
+// Exact sizes, so that AddressSanitizer sees the first byte past the end; 0xff, so that what nobody
+// wrote is NaN.
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   *pointer = nullptr;
   if (bytes == 0) return cudaSuccess;
@@ -158,7 +162,9 @@ cudaError_t cudaFree(void* pointer) {
   std::free(pointer);
   return error;
 }
-cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) { return cudaMalloc(pointer, bytes); }
+cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
+  return cudaMalloc(pointer, bytes);
+}
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
   return do_or_issue(stream, [pointer] {
     if (pointer) bytes_in_use -= malloc_usable_size(pointer);
@@ -173,7 +179,8 @@ cudaError_t cudaFreeHost(void* pointer) {
   std::free(pointer);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
+                            cudaStream_t stream) {
   return do_or_issue(stream, [=] { std::memmove(to, from, bytes); });
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
@@ -183,22 +190,27 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   return do_or_issue(stream, [=] { std::memset(to, value, bytes); });
 }
-cudaError_t cudaMemset(void* to, int value, size_t bytes) { return cudaMemsetAsync(to, value, bytes, nullptr); }
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  return cudaMemsetAsync(to, value, bytes, nullptr);
+}
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   *total = total_bytes();
   *free_bytes = *total - std::min<size_t>(*total, bytes_in_use);
   return cudaSuccess;
 }
 
-// --- streams and events ---------------------------------------------------------------------------------------------
+// --- streams and events
+// ---------------------------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
-  *stream = new Stream{!(flags & cudaStreamNonBlocking), false, false, {}};
+  *stream = new Stream{!(flags & cudaStreamNonBlocking), false, {}};
   streams().push_back(*stream);
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithFlags(stream, cudaStreamDefault); }
+cudaError_t cudaStreamCreate(cudaStream_t* stream) {
+  return cudaStreamCreateWithFlags(stream, cudaStreamDefault);
+}
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   if (!stream) return remember(cudaErrorInvalidResourceHandle);
   const cudaError_t error = cudaStreamSynchronize(stream);
@@ -208,7 +220,9 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   delete stream;
   return error;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait_for(stream_or_default(stream), UINT64_MAX); }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  return wait_for(stream_or_default(stream), UINT64_MAX);
+}
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   return stream_or_default(stream).items.empty() ? cudaSuccess : cudaErrorNotReady;
@@ -227,7 +241,9 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = new Event;
   return cudaSuccess;
 }
-cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, cudaEventDefault); }
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  return cudaEventCreateWithFlags(event, cudaEventDefault);
+}
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   if (!event) return remember(cudaErrorInvalidResourceHandle);
   const cudaError_t error = cudaEventSynchronize(event);
@@ -248,7 +264,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return event->done ? cudaSuccess : wait_for(*event->stream, event->sequence);
 }
-cudaError_t cudaEventQuery(cudaEvent_t event) { return event->done ? cudaSuccess : cudaErrorNotReady; }
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return event->done ? cudaSuccess : cudaErrorNotReady;
+}
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
   if (event->done) return cudaSuccess;
@@ -267,7 +285,8 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
   return cudaSuccess;
 }
 
-// --- the device -----------------------------------------------------------------------------------------------------
+// --- the device
+// -----------------------------------------------------------------------------------------------------
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;
@@ -277,7 +296,9 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : remember(cudaErrorInvalidDevice); }
+cudaError_t cudaSetDevice(int device) {
+  return device == 0 ? cudaSuccess : remember(cudaErrorInvalidDevice);
+}
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device != 0) return remember(cudaErrorInvalidDevice);
   switch (attribute) {
@@ -307,8 +328,15 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device != 0) return remember(cudaErrorInvalidDevice);
-  *properties = {"needle cuda_sim",       total_bytes(), kSharedBytesDefault, kSharedBytesMax, compute_capability() / 10,
-                 compute_capability() % 10, 4,             kWarpSize,           kMaxBlockThreads};
+  *properties = {"needle cuda_sim",
+                 total_bytes(),
+                 kSharedBytesDefault,
+                 kSharedBytesMax,
+                 compute_capability() / 10,
+                 compute_capability() % 10,
+                 4,
+                 kWarpSize,
+                 kMaxBlockThreads};
   return cudaSuccess;
 }
 

@@ -1,5 +1,6 @@
 // The part of the CUDA runtime API that needle uses, on host memory. Streams run at once or, with
-// NEEDLE_SIM_STREAMS=lazy, only when somebody waits for them, which shows a missing synchronisation.
+// NEEDLE_SIM_STREAMS=lazy, only when somebody waits for them, which shows a missing
+// synchronisation.
 #pragma once
 
 #include <cstddef>
@@ -121,5 +122,7 @@ inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
   *pool = nullptr;
   return cudaSuccess;
 }
-inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
+inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) {
+  return cudaSuccess;
+}
 inline cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }

@@ -19,7 +19,8 @@ const RaceHooks* race_hooks = nullptr;
 
 namespace {
 
-// Room between shared variables, so that an overrun meets something: 0xff, or poison under AddressSanitizer.
+// Room between shared variables, so that an overrun meets something: 0xff, or poison under
+// AddressSanitizer.
 constexpr size_t kSharedGap = NEEDLE_SIM_ASAN ? 128 : 0;
 constexpr size_t kArenaBytes = 1 << 20;
 
@@ -63,11 +64,13 @@ OrderOption order_option() {
   if (order == "reverse") return {Order::kReverse, 0, true};
   if (order.rfind("random:", 0) == 0)
     return {Order::kRandom, std::strtoull(order.c_str() + 7, nullptr, 10), true};
-  throw std::invalid_argument("NEEDLE_SIM_ORDER is '" + order + "' (accepted: forward, reverse, random:SEED)");
+  throw std::invalid_argument("NEEDLE_SIM_ORDER is '" + order +
+                              "' (accepted: forward, reverse, random:SEED)");
 }
 
 Block::Block(int worker) : worker_(worker) {
-  void* memory = mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory = mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("cuda_sim: no memory for shared memory");
   arena_ = static_cast<char*>(memory);
 }
@@ -92,7 +95,8 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
   if (order.order == Order::kRandom) {
     start_order_.resize(n_threads_);
     std::iota(start_order_.begin(), start_order_.end(), 0u);
-    for (unsigned i = n_threads_; i > 1; --i) std::swap(start_order_[i - 1], start_order_[random() % i]);
+    for (unsigned i = n_threads_; i > 1; --i)
+      std::swap(start_order_[i - 1], start_order_[random() % i]);
   }
 #if NEEDLE_SIM_ASAN
   __asan_poison_memory_region(arena_, kArenaBytes);
@@ -114,9 +118,11 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
   return std::move(fault_);
 }
 
-// --- threads and fibers ---------------------------------------------------------------------------------------------
+// --- threads and fibers
+// ---------------------------------------------------------------------------------------------
 
-// A fiber takes thread after thread while nobody waits: a kernel without barriers is one fiber in a loop.
+// A fiber takes thread after thread while nobody waits: a kernel without barriers is one fiber in a
+// loop.
 void Block::runner() {
   arrived();
   Thread& thread = self();
@@ -145,7 +151,9 @@ Thread* Block::take_fiber() {
 
 void Block::start_thread(Thread& thread) {
   const unsigned i = started_++;
-  thread.rank = order_.order == Order::kForward ? i : order_.order == Order::kReverse ? n_threads_ - 1 - i : start_order_[i];
+  thread.rank = order_.order == Order::kForward   ? i
+                : order_.order == Order::kReverse ? n_threads_ - 1 - i
+                                                  : start_order_[i];
   thread.thread_idx = unflatten(thread.rank, block_dim);
   thread.waits_for = nullptr;
   warps[thread.rank / kWarpSize].lane[thread.rank % kWarpSize] = &thread;
@@ -166,7 +174,8 @@ void Block::exit_thread(Thread& thread) {
   }
 }
 
-// The thread or runner to go on with: `idle_runner` itself if it may start another thread, null if there is nothing.
+// The thread or runner to go on with: `idle_runner` itself if it may start another thread, null if
+// there is nothing.
 Thread* Block::next(Thread* idle_runner) {
   const bool can_start = started_ < n_threads_;
   if (ready_count_ > 0 && !(can_start && order_.order == Order::kRandom && random() % 2)) {
@@ -175,7 +184,8 @@ Thread* Block::next(Thread* idle_runner) {
       taken = (ready_head_ + ready_count_ - 1) % kMaxBlockThreads;
     } else {
       if (order_.order == Order::kRandom)
-        std::swap(ready_[ready_head_], ready_[(ready_head_ + random() % ready_count_) % kMaxBlockThreads]);
+        std::swap(ready_[ready_head_],
+                  ready_[(ready_head_ + random() % ready_count_) % kMaxBlockThreads]);
       ready_head_ = (ready_head_ + 1) % kMaxBlockThreads;
     }
     --ready_count_;
@@ -192,7 +202,7 @@ void Block::make_ready(Thread* thread) {
 
 void Block::suspend(Thread& thread) {
   Thread* following = next(nullptr);
-  if (!following) fault(thread, std::string("deadlock at ") + thread.waits_for, thread.wait_site, true);
+  if (!following) deadlock(thread);
   switch_context(thread.context, following->context);
 }
 
@@ -203,15 +213,15 @@ uint64_t Block::random() {
   return random_state_ >> 11;
 }
 
-// --- barriers and warp operations -----------------------------------------------------------------------------------
+// --- barriers and warp operations
+// -----------------------------------------------------------------------------------
 
 int Block::barrier(Thread& thread, BarrierKind kind, int predicate, Site site) {
   if (n_at_barrier_ == 0) {
     barrier_kind_ = kind;
     barrier_site_ = site;
   } else if (kind != barrier_kind_ || !same_site(site, barrier_site_)) {
-    fault(thread, std::string("divergent barrier: ") + barrier_name(kind) + " here, while others are at " +
-                      barrier_name(barrier_kind_) + " (" + text(barrier_site_) + ")", site, true);
+    divergent_barrier(thread, kind, site);
   }
   barrier_true_ += predicate != 0;
   ++barrier_arrived_;
@@ -243,24 +253,22 @@ void Block::complete_barrier() {
   ++epoch;
 }
 
-void Block::collective(Thread& thread, uint32_t mask, void* frame, const Collective& op, Site site) {
+void Block::collective(Thread& thread, uint32_t mask, void* frame, const Collective& op,
+                       Site site) {
   Warp& warp = warps[thread.rank / kWarpSize];
   const uint32_t lane = 1u << thread.rank % kWarpSize;
-  if (!(mask & lane))
-    fault(thread, std::string(op.name) + ": mask " + hex(mask) + " does not name the calling lane " +
-                      std::to_string(thread.rank % kWarpSize), site);
   thread.mask = mask;
   thread.frame = frame;
   thread.collective = &op;
   thread.wait_site = site;
+  if (!(mask & lane)) not_in_mask(thread);
   warp.waiting |= lane;
   for (uint32_t others = warp.waiting & mask & ~lane; others != 0; others &= others - 1) {
     const Thread& other = *warp.lane[__builtin_ctz(others)];
-    if (!(other.mask & lane)) continue;  // that lane is at something this one takes no part in, and may yet come
+    if (!(other.mask & lane))
+      continue;  // that lane is at something this one takes no part in, and may yet come
     if (other.mask != mask || other.collective->run != op.run || !same_site(other.wait_site, site))
-      fault(thread, std::string("divergent warp operation: ") + op.name + " with mask " + hex(mask) + " here, while lane " +
-                        std::to_string(other.rank % kWarpSize) + " is at " + other.collective->name + " with mask " +
-                        hex(other.mask) + " (" + text(other.wait_site) + ")", site, true);
+      divergent_warp(thread, other);
     break;  // the others agree with this one
   }
   if (!complete_collective(warp, mask, thread)) {
@@ -269,8 +277,9 @@ void Block::collective(Thread& thread, uint32_t mask, void* frame, const Collect
   }
 }
 
-// If every live lane of `mask` has come: runs the operation and wakes all but the one that is running.
-bool Block::complete_collective(Warp& warp, uint32_t mask, Thread& any) {
+// If every live lane of `mask` has come: runs the operation and wakes all but the one that is
+// running.
+__attribute__((noinline)) bool Block::complete_collective(Warp& warp, uint32_t mask, Thread& any) {
   const uint32_t wanted = mask & warp.live;
   if ((warp.waiting & wanted) != wanted) return false;
   Lanes lanes{wanted, {}};
@@ -280,7 +289,8 @@ bool Block::complete_collective(Warp& warp, uint32_t mask, Thread& any) {
     lanes.frame[i] = warp.lane[i]->frame;
   }
   any.collective->run(lanes);
-  if (race_hooks && any.collective->name == std::string("__syncwarp")) race_hooks->sync_warp(any, wanted);
+  if (race_hooks && any.collective->name == std::string("__syncwarp"))
+    race_hooks->sync_warp(any, wanted);
   warp.waiting &= ~wanted;
   for (uint32_t left = wanted; left != 0; left &= left - 1) {
     Thread* thread = warp.lane[__builtin_ctz(left)];
@@ -289,7 +299,8 @@ bool Block::complete_collective(Warp& warp, uint32_t mask, Thread& any) {
   return true;
 }
 
-// --- shared memory --------------------------------------------------------------------------------------------------
+// --- shared memory
+// --------------------------------------------------------------------------------------------------
 
 // The first thread to arrive at a declaration reserves the variable and fills it with NaN.
 char* Block::shared(const void* declaration, const char* name, size_t bytes, size_t alignment) {
@@ -299,12 +310,17 @@ char* Block::shared(const void* declaration, const char* name, size_t bytes, siz
   const size_t step = std::max<size_t>(alignment, 16);
   char* address = arena_ + (arena_used_ + kSharedGap + step - 1) / step * step;
   arena_used_ = static_cast<size_t>(address - arena_) + bytes;
-  if (declaration && (shared_bytes_ > kSharedBytesDefault || arena_used_ + kSharedGap > kArenaBytes))
-    fault(self(), std::string("static shared memory: ") + std::to_string(shared_bytes_) + " bytes with `" + name +
-                      "` (at most " + std::to_string(kSharedBytesDefault) + ")", {"", 0});
+  if (declaration &&
+      (shared_bytes_ > kSharedBytesDefault || arena_used_ + kSharedGap > kArenaBytes))
+    fault(self(),
+          std::string("static shared memory: ") + std::to_string(shared_bytes_) + " bytes with `" +
+              name + "` (at most " + std::to_string(kSharedBytesDefault) + ")",
+          {"", 0});
   if (declaration && shared_bytes_ + launch->smem > kSharedBytesMax)
-    fault(self(), "shared memory: " + std::to_string(shared_bytes_ + launch->smem) + " bytes, static and dynamic (at most " +
-                      std::to_string(kSharedBytesMax) + ")", {"", 0});
+    fault(self(),
+          "shared memory: " + std::to_string(shared_bytes_ + launch->smem) +
+              " bytes, static and dynamic (at most " + std::to_string(kSharedBytesMax) + ")",
+          {"", 0});
 #if NEEDLE_SIM_ASAN
   __asan_unpoison_memory_region(address, bytes);
 #endif
@@ -313,21 +329,25 @@ char* Block::shared(const void* declaration, const char* name, size_t bytes, siz
   return address;
 }
 
-// --- faults ---------------------------------------------------------------------------------------------------------
+// --- faults
+// ---------------------------------------------------------------------------------------------------------
 
 std::string Block::place_of(uint64_t block, unsigned rank) const {
-  return "block " + text(unflatten(block, grid_dim)) + ", thread " + text(unflatten(rank, block_dim));
+  return "block " + text(unflatten(block, grid_dim)) + ", thread " +
+         text(unflatten(rank, block_dim));
 }
 
 bool Block::in_shared(const void* address) const {
-  return static_cast<const char*>(address) >= arena_ && static_cast<const char*>(address) < arena_ + kArenaBytes;
+  return static_cast<const char*>(address) >= arena_ &&
+         static_cast<const char*>(address) < arena_ + kArenaBytes;
 }
 
 std::string Block::describe(const void* address) const {
   for (const SharedVariable& variable : shared_) {
     const std::ptrdiff_t offset = static_cast<const char*>(address) - variable.address;
     if (offset >= 0 && static_cast<size_t>(offset) < variable.bytes)
-      return std::string("shared memory `") + variable.name + "` + " + std::to_string(offset) + " bytes";
+      return std::string("shared memory `") + variable.name + "` + " + std::to_string(offset) +
+             " bytes";
   }
   std::ostringstream out;
   out << "global memory " << address;
@@ -341,7 +361,8 @@ std::string Block::waiting_threads() const {
     const Thread& thread = thread_table[static_cast<unsigned>(worker_ * kMaxBlockThreads) + i];
     if (thread.waits_for) waiting.push_back(&thread);
   }
-  std::sort(waiting.begin(), waiting.end(), [](const Thread* a, const Thread* b) { return a->rank < b->rank; });
+  std::sort(waiting.begin(), waiting.end(),
+            [](const Thread* a, const Thread* b) { return a->rank < b->rank; });
   std::string lines;
   for (size_t i = 0; i < waiting.size();) {
     size_t end = i + 1;
@@ -349,7 +370,8 @@ std::string Block::waiting_threads() const {
            same_site(waiting[end]->wait_site, waiting[i]->wait_site))
       ++end;
     lines += "\n  ";
-    lines += end - i > 1 ? "threads " + text(waiting[i]->thread_idx) + " to " + text(waiting[end - 1]->thread_idx) + " wait"
+    lines += end - i > 1 ? "threads " + text(waiting[i]->thread_idx) + " to " +
+                               text(waiting[end - 1]->thread_idx) + " wait"
                          : "thread " + text(waiting[i]->thread_idx) + " waits";
     lines += std::string(" at ") + waiting[i]->waits_for + " (" + text(waiting[i]->wait_site) + ")";
     i = end;
@@ -357,15 +379,45 @@ std::string Block::waiting_threads() const {
   return lines;
 }
 
+// Functions of their own, since room for the texts in the frames of waiting threads would slow
+// every barrier.
+__attribute__((noinline)) void Block::deadlock(Thread& thread) {
+  fault(thread, std::string("deadlock at ") + thread.waits_for, thread.wait_site, true);
+}
+__attribute__((noinline)) void Block::divergent_barrier(Thread& thread, BarrierKind kind,
+                                                        Site site) {
+  fault(thread,
+        std::string("divergent barrier: ") + barrier_name(kind) + " here, while others are at " +
+            barrier_name(barrier_kind_) + " (" + text(barrier_site_) + ")",
+        site, true);
+}
+
+__attribute__((noinline)) void Block::divergent_warp(Thread& thread, const Thread& other) {
+  fault(thread,
+        std::string("divergent warp operation: ") + thread.collective->name + " with mask " +
+            hex(thread.mask) + " here, while lane " + std::to_string(other.rank % kWarpSize) +
+            " is at " + other.collective->name + " with mask " + hex(other.mask) + " (" +
+            text(other.wait_site) + ")",
+        thread.wait_site, true);
+}
+__attribute__((noinline)) void Block::not_in_mask(Thread& thread) {
+  fault(thread,
+        std::string(thread.collective->name) + ": mask " + hex(thread.mask) +
+            " does not name the calling lane " + std::to_string(thread.rank % kWarpSize),
+        thread.wait_site);
+}
+
 void Block::fault(Thread& thread, const std::string& what, Site site, bool list_waiting) {
   thread.waits_for = nullptr;
-  fault_ = std::string("[") + launch->kernel_name + "] " + what + ": " + place_of(linear_index, thread.rank);
+  fault_ = std::string("[") + launch->kernel_name + "] " + what + ": " +
+           place_of(linear_index, thread.rank);
   if (site.line) fault_ += ", " + text(site);
   if (list_waiting) fault_ += waiting_threads();
   leave_context(thread.context, main_);
 }
 
-// --- what kernels call ----------------------------------------------------------------------------------------------
+// --- what kernels call
+// ----------------------------------------------------------------------------------------------
 
 int block_barrier(BarrierKind kind, int predicate, Site site) {
   Thread& thread = self();
@@ -380,7 +432,8 @@ void* shared_memory(const void* declaration, const char* name, size_t bytes, siz
 }
 void* dynamic_shared() {
   Block& block = block_of(self());
-  if (block.launch->smem == 0) block.fault(self(), "dynamic shared memory is used, but the launch asked for none", {"", 0});
+  if (block.launch->smem == 0)
+    block.fault(self(), "dynamic shared memory is used, but the launch asked for none", {"", 0});
   return block.shared(nullptr, "", 0, 1);
 }
 void fault(const std::string& what, Site site) {

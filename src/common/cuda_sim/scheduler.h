@@ -1,4 +1,5 @@
-// One worker runs one block at a time: its CUDA threads take turns on fibers. Internal to the runtime.
+// One worker runs one block at a time: its CUDA threads take turns on fibers. Internal to the
+// runtime.
 #pragma once
 
 #include <string>
@@ -46,7 +47,8 @@ class Block : public BlockIndex {
   int barrier(Thread& thread, BarrierKind kind, int predicate, Site site);
   void collective(Thread& thread, uint32_t mask, void* frame, const Collective& op, Site site);
   char* shared(const void* declaration, const char* name, size_t bytes, size_t alignment);
-  [[noreturn]] void fault(Thread& thread, const std::string& what, Site site, bool list_waiting = false);
+  [[noreturn]] void fault(Thread& thread, const std::string& what, Site site,
+                          bool list_waiting = false);
 
   // For messages: where a thread is, what lies at an address.
   std::string place_of(uint64_t block, unsigned rank) const;
@@ -68,6 +70,10 @@ class Block : public BlockIndex {
   void suspend(Thread& thread);
   void complete_barrier();
   bool complete_collective(Warp& warp, uint32_t mask, Thread& any);
+  [[noreturn]] void deadlock(Thread& thread);
+  [[noreturn]] void divergent_barrier(Thread& thread, BarrierKind kind, Site site);
+  [[noreturn]] void divergent_warp(Thread& thread, const Thread& other);
+  [[noreturn]] void not_in_mask(Thread& thread);
   std::string waiting_threads() const;
   uint64_t random();
 

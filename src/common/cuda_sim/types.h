@@ -12,30 +12,32 @@
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
-// NEEDLE_SIM_VECTORS(row): row(type, element, alignments of the 1-, 2-, 3- and 4-vectors), as in CUDA's vector_types.h.
-#define NEEDLE_SIM_VECTORS(row)                        \
-  row(char, signed char, 1, 2, 1, 4)                   \
-  row(uchar, unsigned char, 1, 2, 1, 4)                \
-  row(short, short, 2, 4, 2, 8)                        \
-  row(ushort, unsigned short, 2, 4, 2, 8)              \
-  row(int, int, 4, 8, 4, 16)                           \
-  row(uint, unsigned int, 4, 8, 4, 16)                 \
-  row(longlong, long long, 8, 16, 8, 16)               \
-  row(ulonglong, unsigned long long, 8, 16, 8, 16)     \
-  row(float, float, 4, 8, 4, 16)                       \
+// clang-format off
+// row(prefix, element, alignments of the 1-, 2-, 3- and 4-vectors), as in CUDA's vector_types.h.
+#define NEEDLE_SIM_VECTORS(row)                    \
+  row(char, signed char, 1, 2, 1, 4)               \
+  row(uchar, unsigned char, 1, 2, 1, 4)            \
+  row(short, short, 2, 4, 2, 8)                    \
+  row(ushort, unsigned short, 2, 4, 2, 8)          \
+  row(int, int, 4, 8, 4, 16)                       \
+  row(uint, unsigned int, 4, 8, 4, 16)             \
+  row(longlong, long long, 8, 16, 8, 16)           \
+  row(ulonglong, unsigned long long, 8, 16, 8, 16) \
+  row(float, float, 4, 8, 4, 16)                   \
   row(double, double, 8, 16, 8, 16)
 
-#define ROW(prefix, T, a1, a2, a3, a4)                                          \
-  struct __align__(a1) prefix##1 { T x; };                                      \
-  struct __align__(a2) prefix##2 { T x, y; };                                   \
-  struct __align__(a3) prefix##3 { T x, y, z; };                                \
-  struct __align__(a4) prefix##4 { T x, y, z, w; };                             \
-  constexpr prefix##1 make_##prefix##1(T x) { return {x}; }                     \
-  constexpr prefix##2 make_##prefix##2(T x, T y) { return {x, y}; }             \
-  constexpr prefix##3 make_##prefix##3(T x, T y, T z) { return {x, y, z}; }     \
+#define ROW(prefix, T, a1, a2, a3, a4)                                      \
+  struct __align__(a1) prefix##1 { T x; };                                  \
+  struct __align__(a2) prefix##2 { T x, y; };                               \
+  struct __align__(a3) prefix##3 { T x, y, z; };                            \
+  struct __align__(a4) prefix##4 { T x, y, z, w; };                         \
+  constexpr prefix##1 make_##prefix##1(T x) { return {x}; }                 \
+  constexpr prefix##2 make_##prefix##2(T x, T y) { return {x, y}; }         \
+  constexpr prefix##3 make_##prefix##3(T x, T y, T z) { return {x, y, z}; } \
   constexpr prefix##4 make_##prefix##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 NEEDLE_SIM_VECTORS(ROW)
 #undef ROW
+// clang-format on
 
 struct dim3 {
   unsigned x, y, z;

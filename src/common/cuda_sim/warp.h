@@ -1,4 +1,5 @@
-// Warp operations: each is a frame that a lane publishes and a loop over the frames, run once by the last lane.
+// Warp operations: each is a frame that a lane publishes and a loop over the frames, run once by
+// the last lane.
 #pragma once
 
 #include "thread.h"
@@ -27,8 +28,9 @@ void shuffle_lanes(Lanes& lanes) {
 
 template <class T>
 T shuffle(uint32_t mask, T value, int source, const char* name, Site site) {
-  static constexpr Collective up{"__shfl_up_sync", shuffle_lanes<T>}, down{"__shfl_down_sync", shuffle_lanes<T>},
-      from{"__shfl_sync", shuffle_lanes<T>}, exchange{"__shfl_xor_sync", shuffle_lanes<T>};
+  static constexpr Collective up{"__shfl_up_sync", shuffle_lanes<T>},
+      down{"__shfl_down_sync", shuffle_lanes<T>}, from{"__shfl_sync", shuffle_lanes<T>},
+      exchange{"__shfl_xor_sync", shuffle_lanes<T>};
   const Collective& op = *name == 'u' ? up : *name == 'd' ? down : *name == 'x' ? exchange : from;
   ShuffleFrame<T> frame{value, value, source};
   collective(mask, &frame, op, site);
@@ -61,7 +63,8 @@ template <class T, class R>
 uint32_t lanes_equal_to(const Lanes& lanes, T wanted) {
   uint32_t found = 0;
   for (int i = 0; i < kWarpSize; ++i)
-    if (lanes.frame[i] && std::memcmp(&static_cast<VoteFrame<T, R>*>(lanes.frame[i])->value, &wanted, sizeof(T)) == 0)
+    if (lanes.frame[i] &&
+        std::memcmp(&static_cast<VoteFrame<T, R>*>(lanes.frame[i])->value, &wanted, sizeof(T)) == 0)
       found |= 1u << i;
   return found;
 }
@@ -80,7 +83,9 @@ T fold_lanes(const Lanes& lanes, F&& f) {
 inline void no_exchange(Lanes&) {}
 inline constexpr Collective kSyncWarp{"__syncwarp", no_exchange};
 
-inline unsigned ballot_lanes(const Lanes& lanes, unsigned) { return lanes_equal_to<unsigned, unsigned>(lanes, 1u); }
+inline unsigned ballot_lanes(const Lanes& lanes, unsigned) {
+  return lanes_equal_to<unsigned, unsigned>(lanes, 1u);
+}
 template <class T>
 unsigned match_any_lanes(const Lanes& lanes, T mine) {
   return lanes_equal_to<T, unsigned>(lanes, mine);
@@ -98,26 +103,31 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, NEEDLE_SIM_SITE) {
   needle::sim::collective(mask, &frame, needle::sim::kSyncWarp, site);
 }
 
-// As in CUDA: width cuts the warp into pieces, and a source outside the piece leaves one's own value.
+// As in CUDA: width cuts the warp into pieces, and a source outside the piece leaves one's own
+// value.
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32, NEEDLE_SIM_SITE) {
   const int lane = needle::sim::lane_id();
-  return needle::sim::shuffle(mask, value, (lane & ~(width - 1)) | (source & (width - 1)), "from", site);
+  return needle::sim::shuffle(mask, value, (lane & ~(width - 1)) | (source & (width - 1)), "from",
+                              site);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, NEEDLE_SIM_SITE) {
   const int lane = needle::sim::lane_id(), source = lane - static_cast<int>(delta);
-  return needle::sim::shuffle(mask, value, source < (lane & ~(width - 1)) ? -1 : source, "up", site);
+  return needle::sim::shuffle(mask, value, source < (lane & ~(width - 1)) ? -1 : source, "up",
+                              site);
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, NEEDLE_SIM_SITE) {
   const int lane = needle::sim::lane_id(), source = lane + static_cast<int>(delta);
-  return needle::sim::shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, "down", site);
+  return needle::sim::shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, "down",
+                              site);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, NEEDLE_SIM_SITE) {
   const int lane = needle::sim::lane_id(), source = lane ^ lane_mask;
-  return needle::sim::shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, "xor", site);
+  return needle::sim::shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, "xor",
+                              site);
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, NEEDLE_SIM_SITE) {
@@ -150,24 +160,24 @@ unsigned __match_all_sync(unsigned mask, T value, int* predicate, NEEDLE_SIM_SIT
   return equal;
 }
 
-#define NEEDLE_SIM_WARP_REDUCE(name, expression)                                                          \
-  namespace needle::sim {                                                                                 \
-  template <class T>                                                                                      \
-  T name##_lanes(const Lanes& lanes, T) {                                                                 \
-    return fold_lanes<T>(lanes, [](T a, T b) { return expression; });                                     \
-  }                                                                                                       \
-  }                                                                                                       \
-  template <class T>                                                                                      \
-  T __reduce_##name##_sync(unsigned mask, T value, NEEDLE_SIM_SITE) {                                     \
-    static_assert(std::is_integral_v<T> && sizeof(T) == 4, "CUDA reduces int and unsigned only");         \
-    using namespace needle::sim;                                                                          \
-    static constexpr Collective op{"__reduce_" #name "_sync", vote_lanes<T, T, name##_lanes<T>>};         \
-    return vote<T, T, name##_lanes<T>>(mask, value, op, site);                                            \
+#define NEEDLE_SIM_WARP_REDUCE(name, expression)                                                  \
+  namespace needle::sim {                                                                         \
+  template <class T>                                                                              \
+  T name##_lanes(const Lanes& lanes, T) {                                                         \
+    return fold_lanes<T>(lanes, [](T a, T b) { return expression; });                             \
+  }                                                                                               \
+  }                                                                                               \
+  template <class T>                                                                              \
+  T __reduce_##name##_sync(unsigned mask, T value, NEEDLE_SIM_SITE) {                             \
+    static_assert(std::is_integral_v<T> && sizeof(T) == 4, "CUDA reduces int and unsigned only"); \
+    using namespace needle::sim;                                                                  \
+    static constexpr Collective op{"__reduce_" #name "_sync", vote_lanes<T, T, name##_lanes<T>>}; \
+    return vote<T, T, name##_lanes<T>>(mask, value, op, site);                                    \
   }
 NEEDLE_SIM_WARP_REDUCE(add, T(unsigned(a) + unsigned(b)))
 NEEDLE_SIM_WARP_REDUCE(min, a < b ? a : b)
 NEEDLE_SIM_WARP_REDUCE(max, a < b ? b : a)
-NEEDLE_SIM_WARP_REDUCE(and, a & b)
+NEEDLE_SIM_WARP_REDUCE(and, a& b)
 NEEDLE_SIM_WARP_REDUCE(or, a | b)
 NEEDLE_SIM_WARP_REDUCE(xor, a ^ b)
 #undef NEEDLE_SIM_WARP_REDUCE
