@@ -8,7 +8,7 @@ ORDERS = ["forward", "reverse", "random:1", "random:2", "random:3"]
 
 # Each planted fault and the parts that its message must have.
 FAULTS = {
-    "divergent_barrier": ["divergent barrier: __syncthreads", "block (0,0,0), thread (16,0,0)", "faults.cu:", "wait at"],
+    "divergent_barrier": ["divergent barrier: __syncthreads", "block (0,0,0), thread (16,0,0)", "faults.cu:", "wait"],
     "deadlock": ["deadlock", "block (0,0,0)", "wait at __syncthreads (", "wait at __syncwarp (", "thread"],
     "divergent_shuffle": ["divergent warp operation", "__shfl_xor_sync", "__shfl_down_sync", "faults.cu:"],
     "lane_not_in_mask": ["mask 0xf does not name the calling lane 4", "__syncwarp", "thread (4,0,0)", "faults.cu:"],
