@@ -1,0 +1,194 @@
+// Matrix products: out[batch] = op(a[batch]) @ op(b[batch]), or += with accumulate.
+//
+// The product is cut into tiles of `out`, by the shape alone, and the pool hands them out; each is one single-threaded GEMM
+// (gemm_cpu.h). 16-bit floats are converted to float32 piece by piece in buffers of fixed size, one set per thread.
+#include <algorithm>
+
+#include "../common/backend.h"
+#include "../common/gemm_cpu.h"
+#include "../common/parallel.h"
+
+namespace needle::cpu {
+namespace {
+
+constexpr int64_t kTaskFlops = 4 << 20;  // below this a task is not worth handing out
+constexpr int64_t kEnoughTiles = 24;     // tiles that keep a pool of usual size evenly busy
+constexpr int64_t kWidest = 512;         // side of the largest tile
+constexpr int64_t kHalfSide = 256;       // the same for 16-bit floats, and the depth of their pieces
+
+int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
+
+struct Product {
+  int64_t m, k, n, lda, ldb;
+  bool trans_a, trans_b, accumulate;
+};
+
+// Large tiles spend less time on packing, many tiles balance better: halve the longer side while there are too few.
+struct Tiling {
+  int64_t rows, cols, down, across;
+  Tiling(const Product& p, int64_t batch, int64_t widest)
+      : rows(std::min(p.m, widest)), cols(std::min(p.n, widest)) {
+    const auto count = [&] { return batch * ceil_div(p.m, rows) * ceil_div(p.n, cols); };
+    while (count() < kEnoughTiles && std::max(rows, cols) > 64 &&
+           rows * cols * p.k >= kTaskFlops) {
+      int64_t& side = rows > cols ? rows : cols;
+      side = ceil_div(ceil_div(side, 2), 32) * 32;
+    }
+    down = ceil_div(p.m, rows);
+    across = ceil_div(p.n, cols);
+  }
+};
+
+// Element (i, j) of op(x): where it is stored.
+int64_t place(bool trans, int64_t i, int64_t j, int64_t ld) { return trans ? j * ld + i : i * ld + j; }
+
+// to (rows, cols), packed = the part of x (row stride ld) that starts at `from`.
+template <class T>
+void widen(const T* from, int64_t ld, int64_t rows, int64_t cols, float* to) {
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < cols; ++j) to[i * cols + j] = float(from[i * ld + j]);
+}
+
+// One tile: rows i0 .. i0 + rows and columns j0 .. j0 + cols of out.
+template <class T>
+void tile(const Product& p, const T* a, const T* b, T* out, int64_t i0, int64_t rows, int64_t j0,
+          int64_t cols) {
+  if constexpr (std::is_floating_point_v<T>) {
+    gemm_tile(p.trans_a, p.trans_b, rows, cols, p.k, T(1), a + place(p.trans_a, i0, 0, p.lda),
+              p.lda, b + place(p.trans_b, 0, j0, p.ldb), p.ldb, T(p.accumulate),
+              out + i0 * p.n + j0, p.n);
+  } else if constexpr (sizeof(T) == 2) {
+    static thread_local struct {
+      alignas(64) float a[kHalfSide * kHalfSide], b[kHalfSide * kHalfSide], c[kHalfSide * kHalfSide];
+    } wide;
+    if (p.accumulate) widen(out + i0 * p.n + j0, p.n, rows, cols, wide.c);
+    for (int64_t k0 = 0; k0 < p.k; k0 += kHalfSide) {
+      const int64_t depth = std::min(kHalfSide, p.k - k0);
+      widen(a + place(p.trans_a, i0, k0, p.lda), p.lda, p.trans_a ? depth : rows,
+            p.trans_a ? rows : depth, wide.a);
+      widen(b + place(p.trans_b, k0, j0, p.ldb), p.ldb, p.trans_b ? cols : depth,
+            p.trans_b ? depth : cols, wide.b);
+      gemm_tile(p.trans_a, p.trans_b, rows, cols, depth, 1.f, wide.a, p.trans_a ? rows : depth,
+                wide.b, p.trans_b ? depth : cols, k0 > 0 || p.accumulate ? 1.f : 0.f, wide.c, cols);
+    }
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < cols; ++j) out[(i0 + i) * p.n + j0 + j] = T(wide.c[i * cols + j]);
+  } else {
+    for (int64_t i = i0; i < i0 + rows; ++i) {
+      T* row = out + i * p.n + j0;
+      if (!p.accumulate) std::fill(row, row + cols, T(0));
+      for (int64_t k = 0; k < p.k; ++k) {
+        const T factor = a[place(p.trans_a, i, k, p.lda)];
+        const T* from = b + place(p.trans_b, k, j0, p.ldb);
+        const int64_t step = p.trans_b ? p.ldb : 1;
+        for (int64_t j = 0; j < cols; ++j) row[j] = T(row[j] + factor * from[j * step]);
+      }
+    }
+  }
+}
+
+int64_t batch_offset(int64_t item, const Dims& shape, const Dims& strides) {
+  int64_t offset = 0;
+  for (size_t d = shape.size(); d-- > 0; item /= shape[d]) offset += item % shape[d] * strides[d];
+  return offset;
+}
+
+// One b for every item of the batch, and the items of a follow each other: one tall product.
+bool one_tall_product(const Product& p, const Dims& shape, const Dims& a_strides,
+                      const Dims& b_strides) {
+  if (p.trans_a) return false;
+  int64_t next = p.m * p.lda;
+  for (size_t d = shape.size(); d-- > 0; next *= shape[d])
+    if (shape[d] > 1 && (b_strides[d] != 0 || a_strides[d] != next)) return false;
+  return true;
+}
+
+template <class T>
+void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Dims& b_strides,
+              T* out, const Dims& shape) {
+  int64_t batch = 1;
+  for (int64_t d : shape) batch *= d;
+  if (batch * p.m * p.n == 0) return;
+  if (p.k == 0) {
+    if (!p.accumulate) std::fill(out, out + batch * p.m * p.n, T(0.f));
+    return;
+  }
+  if (batch > 1 && one_tall_product(p, shape, a_strides, b_strides)) {
+    p.m *= batch;
+    batch = 1;
+  }
+  const Tiling tiling(p, batch, sizeof(T) == 2 ? kHalfSide : kWidest);
+  const int64_t per_item = tiling.down * tiling.across;
+  const int64_t grain =
+      std::max<int64_t>(1, kTaskFlops / (2 * tiling.rows * tiling.cols * p.k));
+  parallel_ranges(batch * per_item, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t item = task / per_item, at = task % per_item;
+      const int64_t i0 = at % tiling.down * tiling.rows, j0 = at / tiling.down * tiling.cols;
+      const bool batched = batch > 1;
+      tile(p, a + (batched ? batch_offset(item, shape, a_strides) : 0),
+           b + (batched ? batch_offset(item, shape, b_strides) : 0), out + item * p.m * p.n, i0,
+           std::min(tiling.rows, p.m - i0), j0, std::min(tiling.cols, p.n - j0));
+    }
+  });
+}
+
+}  // namespace
+
+void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda, bool trans_a,
+            const Array& b, int64_t b_offset, const Dims& b_batch_strides, int64_t ldb, bool trans_b,
+            const Array& out, const Dims& batch_shape, int64_t m, int64_t k, int64_t n,
+            bool accumulate) {
+  if (a_batch_strides.size() != batch_shape.size() || b_batch_strides.size() != batch_shape.size())
+    throw std::invalid_argument("[matmul] batch strides and batch shape differ in length");
+  // BLAS wants a row stride of at least the row's length, even where there is one row only.
+  const Product p{m,
+                  k,
+                  n,
+                  std::max({lda, trans_a ? m : k, int64_t(1)}),
+                  std::max({ldb, trans_b ? k : n, int64_t(1)}),
+                  trans_a,
+                  trans_b,
+                  accumulate};
+  if ((p.lda != lda && (trans_a ? k : m) > 1) || (p.ldb != ldb && (trans_b ? n : k) > 1))
+    throw std::invalid_argument("[matmul] a row stride is shorter than its row");
+  dispatch_num(a.dtype(), "matmul", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    multiply(p, static_cast<const T*>(a.data<T>()) + a_offset, a_batch_strides,
+             static_cast<const T*>(b.data<T>()) + b_offset, b_batch_strides, out.data<T>(),
+             batch_shape);
+  });
+}
+
+// The course's tiled product: out (m/8, p/8, 8, 8) = a (m/8, n/8, 8, 8) @ b (n/8, p/8, 8, 8); m, n, p are multiples of 8. One
+// tile of out stays in registers while the tiles of a row of a and a column of b go by.
+void matmul_tiled(const Array& a, const Array& b, const Array& out, int64_t m, int64_t n, int64_t p) {
+  constexpr int64_t kSide = 8, kTile = kSide * kSide;
+  if (m % kSide || n % kSide || p % kSide)
+    throw std::invalid_argument("[matmul_tiled] sizes are no multiples of 8: " + std::to_string(m) +
+                                ", " + std::to_string(n) + ", " + std::to_string(p));
+  if (a.size() < m * n || b.size() < n * p || out.size() < m * p)
+    throw std::out_of_range("[matmul_tiled] an array is smaller than its shape says");
+  const int64_t rows = m / kSide, inner = n / kSide, cols = p / kSide;
+  const float *x = a.data<float>(), *y = b.data<float>();
+  float* to = out.data<float>();
+  const int64_t grain = std::max<int64_t>(1, kTaskFlops / (2 * kTile * std::max<int64_t>(n, 1)));
+  parallel_ranges(rows * cols, grain, [&](int64_t begin, int64_t end) {
+    typedef float Row __attribute__((vector_size(kSide * sizeof(float)), aligned(4), may_alias));
+    for (int64_t at = begin; at < end; ++at) {
+      Row sum[kSide] = {};
+      for (int64_t q = 0; q < inner; ++q) {
+        const float* x_tile = x + (at / cols * inner + q) * kTile;
+        const Row* y_tile = reinterpret_cast<const Row*>(y + (q * cols + at % cols) * kTile);
+#pragma GCC unroll 8
+        for (int64_t k = 0; k < kSide; ++k)
+#pragma GCC unroll 8
+          for (int64_t i = 0; i < kSide; ++i) sum[i] += x_tile[i * kSide + k] * y_tile[k];
+      }
+      for (int64_t i = 0; i < kSide; ++i)
+        *reinterpret_cast<Row*>(to + at * kTile + i * kSide) = sum[i];
+    }
+  });
+}
+
+}  // namespace needle::cpu

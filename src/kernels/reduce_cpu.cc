@@ -1,0 +1,285 @@
+// Reductions over the middle axis: out[o, i] = reduce over r of a[o, r, i].
+//
+// Rows (inner == 1) are cut into segments, each reduced in kLanes running values that g++ keeps in vector registers; columns are
+// reduced in strips of kStrip neighbours, kGroup rows at a time. The cuts depend on the shape alone. Partial sums of
+// segments and groups are added in float64, so that the error of a float32 sum does not grow with its length.
+#include <algorithm>
+#include <limits>
+
+#include "../common/backend.h"
+#include "../common/parallel.h"
+
+namespace needle::cpu {
+namespace {
+
+constexpr int64_t kLanes = 64;      // running values of a row
+constexpr int64_t kSegment = 4096;  // elements of a row reduced before their result is combined
+constexpr int64_t kStrip = 64;      // neighbouring columns reduced together
+constexpr int64_t kGroup = 64;      // rows of a strip reduced before their result is combined
+constexpr int64_t kWork = 1 << 15;  // elements per task
+constexpr int64_t kMaxPieces = 64;  // of one row, or one strip, when there are few of them
+
+// Each operation: R is the type of running values, W that of combined ones, `take` adds an element, `join` a partial result.
+template <class C, class RunningT, class WideT>
+struct Types {
+  using R = RunningT;
+  using W = WideT;
+};
+template <class C>
+using SumTypes = std::conditional_t<std::is_floating_point_v<C>, Types<C, C, double>,
+                                    Types<C, int64_t, int64_t>>;
+template <class C>
+struct Sum : SumTypes<C> {
+  using R = typename SumTypes<C>::R;
+  using W = typename SumTypes<C>::W;
+  static constexpr R first() { return 0; }
+  static R take(R running, C x) { return running + R(x); }
+  static W join(W a, W b) { return a + b; }
+};
+template <class C>
+struct SumSquares : Sum<C> {
+  using R = typename Sum<C>::R;
+  static R take(R running, C x) { return running + R(x) * R(x); }
+};
+template <class C>
+struct Product : SumTypes<C> {
+  using R = typename SumTypes<C>::R;
+  using W = typename SumTypes<C>::W;
+  static constexpr R first() { return 1; }
+  static R take(R running, C x) { return running * R(x); }
+  static W join(W a, W b) { return a * b; }
+};
+// NaN wins: a running NaN is kept because no comparison with it is true.
+template <class C>
+struct Max : Types<C, C, C> {
+  static constexpr C first() {
+    using Limits = std::numeric_limits<C>;
+    return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
+  }
+  static C take(C running, C x) { return x > running || x != x ? x : running; }
+  static C join(C a, C b) { return take(a, b); }
+};
+template <class C>
+struct Min : Types<C, C, C> {
+  static constexpr C first() {
+    using Limits = std::numeric_limits<C>;
+    return Limits::has_infinity ? Limits::infinity() : Limits::max();
+  }
+  static C take(C running, C x) { return x < running || x != x ? x : running; }
+  static C join(C a, C b) { return take(a, b); }
+};
+
+// --- rows -------------------------------------------------------------------------------------------------------------------
+
+template <class Op, class S, class C>
+typename Op::W reduce_segment(const S* x, int64_t n) {
+  using R = typename Op::R;
+  using W = typename Op::W;
+  R lanes[kLanes];
+  for (int64_t l = 0; l < kLanes; ++l) lanes[l] = Op::first();
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int64_t l = 0; l < kLanes; ++l) lanes[l] = Op::take(lanes[l], C(x[i + l]));
+  for (int64_t l = 0; i < n; ++i, ++l) lanes[l] = Op::take(lanes[l], C(x[i]));
+  W total = W(lanes[0]);
+  for (int64_t l = 1; l < std::min(n, kLanes); ++l) total = Op::join(total, W(lanes[l]));
+  return total;
+}
+
+template <class Op, class S, class C>
+typename Op::W reduce_row(const S* x, int64_t n) {
+  auto total = reduce_segment<Op, S, C>(x, std::min(n, kSegment));
+  for (int64_t i = kSegment; i < n; i += kSegment)
+    total = Op::join(total, reduce_segment<Op, S, C>(x + i, std::min(kSegment, n - i)));
+  return total;
+}
+
+template <class Op, class S, class C, class Out>
+void reduce_rows(const S* x, Out* out, int64_t rows, int64_t n) {
+  // One long row after another, each by all threads; or many rows, some to a task.
+  if (rows < kMaxPieces && n > 2 * kWork) {
+    const int64_t piece = std::max(kWork, (n + kMaxPieces - 1) / kMaxPieces);
+    const int64_t pieces = (n + piece - 1) / piece;
+    for (int64_t row = 0; row < rows; ++row) {
+      typename Op::W partial[kMaxPieces];
+      parallel_for(pieces, [&](int64_t p) {
+        const int64_t begin = p * piece;
+        partial[p] = reduce_row<Op, S, C>(x + row * n + begin, std::min(piece, n - begin));
+      });
+      auto total = partial[0];
+      for (int64_t p = 1; p < pieces; ++p) total = Op::join(total, partial[p]);
+      out[row] = Out(accum_t<Out>(total));
+    }
+    return;
+  }
+  const int64_t grain = std::max<int64_t>(1, kWork / std::max<int64_t>(n, 1));
+  parallel_ranges(rows, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row)
+      out[row] = Out(accum_t<Out>(reduce_row<Op, S, C>(x + row * n, n)));
+  });
+}
+
+// --- columns ----------------------------------------------------------------------------------------------------------------
+
+// total[j] = reduction of x[r * stride + j] over `rows` rows, for j < cols <= kStrip.
+template <class Op, class S, class C>
+void reduce_strip(const S* x, int64_t rows, int64_t stride, int64_t cols, typename Op::W* total) {
+  using W = typename Op::W;
+  for (int64_t j = 0; j < cols; ++j) total[j] = W(Op::first());
+  for (int64_t r0 = 0; r0 < rows; r0 += kGroup) {
+    typename Op::R running[kStrip];
+    for (int64_t j = 0; j < kStrip; ++j) running[j] = Op::first();
+    for (int64_t r = r0; r < std::min(rows, r0 + kGroup); ++r) {
+      const S* row = x + r * stride;
+      if (cols == kStrip)
+        for (int64_t j = 0; j < kStrip; ++j) running[j] = Op::take(running[j], C(row[j]));
+      else
+        for (int64_t j = 0; j < cols; ++j) running[j] = Op::take(running[j], C(row[j]));
+    }
+    for (int64_t j = 0; j < cols; ++j) total[j] = Op::join(total[j], W(running[j]));
+  }
+}
+
+template <class Op, class S, class C, class Out>
+void reduce_columns(const S* x, Out* out, int64_t outer, int64_t rows, int64_t inner) {
+  using W = typename Op::W;
+  const int64_t strips = (inner + kStrip - 1) / kStrip, units = outer * strips;
+  const auto strip_of = [&](int64_t unit, int64_t r0, int64_t r1, W* total) {
+    const int64_t j0 = unit % strips * kStrip;
+    reduce_strip<Op, S, C>(x + (unit / strips * rows + r0) * inner + j0, r1 - r0, inner,
+                           std::min(kStrip, inner - j0), total);
+  };
+  const auto store = [&](int64_t unit, const W* total) {
+    const int64_t j0 = unit % strips * kStrip, cols = std::min(kStrip, inner - j0);
+    for (int64_t j = 0; j < cols; ++j)
+      out[unit / strips * inner + j0 + j] = Out(accum_t<Out>(total[j]));
+  };
+  // Few strips of many rows: cut the rows as well.
+  const int64_t pieces_wanted = std::min(kMaxPieces / std::max<int64_t>(units, 1),
+                                         rows * std::min(inner, kStrip) / kWork);
+  if (pieces_wanted > 1) {
+    const int64_t piece = ((rows + pieces_wanted - 1) / pieces_wanted + kGroup - 1) / kGroup * kGroup;
+    const int64_t pieces = (rows + piece - 1) / piece;
+    W partial[kMaxPieces][kStrip];
+    parallel_for(units * pieces, [&](int64_t task) {
+      const int64_t r0 = task % pieces * piece;
+      strip_of(task / pieces, r0, std::min(rows, r0 + piece), partial[task]);
+    });
+    for (int64_t unit = 0; unit < units; ++unit) {
+      W* total = partial[unit * pieces];
+      for (int64_t p = 1; p < pieces; ++p)
+        for (int64_t j = 0; j < kStrip && j < inner; ++j)
+          total[j] = Op::join(total[j], partial[unit * pieces + p][j]);
+      store(unit, total);
+    }
+    return;
+  }
+  const int64_t grain =
+      std::max<int64_t>(1, kWork / std::max<int64_t>(1, rows * std::min(inner, kStrip)));
+  parallel_ranges(units, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      W total[kStrip];
+      strip_of(unit, 0, rows, total);
+      store(unit, total);
+    }
+  });
+}
+
+template <class Op, class S, class C, class Out>
+void reduce_all(const S* x, Out* out, int64_t outer, int64_t n, int64_t inner) {
+  if (inner == 1)
+    reduce_rows<Op, S, C>(x, out, outer, n);
+  else
+    reduce_columns<Op, S, C>(x, out, outer, n, inner);
+}
+
+// --- the index of the largest or smallest: the first of equals, and the first NaN before anything else ---------------------
+
+template <bool largest, class S, class C>
+void reduce_arg(const S* x, int64_t* out, int64_t outer, int64_t n, int64_t inner) {
+  const int64_t grain = std::max<int64_t>(1, kWork / n);
+  const auto beats = [](C a, C b) {
+    return (largest ? a > b : a < b) || (a != a && b == b);
+  };
+  if (inner == 1) {
+    using Op = std::conditional_t<largest, Max<C>, Min<C>>;
+    parallel_ranges(outer, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        const S* values = x + row * n;
+        const C best = reduce_row<Op, S, C>(values, n);
+        int64_t at = 0;
+        while (!(C(values[at]) == best || (best != best && C(values[at]) != C(values[at])))) ++at;
+        out[row] = at;
+      }
+    });
+    return;
+  }
+  parallel_ranges(outer * inner, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t unit = begin; unit < end; ++unit) {
+      const S* values = x + unit / inner * n * inner + unit % inner;
+      int64_t at = 0;
+      for (int64_t r = 1; r < n; ++r)
+        if (beats(C(values[r * inner]), C(values[at * inner]))) at = r;
+      out[unit] = at;
+    }
+  });
+}
+
+const char* reduce_name(ReduceOp op) {
+  static const char* const names[] = {"reduce_sum",   "reduce_max",    "reduce_min",   "reduce_prod",
+                                      "reduce_sumsq", "reduce_argmax", "reduce_argmin"};
+  return names[int(op)];
+}
+
+}  // namespace
+
+void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_t reduce,
+            int64_t inner) {
+  if (outer * inner == 0) return;
+  const bool needs_element = op != ReduceOp::sum && op != ReduceOp::prod && op != ReduceOp::sumsq;
+  if (reduce == 0 && needs_element)
+    throw std::invalid_argument(std::string("[") + reduce_name(op) +
+                                "] an axis of length 0 has no such element");
+  const auto wrong_out = [&] {
+    return std::invalid_argument(std::string("[") + reduce_name(op) + "] out is " +
+                                 dtype_name(out.dtype()) + " for an input of " +
+                                 dtype_name(a.dtype()));
+  };
+  dispatch_any(a.dtype(), [&](auto tag) {
+    using S = typename decltype(tag)::type;
+    using C = accum_t<S>;
+    const S* x = a.data<S>();
+    if (op == ReduceOp::argmax) {
+      reduce_arg<true, S, C>(x, out.data<int64_t>(), outer, reduce, inner);
+    } else if (op == ReduceOp::argmin) {
+      reduce_arg<false, S, C>(x, out.data<int64_t>(), outer, reduce, inner);
+    } else if (op == ReduceOp::max) {
+      reduce_all<Max<C>, S, C>(x, out.data<S>(), outer, reduce, inner);
+    } else if (op == ReduceOp::min) {
+      reduce_all<Min<C>, S, C>(x, out.data<S>(), outer, reduce, inner);
+    } else if (op == ReduceOp::sumsq) {
+      if constexpr (std::is_same_v<S, double>)
+        reduce_all<SumSquares<C>, S, C>(x, out.data<double>(), outer, reduce, inner);
+      else
+        reduce_all<SumSquares<C>, S, C>(x, out.data<float>(), outer, reduce, inner);
+    } else {
+      const auto run = [&](auto* to) {
+        if (op == ReduceOp::sum)
+          reduce_all<Sum<C>, S, C>(x, to, outer, reduce, inner);
+        else
+          reduce_all<Product<C>, S, C>(x, to, outer, reduce, inner);
+      };
+      if constexpr (std::is_floating_point_v<C>) {
+        run(out.data<S>());
+      } else if (out.dtype() == DType::kInt64) {
+        run(out.data<int64_t>());
+      } else if (out.dtype() == a.dtype()) {
+        run(out.data<S>());
+      } else {
+        throw wrong_out();
+      }
+    }
+  });
+}
+
+}  // namespace needle::cpu
