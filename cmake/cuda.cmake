@@ -5,6 +5,11 @@ if(NOT EXISTS ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cu)
   return()
 endif()
 
+# Compiling for GPUs takes minutes: without being asked to, only where there is one.
+if(NEEDLE_CUDA STREQUAL "AUTO" AND NOT EXISTS /dev/nvidia0 AND NOT EXISTS /dev/dxg)
+  message(STATUS "needle: no GPU here, the CUDA backend is not built (NEEDLE_CUDA=ON builds it all the same)")
+  set(NEEDLE_CUDA OFF)
+endif()
 if(NOT NEEDLE_CUDA STREQUAL "OFF")
   include(CheckLanguage)
   check_language(CUDA)
@@ -43,7 +48,8 @@ if(NEEDLE_CUDA_SIM)
   needle_host_flags(ndarray_backend_cuda_sim)
   if(NEEDLE_RACE)
     # The kernels' memory accesses call the emulator's __tsan_* hooks; libtsan itself is not linked.
-    set_source_files_properties(${sim_wrappers} PROPERTIES COMPILE_OPTIONS "-fsanitize=thread;-g")
+    set_source_files_properties(${sim_wrappers} PROPERTIES COMPILE_OPTIONS
+      "-fsanitize=thread;-g;-O1;-fno-tree-loop-distribute-patterns")
     target_compile_definitions(ndarray_backend_cuda_sim PRIVATE NEEDLE_RACE=1)
   endif()
 endif()
