@@ -311,6 +311,12 @@ class Value:
         return [Value._of(n) for n in self._node.inputs] if self._node is not None else []
 
     @property
+    def input_shapes(self) -> list[tuple[int, ...]]:
+        """The inputs' shapes, without a handle on each: what most gradients need of them."""
+        assert self._node is not None
+        return [(n.spec or _spec_of(n.array if n.op is None else realize(n)))[0] for n in self._node.inputs]
+
+    @property
     def num_outputs(self) -> int:
         return 1
 
@@ -640,14 +646,18 @@ class Tensor(Value):
         raise DTypeError(f"[operator] cannot combine a Tensor with {type(other).__name__} (accepted: Tensor, array, number)")
 
     def __add__(self, other):
+        if isinstance(other, Tensor):
+            return ops.add(self, other)
         other = self._other(other)
-        return ops.EWiseAdd()(self, other) if isinstance(other, Tensor) else ops.AddScalar(other)(self)
+        return ops.add(self, other) if isinstance(other, Tensor) else ops.AddScalar(other)(self)
 
     __radd__ = __add__
 
     def __mul__(self, other):
+        if isinstance(other, Tensor):
+            return ops.multiply(self, other)
         other = self._other(other)
-        return ops.EWiseMul()(self, other) if isinstance(other, Tensor) else ops.MulScalar(other)(self)
+        return ops.multiply(self, other) if isinstance(other, Tensor) else ops.MulScalar(other)(self)
 
     __rmul__ = __mul__
 

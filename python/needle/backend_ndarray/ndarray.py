@@ -427,11 +427,14 @@ class NDArray:
             a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
         function = getattr(device.mod, op)
         if a._shape == b._shape:
-            out = _new(a._shape, "bool" if to_bool else a._dtype, device)
-            size = out._handle.size
-            if a._contiguous and b._contiguous and a._handle.size == size and b._handle.size == size:
-                function(a._handle, b._handle, out._handle)
-                return out
+            if a._contiguous and b._contiguous:
+                out = _like(a, "bool" if to_bool else a._dtype)
+                handle = out._handle
+                if a._handle.size == handle.size == b._handle.size:
+                    function(a._handle, b._handle, handle)
+                    return out
+            else:
+                out = _new(a._shape, "bool" if to_bool else a._dtype, device)
         else:
             shape = broadcast_shape(a._shape, b._shape, op)
             a, b = a.broadcast_to(shape), b.broadcast_to(shape)
@@ -651,6 +654,19 @@ def _new(shape: tuple[int, ...], dtype: str, device: BackendDevice) -> NDArray:
     self._offset = 0
     self._device = device
     self._handle = device.Array(math.prod(shape), dtype)
+    self._dtype = dtype
+    self._contiguous = True
+    return self
+
+
+def _like(a: NDArray, dtype: str) -> NDArray:
+    """_new(a.shape, dtype, a.device) for a contiguous ``a``, whose strides it takes over."""
+    self = NDArray.__new__(NDArray)
+    self._shape = a._shape
+    self._strides = a._strides
+    self._offset = 0
+    self._device = device = a._device
+    self._handle = device.Array(math.prod(a._shape), dtype)
     self._dtype = dtype
     self._contiguous = True
     return self

@@ -49,12 +49,15 @@ class EWiseAdd(_NoRead):
         return a + b
 
     def gradient(self, out_grad, node):
-        a, b = node.inputs
-        return unbroadcast(out_grad, a.shape), unbroadcast(out_grad, b.shape)
+        a_shape, b_shape = node.input_shapes
+        return unbroadcast(out_grad, a_shape), unbroadcast(out_grad, b_shape)
+
+
+_ADD = EWiseAdd()  # ops without parameters hold no state: one object serves every node
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
-    return EWiseAdd()(a, b)
+    return Tensor.make_from_op(_ADD, (a, b))
 
 
 class AddScalar(_NoRead):
@@ -85,8 +88,11 @@ class EWiseMul(_InputRead):
         return unbroadcast(out_grad * b, a.shape), unbroadcast(out_grad * a, b.shape)
 
 
+_MULTIPLY = EWiseMul()
+
+
 def multiply(a: Tensor, b: Tensor) -> Tensor:
-    return EWiseMul()(a, b)
+    return Tensor.make_from_op(_MULTIPLY, (a, b))
 
 
 class MulScalar(_NoRead):
