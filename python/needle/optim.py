@@ -1,1 +1,150 @@
+"""Optimizers: they update parameters in place and keep their state in float32."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .autograd import Tensor
+from .backend_ndarray import NDArray, kernels
+from .backend_ndarray.ndarray import full
+
+
+class Optimizer:
+    """Holds the parameters that ``step`` updates."""
+
+    def __init__(self, params: Iterable[Tensor]):
+        self.params = list(params)
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def reset_grad(self) -> None:
+        """Drops every gradient."""
+        for p in self.params:
+            p.grad = None
+
+    def clip_grad_norm(self, max_norm: float = 0.25) -> float:
+        """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before."""
+        norm = math.sqrt(_global_sumsq([p.grad for p in self.params if p.grad is not None]).item())
+        if norm > max_norm:
+            for p in self.params:
+                if p.grad is not None:
+                    p.grad = Tensor.make_const(p.grad.realize_cached_data() * (max_norm / (norm + 1e-6)))
+        return norm
+
+
+def _global_sumsq(grads: Sequence[Tensor]) -> NDArray:
+    total = kernels.sumsq(grads[0].realize_cached_data())
+    for g in grads[1:]:
+        total = total + kernels.sumsq(g.realize_cached_data())
+    return total
+
+
+class SGD(Optimizer):
+    """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u."""
+
+    def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0):
+        super().__init__(params)
+        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        self.u: dict[Tensor, NDArray] = {}
+
+    def step(self) -> None:
+        for p in self.params:
+            if p.grad is None:
+                continue
+            w, g = p.realize_cached_data(), p.grad.realize_cached_data()
+            if self.weight_decay:
+                g = g + w * self.weight_decay
+            if self.momentum:
+                g = g * (1 - self.momentum)
+                before = self.u.get(p)
+                self.u[p] = g = g if before is None else before * self.momentum + g
+            p.data = Tensor.make_const((w - g * self.lr).astype(w.dtype, copy=False))
+
+
+class Adam(Optimizer):
+    """Adam with L2 regularization added to the gradient. source: Kingma & Ba 2014, arXiv:1412.6980."""
+
+    def __init__(self, params, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+        super().__init__(params)
+        self.lr, self.beta1, self.beta2, self.eps, self.weight_decay = lr, beta1, beta2, eps, weight_decay
+        self.t = 0
+        self.m: dict[Tensor, NDArray] = {}
+        self.v: dict[Tensor, NDArray] = {}
+
+    def step(self) -> None:
+        self.t += 1
+        for p in self.params:
+            if p.grad is None:
+                continue
+            w, g = p.realize_cached_data(), p.grad.realize_cached_data()
+            if self.weight_decay:
+                g = g + w * self.weight_decay
+            m, v = self.m.get(p), self.v.get(p)
+            self.m[p] = m = g * (1 - self.beta1) if m is None else m * self.beta1 + g * (1 - self.beta1)
+            self.v[p] = v = g * g * (1 - self.beta2) if v is None else v * self.beta2 + g * g * (1 - self.beta2)
+            m_hat, v_hat = m / (1 - self.beta1**self.t), v / (1 - self.beta2**self.t)
+            p.data = Tensor.make_const((w - m_hat / (v_hat.sqrt() + self.eps) * self.lr).astype(w.dtype, copy=False))
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, one fused pass per parameter, in place.
+
+    params: Tensors, or groups ``{"params": [...], "lr": ..., "weight_decay": ...}``. Moments are float32 (float64 for float64).
+    source: Loshchilov & Hutter 2019, arXiv:1711.05101.
+    """
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
+        groups = list(params)
+        if not groups or not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        self.groups: list[dict[str, Any]] = [
+            {"lr": lr, "weight_decay": weight_decay, **g, "params": list(g["params"])} for g in groups
+        ]
+        super().__init__(p for g in self.groups for p in g["params"])
+        self.betas, self.eps, self.t = betas, eps, 0
+        self.m: dict[Tensor, NDArray] = {}
+        self.v: dict[Tensor, NDArray] = {}
+        self._scale: NDArray | None = None
+
+    @property
+    def lr(self) -> float:
+        return self.groups[0]["lr"]
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        for g in self.groups:
+            g["lr"] = value
+
+    def clip_grad_norm(self, max_norm: float = 1.0) -> NDArray:  # type: ignore[override]
+        """Has the next ``step`` scale the gradients to a joint norm of at most ``max_norm``. Returns the norm, (1,), on the device.
+
+        Nothing is read back and the gradients are not touched.
+        """
+        norm = _global_sumsq([p.grad for p in self.params if p.grad is not None]).sqrt()
+        self._scale = (max_norm / (norm + 1e-6)).minimum(1.0).astype("float32", copy=False)
+        return norm
+
+    def step(self) -> None:
+        self.t += 1
+        scale = self._scale
+        for g in self.groups:
+            for p in g["params"]:
+                if p.grad is None:
+                    continue
+                w, grad = p.realize_cached_data(), p.grad.realize_cached_data()
+                if not w.is_compact():
+                    w = w.compact()
+                    p.data = Tensor.make_const(w)
+                if p not in self.m:
+                    wide = "float64" if w.dtype == "float64" else "float32"
+                    self.m[p] = full(w.shape, 0, wide, w.device)
+                    self.v[p] = full(w.shape, 0, wide, w.device)
+                if scale is None:
+                    scale = full((1,), 1, "float32", w.device)
+                kernels.adamw_step(
+                    w, grad, self.m[p], self.v[p], scale, g["lr"], *self.betas, self.eps, g["weight_decay"], self.t
+                )
+        self._scale = None

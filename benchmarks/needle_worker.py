@@ -1,0 +1,130 @@
+"""needle's side of the benchmarks; see worker.py for the protocol and peers/torch_worker.py for the other side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import numpy as np
+from worker import Case, serve
+
+import needle as ndl
+from needle import ops
+from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
+from needle.models import Pythia, PythiaConfig
+from needle.optim import AdamW
+
+
+def _device(name: str):
+    device = getattr(ndl, name)()
+    device.require()
+    return device
+
+
+def _case(step: Callable[[], float | None], device) -> Case:
+    def finished_step() -> float | None:
+        value = step()
+        device.sync()
+        return value
+
+    return Case(
+        finished_step,
+        {"needle": "0.1.0", "numpy": np.__version__},
+        device.num_threads(),
+        lambda: device.memory_stats()["peak"],
+    )
+
+
+def _array(rng, shape, device, requires_grad: bool = False) -> ndl.Tensor:
+    return ndl.Tensor(rng.standard_normal(shape, dtype=np.float32), device=device, requires_grad=requires_grad)
+
+
+def pythia_step(
+    batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu", pattern: str | None = None
+) -> Case:
+    """A training step of Pythia-70M on the same random tokens every time; the value is the loss."""
+    where = _device(device)
+    config = PythiaConfig.named("70m", vocab_size=vocab_size, max_seq_len=seq_len)
+    if pattern:
+        config = config.with_sparse(pattern, block=64)
+    model = Pythia(config, device=where, seed=0)
+    optimizer = AdamW(model.parameters(), lr=1e-4)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, (batch_size, seq_len + 1))
+    ids, targets = (
+        ndl.Tensor(part.copy(), device=where, dtype="int32", requires_grad=False)
+        for part in (tokens[:, :-1], tokens[:, 1:])
+    )
+
+    def step() -> float:
+        optimizer.reset_grad()
+        loss = model.loss(ids, targets)
+        loss.backward()
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        return loss.item()
+
+    return _case(step, where)
+
+
+def _causal_layout(seq_len: int, density: float, block: int = 64) -> BlockLayout:
+    """The diagonal, and of each row's other causal blocks the nearest, so that about ``density`` of them are there."""
+    if density == 1:
+        return dense_layout(seq_len, seq_len, block)
+    n = seq_len // block
+    mask = np.zeros((n, n), bool)
+    for i in range(n):
+        keep = max(1, round(density * (i + 1)))
+        mask[i, i + 1 - keep : i + 1] = True
+    return BlockLayout(mask, block, causal=True)
+
+
+def attention(
+    seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64, density: float = 1
+) -> Case:
+    """Causal attention, B 1, over ``density`` of the causal blocks; with ``backward``, the gradients of q, k and v too."""
+    where = _device(device)
+    rng = np.random.default_rng(0)
+    shape = (1, heads, seq_len, head_dim)
+    q, k, v = (_array(rng, shape, where, requires_grad=backward) for _ in range(3))
+    grad = _array(rng, shape, where)
+    layout = _causal_layout(seq_len, density)
+
+    def step() -> None:
+        out = ops.attention(q, k, v, layout)
+        if backward:
+            out.backward(grad)
+
+    return _case(step, where)
+
+
+def adds(count: int, device: str = "cpu") -> Case:
+    """``count`` chained additions x + c of 4 x 4 arrays, forward and backward: nothing but overhead."""
+    where = _device(device)
+    x = ndl.ones(4, 4, device=where, requires_grad=True)
+    c = ndl.ones(4, 4, device=where)
+    grad = ndl.ones(4, 4, device=where)
+
+    def step() -> None:
+        y = x
+        for _ in range(count):
+            y = y + c
+        y.backward(grad)
+
+    return _case(step, where)
+
+
+def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
+    """(m, k) @ (k, n) in float32."""
+    where = _device(device)
+    rng = np.random.default_rng(0)
+    a, b = _array(rng, (m, k), where), _array(rng, (k, n), where)
+
+    def step() -> None:
+        ops.matmul(a, b)
+
+    return _case(step, where)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("NEEDLE_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", ""))
+    serve({"pythia_step": pythia_step, "attention": attention, "adds": adds, "gemm": gemm})

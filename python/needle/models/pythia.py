@@ -1,0 +1,269 @@
+"""Pythia: GPT-NeoX with parallel residual, rotary positions on a quarter of each head, and untied embeddings.
+
+B batch, T positions, C model width, H heads, D head width, F feed-forward width, V vocabulary.
+source: Biderman et al. 2023, arXiv:2304.01373; Black et al. 2022, arXiv:2204.06745.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from .. import backend_selection, init, ops
+from ..autograd import Tensor, no_grad
+from ..backend_ndarray.block_layout import BlockLayout, dense_layout
+from ..backend_ndarray.ndarray import NDArray
+from ..errors import ShapeError
+from ..nn.nn_basic import LayerNorm, Module, Parameter
+from ..nn.nn_sparse import causal_pattern
+
+# name: (layers, width, heads, feed-forward width), as published
+SIZES = {
+    "14m": (6, 128, 4, 512),
+    "31m": (6, 256, 8, 1024),
+    "70m": (6, 512, 8, 2048),
+    "160m": (12, 768, 12, 3072),
+    "410m": (24, 1024, 16, 4096),
+}
+
+
+@dataclass(frozen=True)
+class PythiaConfig:
+    """The shape of a model. ``pattern`` None is dense causal attention; block and window are in positions and blocks."""
+
+    layers: int = 6
+    width: int = 512
+    heads: int = 8
+    feed_forward: int = 2048
+    vocab_size: int = 50304
+    max_seq_len: int = 2048
+    rotary_fraction: float = 0.25
+    rotary_base: float = 10000.0
+    eps: float = 1e-5
+    pattern: str | None = None
+    block: int = 64
+    window: int = 2
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ShapeError(f"[pythia] width {self.width} is no multiple of {self.heads} heads")
+
+    @classmethod
+    def named(cls, name: str, **changes) -> PythiaConfig:
+        """A published size: 14m, 31m, 70m, 160m or 410m. raises: ShapeError for another name."""
+        if name not in SIZES:
+            raise ShapeError(f"[pythia] unknown model: {name} (accepted: {', '.join(SIZES)})")
+        layers, width, heads, feed_forward = SIZES[name]
+        return cls(layers=layers, width=width, heads=heads, feed_forward=feed_forward, **changes)
+
+    def with_sparse(self, pattern: str = "local", block: int = 64, window: int = 2) -> PythiaConfig:
+        """The same model with block-sparse attention: each row sees ``window`` blocks, its own included."""
+        return replace(self, pattern=pattern, block=block, window=window)
+
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def rotary_width(self) -> int:
+        return int(self.head_width * self.rotary_fraction) // 2 * 2
+
+    def parameter_count(self) -> int:
+        C, F = self.width, self.feed_forward
+        layer = 4 * C + (3 * C * C + 3 * C) + (C * C + C) + (C * F + F) + (F * C + C)
+        return 2 * self.vocab_size * C + self.layers * layer + 2 * C
+
+    def layout(self, T: int) -> BlockLayout:
+        """Which key blocks each query block of a T-position sequence sees."""
+        if self.pattern is None:
+            return dense_layout(T, T, 64)
+        return causal_pattern(self.pattern, -(-T // self.block), self.block, self.window)
+
+
+@lru_cache(maxsize=16)
+def rotary_tables(positions: int, rotary_width: int, base: float, device, dtype: str = "float32"):
+    """(cos, sin), each (positions, rotary_width / 2): angles position * base^(-2 i / rotary_width)."""
+    frequency = base ** (-np.arange(0, rotary_width, 2) / rotary_width)
+    angle = np.arange(positions)[:, None] * frequency[None, :]
+    return NDArray(np.cos(angle), device=device, dtype=dtype), NDArray(np.sin(angle), device=device, dtype=dtype)
+
+
+class _Affine(Module):
+    """x @ weight + bias, weight (in, out) normal with a given deviation, bias zero."""
+
+    def __init__(self, rng, fan_in: int, fan_out: int, std: float, device, dtype: str):
+        super().__init__()
+        self.weight = _normal(rng, (fan_in, fan_out), std, device, dtype)
+        self.bias = Parameter(init.zeros(fan_out, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+def _normal(rng, shape, std: float, device, dtype: str) -> Parameter:
+    values = np.zeros(shape, np.float32) if device.name == "meta" else rng.standard_normal(shape, np.float32) * std
+    return Parameter(values, device=device, dtype=dtype)
+
+
+class PythiaLayer(Module):
+    """x + attention(ln1(x)) + mlp(ln2(x))."""
+
+    def __init__(self, config: PythiaConfig, rng, device, dtype: str):
+        super().__init__()
+        C, F, L = config.width, config.feed_forward, config.layers
+        small, output = math.sqrt(2 / (5 * C)), 2 / (L * math.sqrt(C))
+        self.config = config
+        self.input_layernorm = LayerNorm(C, config.eps, device=device, dtype=dtype)
+        self.post_attention_layernorm = LayerNorm(C, config.eps, device=device, dtype=dtype)
+        self.query_key_value = _Affine(rng, C, 3 * C, small, device, dtype)
+        self.dense = _Affine(rng, C, C, output, device, dtype)
+        self.dense_h_to_4h = _Affine(rng, C, F, small, device, dtype)
+        self.dense_4h_to_h = _Affine(rng, F, C, output, device, dtype)
+
+    def forward(self, x: Tensor, cos: NDArray, sin: NDArray, layout: BlockLayout) -> Tensor:
+        B, T, C = x.shape
+        H, D = self.config.heads, self.config.head_width
+        qkv = self.query_key_value(self.input_layernorm(x))  # (B, T, 3C), per head q, k, v
+        q, k, v = ops.rotary_qkv(ops.reshape(qkv, (B, T, H, 3, D)), cos, sin)  # each (B, H, T, D)
+        mixed = ops.attention(q, k, v, layout)  # (B, H, T, D), lying in memory as (B, T, H, D)
+        attended = self.dense(ops.reshape(ops.transpose(mixed, (1, 2)), (B, T, C)))
+        return x + (attended + self.feed_forward(x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.dense_4h_to_h(ops.gelu(self.dense_h_to_4h(self.post_attention_layernorm(x))))
+
+    def step(self, x: Tensor, cos: NDArray, sin: NDArray, cache: KeyValueCache, layer: int) -> Tensor:
+        """The layer on new positions alone, x (B, T, C); their keys and values go into the cache."""
+        B, T, C = x.shape
+        H, D = self.config.heads, self.config.head_width
+        qkv = self.query_key_value(self.input_layernorm(x))
+        q, k, v = ops.rotary_qkv(ops.reshape(qkv, (B, T, H, 3, D)), cos, sin)
+        mixed = cache.attend(layer, q, k, v)
+        attended = self.dense(ops.reshape(ops.transpose(mixed, (1, 2)), (B, T, C)))
+        return x + (attended + self.feed_forward(x))
+
+
+class KeyValueCache:
+    """Keys and values of the positions seen so far, per layer, in arrays of full length."""
+
+    def __init__(self, config: PythiaConfig, batch: int, positions: int, device, dtype: str):
+        self.config, self.used = config, 0
+        shape = (batch, config.heads, positions, config.head_width)
+        self.keys = [device.empty(shape, dtype) for _ in range(config.layers)]
+        self.values = [device.empty(shape, dtype) for _ in range(config.layers)]
+        self._full = config.layout(positions) if config.pattern else None
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        T = q.shape[2]
+        seen = self.used + T
+        self.keys[layer][:, :, self.used : seen] = k.realize_cached_data()
+        self.values[layer][:, :, self.used : seen] = v.realize_cached_data()
+        keys = Tensor.make_const(self.keys[layer][:, :, :seen])
+        values = Tensor.make_const(self.values[layer][:, :, :seen])
+        return ops.attention(q, keys, values, self.layout(T, seen))
+
+    def layout(self, T: int, seen: int) -> BlockLayout:
+        """The visible blocks of queries seen - T .. seen - 1. Blocks of queries must not straddle blocks of the pattern."""
+        if self._full is None:
+            return dense_layout(T, seen, 64, True, self.used)
+        block = self.config.block
+        first, rows, columns = self.used // block, -(-T // block), -(-seen // block)
+        if self.used % block and self.used % block + T > block:
+            raise ShapeError("[generate] new positions straddle a block (feed up to the next block boundary)")
+        return BlockLayout(self._full.mask[:, first : first + rows, :columns], block, True, self.used)
+
+
+class Pythia(Module):
+    """The language model. ``loss`` makes no logits; ``forward`` does.
+
+    device: default ``cpu()``; dtype of parameters and activations; seed: of the initial weights.
+    """
+
+    def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int = 0):
+        super().__init__()
+        device = device or backend_selection.cpu()
+        rng = np.random.default_rng(seed)
+        self.config, self.device, self.dtype = config, device, dtype
+        std = math.sqrt(2 / (5 * config.width))
+        self.embed_in = _normal(rng, (config.vocab_size, config.width), std, device, dtype)
+        self.layers = [PythiaLayer(config, rng, device, dtype) for _ in range(config.layers)]
+        self.final_layer_norm = LayerNorm(config.width, config.eps, device=device, dtype=dtype)
+        self.embed_out = _normal(rng, (config.width, config.vocab_size), std, device, dtype)
+
+    def _tables(self, positions: int):
+        return rotary_tables(positions, self.config.rotary_width, self.config.rotary_base, self.device)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """(B, T) ids -> (B, T, C) after the final layer norm."""
+        if ids.ndim != 2:
+            raise ShapeError(f"[pythia] ids are {ids.shape} (accepted: (batch, positions))")
+        T = ids.shape[1]
+        cos, sin = self._tables(T)
+        layout = self.config.layout(T)
+        x = ops.embedding(self.embed_in, ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin, layout)
+        return self.final_layer_norm(x)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, T) ids -> (B, T, V) logits."""
+        return ops.matmul(self.hidden(ids), self.embed_out)
+
+    def loss(self, ids: Tensor, targets: Tensor, chunk_bytes: int | None = None) -> Tensor:
+        """Mean cross entropy in nats, shape (1,), of predicting ``targets`` (B, T) from ``ids`` (B, T)."""
+        chunk = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
+        return ops.linear_cross_entropy(self.hidden(ids), self.embed_out, targets, **chunk)
+
+    def parameter_groups(self, weight_decay: float = 0.1) -> list[dict]:
+        """For AdamW: matrices decay; norms and biases do not."""
+        params = self.parameters()
+        return [
+            {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+
+    def generate(self, ids, new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0):
+        """(B, T + new_tokens) numpy array of ids: the prompt ``ids`` (B, T) and what follows it.
+
+        temperature 0 takes the likeliest token. Keys and values are cached: a token costs one position, not the whole prefix.
+        """
+        ids = np.asarray(ids, dtype=np.int32)
+        if ids.ndim != 2 or ids.shape[1] == 0 or new_tokens < 0:
+            raise ShapeError(f"[generate] ids are {ids.shape}, new_tokens {new_tokens} (accepted: (batch, at least one), >= 0)")
+        rng = np.random.default_rng(seed)
+        total = ids.shape[1] + new_tokens
+        cos, sin = self._tables(total)
+        cache = KeyValueCache(self.config, ids.shape[0], total, self.device, self.dtype)
+        out, fresh = ids, ids
+        with no_grad():
+            for _ in range(new_tokens):
+                logits = self._next_logits(fresh, cos, sin, cache)
+                fresh = _sample(logits, temperature, top_k, rng)
+                out = np.concatenate([out, fresh], axis=1)
+        return out
+
+    def _next_logits(self, fresh: np.ndarray, cos: NDArray, sin: NDArray, cache: KeyValueCache) -> np.ndarray:
+        """(B, V) logits after the positions ``fresh`` (B, T), which enter the cache."""
+        start, n = cache.used, fresh.shape[1]
+        x = ops.embedding(self.embed_in, Tensor(fresh, device=self.device, dtype="int32", requires_grad=False))
+        rows = slice(start, start + n)
+        for i, layer in enumerate(self.layers):
+            x = layer.step(x, cos[rows], sin[rows], cache, i)
+        cache.used += n
+        last = self.final_layer_norm(x[:, n - 1 : n])
+        return ops.matmul(last, self.embed_out).numpy().astype(np.float64)[:, 0]
+
+
+def _sample(logits: np.ndarray, temperature: float, top_k: int | None, rng) -> np.ndarray:
+    """(B, 1) ids drawn from softmax(logits / temperature), the likeliest ``top_k`` alone."""
+    if temperature == 0:
+        return logits.argmax(axis=-1)[:, None].astype(np.int32)
+    if top_k is not None and top_k < logits.shape[-1]:
+        floor = np.partition(logits, -top_k, axis=-1)[:, -top_k, None]
+        logits = np.where(logits < floor, -np.inf, logits)
+    p = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
+    p /= p.sum(axis=-1, keepdims=True)
+    return np.array([[rng.choice(len(row), p=row)] for row in p], dtype=np.int32)

@@ -1,0 +1,255 @@
+"""Modules: parameters by attribute, and the basic layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import backend_selection, init, ops
+from ..autograd import Tensor
+from ..errors import CheckpointError, ShapeError
+
+
+class Parameter(Tensor):
+    """A Tensor that a Module's ``parameters()`` finds."""
+
+
+def _unpack_params(value: object) -> list[Tensor]:
+    if isinstance(value, Parameter):
+        return [value]
+    if isinstance(value, Module):
+        return value.parameters()
+    if isinstance(value, dict):
+        return [p for v in value.values() for p in _unpack_params(v)]
+    if isinstance(value, (list, tuple)):
+        return [p for v in value for p in _unpack_params(v)]
+    return []
+
+
+def _child_modules(value: object) -> list[Module]:
+    if isinstance(value, Module):
+        return [value, *_child_modules(value.__dict__)]
+    if isinstance(value, dict):
+        return [m for v in value.values() for m in _child_modules(v)]
+    if isinstance(value, (list, tuple)):
+        return [m for v in value for m in _child_modules(v)]
+    return []
+
+
+def _named(value: object, prefix: str) -> Iterator[tuple[str, Parameter]]:
+    if isinstance(value, Parameter):
+        yield prefix, value
+    elif isinstance(value, Module):
+        yield from _named(value.__dict__, prefix)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _named(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _named(item, f"{prefix}.{i}" if prefix else str(i))
+
+
+class Module:
+    """Something with parameters and a ``forward``. Parameters are found in attributes, in the order they were set."""
+
+    def __init__(self) -> None:
+        self.training = True
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters, also of modules in attributes, lists, tuples and dicts."""
+        return _unpack_params(self.__dict__)
+
+    def named_parameters(self) -> list[tuple[str, Parameter]]:
+        """(dotted attribute path, parameter) in the order of ``parameters()``."""
+        return list(_named(self, ""))
+
+    def _children(self) -> list[Module]:
+        return _child_modules(self.__dict__)
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """A copy of every parameter in numpy, by name."""
+        return {name: p.numpy() for name, p in self.named_parameters()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Writes the arrays into the parameters of the same names. raises: CheckpointError if names or shapes differ."""
+        mine = dict(self.named_parameters())
+        if set(mine) != set(state):
+            missing, extra = sorted(set(mine) - set(state)), sorted(set(state) - set(mine))
+            raise CheckpointError(f"[load_state_dict] names differ: missing {missing[:5]}, unexpected {extra[:5]}")
+        for name, p in mine.items():
+            if tuple(state[name].shape) != p.shape:
+                raise CheckpointError(f"[load_state_dict] {name} is {tuple(state[name].shape)} (accepted: {p.shape})")
+        for name, p in mine.items():
+            p.data = Tensor(state[name], device=p.device, dtype=p.dtype, requires_grad=False)
+
+    def eval(self) -> None:
+        self._set_training(False)
+
+    def train(self) -> None:
+        self._set_training(True)
+
+    def _set_training(self, training: bool) -> None:
+        self.training = training
+        for m in self._children():
+            m.training = training
+
+    def forward(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def __call__(self, *args, **kwargs):
+        return self.forward(*args, **kwargs)
+
+
+class Identity(Module):
+    def forward(self, x):
+        return x
+
+
+class Linear(Module):
+    """x @ weight + bias. weight: (in, out), bias: (1, out), both Kaiming-uniform, the weight drawn first."""
+
+    def __init__(self, in_features, out_features, bias=True, device=None, dtype="float32"):
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        kwargs = {"device": device or backend_selection.cpu(), "dtype": dtype}
+        self.weight = Parameter(init.kaiming_uniform(in_features, out_features, **kwargs))
+        self.bias = None
+        if bias:
+            self.bias = Parameter(ops.reshape(init.kaiming_uniform(out_features, 1, **kwargs), (1, out_features)))
+
+    def forward(self, X: Tensor) -> Tensor:
+        return ops.linear(X, self.weight, self.bias)
+
+
+class Flatten(Module):
+    """(B, ...) -> (B, product of the rest)."""
+
+    def forward(self, X: Tensor) -> Tensor:
+        return ops.reshape(X, (X.shape[0], -1))
+
+
+class ReLU(Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.relu(x)
+
+
+class GELU(Module):
+    """Gaussian error linear unit; approximate: "none" (erf) or "tanh"."""
+
+    def __init__(self, approximate: str = "none"):
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.gelu(x, self.approximate)
+
+
+class Sequential(Module):
+    """Modules one after the other."""
+
+    def __init__(self, *modules: Module):
+        super().__init__()
+        self.modules = modules
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.modules:
+            x = module(x)
+        return x
+
+
+class SoftmaxLoss(Module):
+    """Mean over the batch of logsumexp(logits) - logits[y]: logits (N, C), y (N) class indices."""
+
+    def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        one_hot = init.one_hot(logits.shape[1], y, device=logits.device, dtype=logits.dtype)
+        losses = ops.logsumexp(logits, axes=(1,)) - ops.summation(logits * one_hot, axes=(1,))
+        return ops.summation(losses) / logits.shape[0]
+
+
+class BatchNorm1d(Module):
+    """Batch normalization of (N, dim); running statistics use the biased variance, as the course does.
+
+    source: Ioffe & Szegedy 2015, arXiv:1502.03167.
+    """
+
+    def __init__(self, dim, eps=1e-5, momentum=0.1, device=None, dtype="float32"):
+        super().__init__()
+        self.dim, self.eps, self.momentum = dim, eps, momentum
+        device = device or backend_selection.cpu()
+        self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
+        self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
+        self.running_mean = init.zeros(dim, device=device, dtype=dtype)
+        self.running_var = init.ones(dim, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 2 or x.shape[1] != self.dim:
+            raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}))")
+        wide = lambda t: ops.broadcast_to(ops.reshape(t, (1, self.dim)), x.shape)  # noqa: E731
+        if self.training:
+            mean = ops.summation(x, axes=(0,)) / x.shape[0]
+            centred = x - wide(mean)
+            var = ops.summation(centred * centred, axes=(0,)) / x.shape[0]
+            m = self.momentum
+            self.running_mean = (self.running_mean * (1 - m) + mean.detach() * m).detach()
+            self.running_var = (self.running_var * (1 - m) + var.detach() * m).detach()
+        else:
+            centred, var = x - wide(self.running_mean), self.running_var
+        return centred / ops.power_scalar(wide(var) + self.eps, 0.5) * wide(self.weight) + wide(self.bias)
+
+
+class BatchNorm2d(BatchNorm1d):
+    """BatchNorm1d over the channels of (N, C, H, W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, c, h, w = x.shape
+        flat = ops.reshape(ops.transpose(ops.transpose(x, (1, 2)), (2, 3)), (n * h * w, c))
+        y = ops.reshape(super().forward(flat), (n, h, w, c))
+        return ops.transpose(ops.transpose(y, (2, 3)), (1, 2))
+
+
+class LayerNorm1d(Module):
+    """Layer normalization of (N, dim), biased variance."""
+
+    def __init__(self, dim, eps=1e-5, device=None, dtype="float32"):
+        super().__init__()
+        self.dim, self.eps = dim, eps
+        device = device or backend_selection.cpu()
+        self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
+        self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype:
+            x = ops.astype(x, self.weight.dtype)
+        return ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class LayerNorm(LayerNorm1d):
+    """Layer normalization over the last axis of any shape. source: Ba et al. 2016, arXiv:1607.06450."""
+
+
+class Dropout(Module):
+    """In training x * mask / (1 - p), the mask drawn from numpy's global stream as in the course."""
+
+    def __init__(self, p=0.5):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        mask = init.randb(*x.shape, p=1 - self.p, device=x.device, dtype=x.dtype)
+        return x * mask / (1 - self.p)
+
+
+class Residual(Module):
+    """fn(x) + x."""
+
+    def __init__(self, fn: Module):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fn(x) + x

@@ -1,0 +1,83 @@
+"""Block-sparse layers and the attention patterns they use."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from .. import backend_selection, init, ops
+from ..autograd import Tensor
+from ..backend_ndarray.block_layout import BlockLayout
+from ..errors import ShapeError
+from .nn_basic import Module, Parameter
+
+PATTERNS = ("local", "global", "mixed")
+
+
+@lru_cache(maxsize=64)
+def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, stride: int = 4) -> BlockLayout:
+    """The (blocks x blocks) layout of a named pattern; never a block of the future.
+
+    local: each block of queries sees itself and the ``window`` - 1 blocks before it.
+    global: itself, the first block, and every ``stride``-th block before it.
+    mixed: local and global together.
+    raises: ShapeError for another name or a window below 1.
+    """
+    if pattern not in PATTERNS:
+        raise ShapeError(f"[pattern] unknown pattern: {pattern} (accepted: {', '.join(PATTERNS)})")
+    if window < 1 or stride < 1:
+        raise ShapeError(f"[pattern] window {window}, stride {stride} (accepted: at least 1)")
+    row, col = np.arange(blocks)[:, None], np.arange(blocks)[None, :]
+    mask = row == col
+    if pattern in ("local", "mixed"):
+        mask = mask | ((row - col >= 0) & (row - col < window))
+    if pattern in ("global", "mixed"):
+        mask = mask | (col % stride == 0)
+    return BlockLayout(mask & (col <= row), block, causal=True)
+
+
+class BlockSparseAttention(Module):
+    """Causal attention over a pattern: q, k, v (B, H, T, D) -> (B, H, T, D). T must be a multiple of the block.
+
+    pattern: a name of PATTERNS, or a BlockLayout of one's own.
+    """
+
+    def __init__(self, pattern: str | BlockLayout = "local", block: int = 64, window: int = 2):
+        super().__init__()
+        self.pattern, self.block, self.window = pattern, block, window
+
+    def layout(self, T: int) -> BlockLayout:
+        if isinstance(self.pattern, BlockLayout):
+            return self.pattern
+        if T % self.block:
+            raise ShapeError(f"[attention] {T} positions are no multiple of the block {self.block}")
+        return causal_pattern(self.pattern, T // self.block, self.block, self.window)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.attention(q, k, v, self.layout(q.shape[2]))
+
+
+class BlockSparseLinear(Module):
+    """x @ S + bias with a block-sparse weight S (in, out) of which only the layout's blocks exist.
+
+    layout: a BlockLayout of in_features x out_features elements. weight: (1, nnz, block, block), uniform with the bound that
+    Kaiming gives for the inputs an output has on average. x: (..., in) -> (..., out).
+    """
+
+    def __init__(self, in_features: int, out_features: int, layout: BlockLayout, bias=True, device=None, dtype="float32"):
+        super().__init__()
+        if layout.shape != (in_features, out_features) or layout.heads != 1:
+            raise ShapeError(f"[BlockSparseLinear] {layout} does not fit ({in_features}, {out_features})")
+        device = device or backend_selection.cpu()
+        self.layout = layout
+        share = max(layout.nnz_total / max(layout.block_rows * layout.block_cols, 1), 1e-9)
+        bound = (6.0 / max(in_features * share, 1)) ** 0.5
+        shape = (1, layout.nnz, layout.block, layout.block)
+        self.weight = Parameter(init.rand(*shape, low=-bound, high=bound, device=device, dtype=dtype))
+        self.bias = Parameter(init.zeros(out_features, device=device, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = ops.reshape(x, (1, -1, x.shape[-1]))
+        out = ops.reshape(ops.dds(rows, self.weight, self.layout), (*x.shape[:-1], self.layout.shape[1]))
+        return out if self.bias is None else out + self.bias
