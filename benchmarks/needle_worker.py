@@ -48,7 +48,7 @@ def pythia_step(
     if pattern:
         config = config.with_sparse(pattern, block=64)
     model = Pythia(config, device=where, seed=0)
-    optimizer = AdamW(model.parameters(), lr=1e-4)
+    optimizer = AdamW(model.parameter_groups(), lr=1e-4)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch_size, seq_len + 1))
     ids, targets = (
         ndl.Tensor(part.copy(), device=where, dtype="int32", requires_grad=False)

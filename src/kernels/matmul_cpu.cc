@@ -12,8 +12,8 @@ namespace needle::cpu {
 namespace {
 
 constexpr int64_t kTaskFlops = 4 << 20;  // below this a task is not worth handing out
-constexpr int64_t kEnoughTiles = 24;     // tiles that keep a pool of usual size evenly busy
-constexpr int64_t kWidest = 512;         // side of the largest tile
+constexpr int64_t kEnoughTiles = 16;     // tiles that keep a pool of usual size evenly busy
+constexpr int64_t kWidest = 1024;         // side of the largest tile
 constexpr int64_t kHalfSide = 256;       // the same for 16-bit floats, and the depth of their pieces
 
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
