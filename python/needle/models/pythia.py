@@ -267,3 +267,55 @@ def _sample(logits: np.ndarray, temperature: float, top_k: int | None, rng) -> n
     p = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
     p /= p.sum(axis=-1, keepdims=True)
     return np.array([[rng.choice(len(row), p=row)] for row in p], dtype=np.int32)
+
+
+_PUBLISHED = {
+    "query_key_value": "attention.query_key_value",
+    "dense": "attention.dense",
+    "dense_h_to_4h": "mlp.dense_h_to_4h",
+    "dense_4h_to_h": "mlp.dense_4h_to_h",
+}
+
+
+def published_name(name: str) -> str:
+    """The published checkpoints' name of a parameter: layers.0.dense.weight -> gpt_neox.layers.0.attention.dense.weight."""
+    if name == "embed_out":
+        return "embed_out.weight"
+    if name == "embed_in":
+        return "gpt_neox.embed_in.weight"
+    parts = name.split(".")
+    if parts[0] == "layers":
+        parts[2] = _PUBLISHED.get(parts[2], parts[2])
+    return "gpt_neox." + ".".join(parts)
+
+
+def _is_transposed(name: str) -> bool:
+    """Published linear weights are (out, in); needle's are (in, out)."""
+    return name == "embed_out" or (name.endswith("weight") and name.split(".")[-2] in _PUBLISHED)
+
+
+def load_published(model: Pythia, state: dict[str, np.ndarray]) -> None:
+    """Fills ``model`` from arrays with the published names and layouts. raises: CheckpointError if names or shapes differ."""
+    mine = {}
+    wanted = {published_name(name): name for name, _ in model.named_parameters()}
+    for name, values in state.items():
+        own = wanted.get(name, name)
+        mine[own] = values.T if _is_transposed(own) else values
+    model.load_state_dict(mine)
+
+
+def published_state(model: Pythia) -> dict[str, np.ndarray]:
+    """The parameters as arrays with the published names and layouts."""
+    return {
+        published_name(name): np.ascontiguousarray(values.T) if _is_transposed(name) else values
+        for name, values in model.state_dict().items()
+    }
+
+
+def published_gradients(model: Pythia) -> dict[str, np.ndarray]:
+    """The gradients that are there, with the published names and layouts."""
+    return {
+        published_name(name): p.grad.numpy().T if _is_transposed(name) else p.grad.numpy()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }

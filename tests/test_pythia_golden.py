@@ -1,0 +1,93 @@
+"""needle's Pythia against the reference implementation's figures in tests/golden."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from golden.formula import PYTHIA_70M, formula_weights, parameter_shapes, probe
+
+import needle as ndl
+from needle import ops
+from needle.models import Pythia, PythiaConfig, load_published, published_gradients, published_state
+
+GOLDEN = Path(__file__).parent / "golden"
+TOLERANCE = 1e-4
+
+
+def relative(found, expected) -> float:
+    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def ids_of(golden, name, device):
+    return ndl.Tensor(golden[name], device=device, dtype="int32", requires_grad=False)
+
+
+@pytest.fixture(params=["cpu_numpy", "cpu"])
+def device(request):
+    return getattr(ndl, request.param)()
+
+
+@pytest.fixture
+def tiny(device):
+    golden = np.load(GOLDEN / "pythia_tiny.npz")
+    config = PythiaConfig(layers=2, width=32, heads=4, feed_forward=64, vocab_size=97)
+    model = Pythia(config, device=device)
+    load_published(model, {k[len("weight/") :]: golden[k] for k in golden.files if k.startswith("weight/")})
+    return golden, model
+
+
+def test_tiny_logits(tiny):
+    golden, model = tiny
+    logits = model(ids_of(golden, "ids", model.device))
+    assert relative(logits.numpy(), golden["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("through_logits", [False, True])
+def test_tiny_loss_and_every_gradient(tiny, through_logits):
+    golden, model = tiny
+    ids, targets = (ids_of(golden, name, model.device) for name in ("ids", "targets"))
+    loss = ops.cross_entropy(model(ids), targets) if through_logits else model.loss(ids, targets)
+    loss.backward()
+    assert relative(loss.item(), golden["loss"]) < TOLERANCE
+    grads = published_gradients(model)
+    names = [k[len("grad/") :] for k in golden.files if k.startswith("grad/")]
+    assert set(names) == set(grads)
+    for name in names:
+        assert relative(grads[name], golden[f"grad/{name}"]) < TOLERANCE, name
+
+
+def test_published_state_round_trip(tiny):
+    golden, model = tiny
+    for name, values in published_state(model).items():
+        np.testing.assert_array_equal(values, golden[f"weight/{name}"])
+
+
+def test_70m_loss_logits_and_gradients():
+    golden = np.load(GOLDEN / "pythia_70m.npz")
+    device = ndl.cpu()
+    model = Pythia(PythiaConfig.named("70m", vocab_size=50304), device=device)
+    assert sum(p.size for p in model.parameters()) == 70_426_624 == model.config.parameter_count()
+    shapes = parameter_shapes(PYTHIA_70M)
+    load_published(model, {name: formula_weights(name, shape, PYTHIA_70M) for name, shape in shapes.items()})
+    ids, targets = (ids_of(golden, name, device) for name in ("ids", "targets"))
+    with ndl.no_grad():
+        logits = model(ids).numpy()[0]
+    sample = logits[np.ix_(golden["logits_rows"], golden["logits_cols"])]
+    assert relative(sample, golden["logits_sample"]) < TOLERANCE
+    loss = model.loss(ids, targets)
+    loss.backward()
+    assert relative(loss.item(), golden["loss"]) < TOLERANCE
+    grads = published_gradients(model)
+    for name, norm, probes in zip(golden["names"], golden["grad_norms"], golden["grad_probes"], strict=True):
+        grad = grads[str(name)].astype(np.float64)
+        assert abs(np.linalg.norm(grad) - norm) < TOLERANCE * norm, name
+        for i, expected in enumerate(probes):
+            assert abs((grad * probe(i, str(name), grad.shape)).sum() - expected) < TOLERANCE * norm, (name, i)
+
+
+@pytest.mark.parametrize(
+    "name, count", [("14m", 14_067_712), ("31m", 30_494_720), ("70m", 70_426_624), ("160m", 162_322_944), ("410m", 405_334_016)]
+)
+def test_published_sizes(name, count):
+    assert PythiaConfig.named(name).parameter_count() == count
