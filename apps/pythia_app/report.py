@@ -1,0 +1,106 @@
+"""What a run shows: a live line on a terminal, plain lines elsewhere, metrics.jsonl, a picture of the loss."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes}:{seconds:02d}"
+
+
+class Reporter:
+    """Writes metrics.jsonl and says how the run goes. Used as a context, so that the terminal is left as it was."""
+
+    def __init__(self, folder: Path, steps: int, every: int = 10):
+        self.folder, self.steps, self.every = folder, steps, every
+        self.rows: list[dict] = []
+        self._file = None
+        self._live = None
+
+    def __enter__(self) -> Reporter:
+        self._file = open(self.folder / "metrics.jsonl", "a")
+        if sys.stdout.isatty():
+            try:
+                from rich.live import Live
+
+                self._live = Live(refresh_per_second=4)
+                self._live.__enter__()
+            except ModuleNotFoundError:
+                self._live = None
+        return self
+
+    def __exit__(self, *exc) -> None:
+        if self._live is not None:
+            self._live.__exit__(*exc)
+            self._live = None
+        if self._file is not None:
+            self._file.close()
+
+    def say(self, text: str) -> None:
+        if self._live is not None:
+            self._live.console.print(text, highlight=False)
+        else:
+            print(text, flush=True)
+
+    def step(self, row: dict, seconds_left: float) -> None:
+        """One optimizer step: row has step, loss, tokens_per_second, live_bytes, peak_bytes."""
+        self._record(row)
+        line = (
+            f"step {row['step']:>5}/{self.steps}  loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s  "
+            f"memory {mib(row['live_bytes'])}, peak {mib(row['peak_bytes'])}  left {duration(seconds_left)}"
+        )
+        if self._live is not None:
+            self._live.update(line)
+        elif row["step"] % self.every == 0 or row["step"] in (1, self.steps):
+            print(line, flush=True)
+
+    def held_out(self, row: dict) -> None:
+        self._record(row)
+
+    def _record(self, row: dict) -> None:
+        row = {**row, "time": time.time()}
+        self.rows.append(row)
+        assert self._file is not None
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+
+def loss_picture(path: Path, unigram: float) -> bool:
+    """Draws the losses of the run's metrics.jsonl beside ``path``. False without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ModuleNotFoundError:
+        return False
+    rows = [json.loads(line) for line in (path.parent / "metrics.jsonl").read_text().splitlines()]
+    train = [(r["step"], r["loss"]) for r in rows if "loss" in r]
+    held = [(r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    if train:
+        axes.plot(*zip(*train, strict=True), linewidth=1, alpha=0.7, label="training batch")
+    if held:
+        axes.plot(*zip(*held, strict=True), marker="o", label="held-out text")
+    axes.axhline(unigram, linestyle="--", color="grey", label="token frequencies alone")
+    axes.set(xlabel="optimizer step", ylabel="cross entropy (nats per token)", title="Pythia on needle")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True
+
+
+def table(rows: list[dict], columns: list[str]) -> str:
+    """Right-aligned columns under their names."""
+    cells = [columns] + [[str(row[c]) for c in columns] for row in rows]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)

@@ -1,0 +1,160 @@
+"""The training run: steps, evaluation, and the comparison of sparse with dense."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from statistics import median
+
+import numpy as np
+
+import needle as ndl
+from needle import ops
+from needle.data.text import TextData, TokenBatches
+from needle.models import Pythia, PythiaConfig
+from needle.optim import AdamW
+
+EVAL_TOKENS = 32_768
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Linear warmup over the first tenth (at most 100 steps), then a cosine down to a tenth of the peak."""
+    warmup = max(1, min(100, steps // 10))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(done, 1.0))))
+
+
+def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
+    config = PythiaConfig.named(options.model, vocab_size=vocab_size, max_seq_len=options.seq_len)
+    return config.with_sparse(options.pattern, options.block_size, options.window) if sparse else config
+
+
+class StopRequest:
+    """Ctrl-C: the first asks the loop to stop after its step, the second stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> StopRequest:
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, *_) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+class Trainer:
+    """A model, its optimizer and its place in the text."""
+
+    def __init__(self, options, text: TextData, device, sparse: bool):
+        self.options, self.device = options, device
+        self.config = make_config(options, text.vocab_size, sparse)
+        self.model = Pythia(self.config, device=device, seed=options.seed)
+        self.optimizer = AdamW(self.model.parameter_groups(0.1), lr=options.lr, betas=(0.9, 0.95), eps=1e-8)
+        self.batches = TokenBatches(
+            text.train, options.batch_size, options.seq_len, options.seed,
+            vocab_size=text.vocab_size, max_tokens=options.max_tokens, name=text.name,
+        )  # fmt: skip
+        per_step = options.accumulation_steps
+        by_epochs = math.ceil((options.epochs or 0) * self.batches.batches_per_epoch / per_step)
+        self.steps = options.max_steps or by_epochs or 150
+        self.step = 0
+
+    def state(self) -> dict:
+        options = self.options
+        return {
+            "step": self.step,
+            "steps": self.steps,
+            "data": self.batches.state_dict(),
+            "model": options.model,
+            "vocab_size": self.config.vocab_size,
+            "seq_len": options.seq_len,
+            "sparse": self.config.pattern is not None,
+        }
+
+    def tensors(self, batch) -> list[ndl.Tensor]:
+        return [ndl.Tensor(x, device=self.device, dtype="int32", requires_grad=False) for x in batch]
+
+    def train_step(self) -> float:
+        """One optimizer step; the mean loss of its micro-batches, in nats."""
+        self.optimizer.lr = learning_rate(self.step, self.steps, self.options.lr)
+        self.optimizer.reset_grad()
+        n, total = self.options.accumulation_steps, 0.0
+        for _ in range(n):
+            ids, targets = self.tensors(next(self.batches))
+            loss = self.model.loss(ids, targets)
+            (loss if n == 1 else loss * (1 / n)).backward(accumulate=n > 1)
+            total += loss.item()
+        self.optimizer.clip_grad_norm(1.0)
+        self.optimizer.step()
+        self.optimizer.reset_grad()
+        self.step += 1
+        return total / n
+
+    def held_out_loss(self, text: TextData, tokens: int = EVAL_TOKENS) -> float:
+        """Mean cross entropy in nats over the first ``tokens`` of the held-out text."""
+        options = self.options
+        batches = TokenBatches(
+            text.heldout, options.batch_size, options.seq_len,
+            vocab_size=text.vocab_size, max_tokens=max(tokens, options.seq_len + 1), epochs=1, shuffle=False,
+            name=f"{text.name}, held out",
+        )  # fmt: skip
+        total = count = 0.0
+        with ndl.no_grad():
+            for batch in batches:
+                ids, targets = self.tensors(batch)
+                total += self.model.loss(ids, targets).item() * targets.size
+                count += targets.size
+        return total / count
+
+
+def attention_seconds(config: PythiaConfig, batch: int, T: int, device) -> float:
+    """Time that the model's attention takes in one step: forward and backward of every layer, measured by itself."""
+    rng = np.random.default_rng(0)
+    shape = (batch, config.heads, T, config.head_width)
+    q, k, v = (ndl.Tensor(rng.standard_normal(shape, dtype=np.float32), device=device) for _ in range(3))
+    layout, times = config.layout(T), []
+    for _ in range(5):
+        start = time.perf_counter()
+        ops.attention(q, k, v, layout).backward()
+        device.sync()
+        times.append(time.perf_counter() - start)
+    return median(times) * config.layers
+
+
+def compare_dense(options, text: TextData, device, stop: StopRequest) -> list[dict]:
+    """Trains dense and sparse on the same batches, one after the other; a row of figures for each."""
+    rows = []
+    for sparse in (False, True):
+        trainer = Trainer(options, text, device, sparse)
+        trainer.steps = options.max_steps or 20
+        device.reset_peak()
+        times, loss = [], float("nan")
+        while trainer.step < trainer.steps and not stop.asked:
+            start = time.perf_counter()
+            loss = trainer.train_step()
+            times.append(time.perf_counter() - start)
+        layout = trainer.config.layout(options.seq_len)
+        attention = attention_seconds(trainer.config, options.batch_size, options.seq_len, device)
+        rows.append(
+            {
+                "attention": options.pattern if sparse else "dense",
+                "density": f"{layout.density:.3f}",
+                "blocks": layout.nnz_total,
+                "ms/step": f"{median(times) * 1e3:.0f}" if times else "-",
+                "attention ms/step": f"{attention * options.accumulation_steps * 1e3:.0f}",
+                "peak MiB": f"{device.memory_stats()['peak'] / 2**20:.0f}",
+                "loss": f"{loss:.3f}",
+                "held-out loss": f"{trainer.held_out_loss(text, 8192):.3f}",
+            }
+        )
+        del trainer
+    return rows

@@ -1,0 +1,144 @@
+"""Train Pythia on text: python apps/train_pythia.py --sparse
+
+Everything it makes goes into one folder: checkpoint, metrics.jsonl, loss.png, sample.txt. Ctrl-C saves and says how to go on (exit code
+130). A wrong argument or unusable text ends with one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+
+from pythia_app import checkpoint
+from pythia_app.options import check, device, parse, writable_folder
+from pythia_app.report import Reporter, duration, loss_picture, mib, table
+from pythia_app.trainer import StopRequest, Trainer, compare_dense
+
+from needle.data.text import TextData, load_text, unigram_entropy
+from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
+
+SAVED_OPTIONS = ("model", "vocab_size", "seq_len", "sparse")
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        options = parse(argv)
+        return run(options)
+    except (ShapeError, DataError, DeviceError, CheckpointError, IndexError) as error:
+        print(f"train_pythia.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped at once; the last checkpoint is as it was", file=sys.stderr)
+        return 130
+
+
+def run(options) -> int:
+    where = device(options.device)
+    saved = None
+    if options.load_checkpoint:
+        saved = checkpoint.find(Path(options.load_checkpoint))
+        state = checkpoint.read_state(saved)
+        for name in SAVED_OPTIONS:  # the model is what it was; how far to go may change
+            setattr(options, name, state[name])
+        check(options)
+    text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=options.tokenizer)
+    unigram = unigram_entropy(text.train, text.heldout, text.vocab_size)
+    print(
+        f"{text.name}: {len(text.train):,} training tokens, {len(text.heldout):,} held out, vocabulary {text.vocab_size:,}; "
+        f"token frequencies alone give {unigram:.3f} nats",
+        flush=True,
+    )
+    if options.compare_dense:
+        with StopRequest() as stop:
+            rows = compare_dense(options, text, where, stop)
+        print(table(rows, list(rows[0])))
+        return 130 if stop.asked else 0
+    trainer = Trainer(options, text, where, options.sparse)
+    if saved is not None:
+        if not options.max_steps and not options.epochs:
+            trainer.steps = state["steps"]
+        checkpoint.load(saved, trainer.model, None if options.eval_only else trainer.optimizer)
+        if not options.eval_only:
+            trainer.batches.load_state_dict(state["data"])
+        trainer.step = state["step"]
+    layout = trainer.config.layout(options.seq_len)
+    print(
+        f"Pythia-{options.model} on {where}: {trainer.config.parameter_count():,} parameters; "
+        f"{options.pattern if options.sparse else 'dense'} attention, {layout.nnz_total} blocks of {layout.block}, density "
+        f"{layout.density:.2f}; {options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step",
+        flush=True,
+    )
+    if options.eval_only:
+        say_held_out(print, trainer.held_out_loss(text), unigram)
+        return 0
+    name = options.checkpoint_dir or options.load_checkpoint or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = writable_folder(Path(name))
+    return train(options, trainer, text, unigram, folder)
+
+
+def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path) -> int:
+    tokens = options.batch_size * options.seq_len * options.accumulation_steps
+    start, first = time.perf_counter(), trainer.step
+    with StopRequest() as stop, Reporter(folder, trainer.steps) as report:
+        while trainer.step < trainer.steps and not stop.asked:
+            before = time.perf_counter()
+            loss = trainer.train_step()
+            if not math.isfinite(loss):
+                report.say(f"step {trainer.step}: the loss is {loss}; stopping (a lower --lr may help)")
+                return 1
+            now, stats = time.perf_counter(), trainer.device.memory_stats()
+            left = (now - start) / (trainer.step - first) * (trainer.steps - trainer.step)
+            report.step(
+                {
+                    "step": trainer.step,
+                    "loss": loss,
+                    "tokens_per_second": tokens / (now - before),
+                    "live_bytes": stats["live"],
+                    "peak_bytes": stats["peak"],
+                    "lr": trainer.optimizer.lr,
+                },
+                left,
+            )
+        saved = checkpoint.save(folder, trainer.model, trainer.optimizer, trainer.state())
+        if stop.asked:
+            report.say(
+                f"stopped after step {trainer.step}; saved {saved}\n"
+                f"go on with: python apps/train_pythia.py --load_checkpoint {folder} --dataset {options.dataset}"
+            )
+            return 130
+        held = trainer.held_out_loss(text)
+        report.held_out({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
+        say_held_out(report.say, held, unigram)
+        seconds = time.perf_counter() - start
+        done = (trainer.step - first) * tokens
+        report.say(
+            f"{done:,} tokens in {duration(seconds)}, {done / max(seconds, 1e-9):,.0f} tokens/s with evaluation; "
+            f"peak memory {mib(trainer.device.memory_stats()['peak'])}"
+        )
+    write_sample(trainer, text, folder, options.seed)
+    drawn = loss_picture(folder / "loss.png", unigram)
+    made = ["checkpoint", "metrics.jsonl", "sample.txt"] + (["loss.png"] if drawn else [])
+    print(f"in {folder}: {', '.join(made)}")
+    return 0
+
+
+def say_held_out(say, held: float, unigram: float) -> None:
+    say(
+        f"held-out loss {held:.3f} nats, perplexity {math.exp(min(held, 50)):,.1f}; "
+        f"{unigram - held:.3f} below token frequencies alone ({unigram:.3f})"
+    )
+
+
+def write_sample(trainer: Trainer, text: TextData, folder: Path, seed: int, tokens: int = 48) -> None:
+    """Shows and keeps what the model makes of the start of the held-out text."""
+    prompt = [int(i) for i in text.heldout[:16]]
+    out = trainer.model.generate([prompt], tokens, temperature=0.8, top_k=40, seed=seed)[0]
+    sample = text.tokenizer.decode(out)
+    (folder / "sample.txt").write_text(sample)
+    print(f"--- sample, after {len(prompt)} tokens of held-out text ---\n{sample}\n---")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
