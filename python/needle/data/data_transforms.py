@@ -1,0 +1,34 @@
+"""Transforms of images (H, W, C). Random numbers come from numpy's global stream."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class Transform:
+    def __call__(self, x):
+        raise NotImplementedError
+
+
+class RandomFlipHorizontal(Transform):
+    """Mirrors the image with probability p."""
+
+    def __init__(self, p=0.5):
+        self.p = p
+
+    def __call__(self, img):
+        return img[:, ::-1, :] if np.random.rand() < self.p else img
+
+
+class RandomCrop(Transform):
+    """Shifts the image by up to ``padding`` pixels each way; zeros come in."""
+
+    def __init__(self, padding=3):
+        self.padding = padding
+
+    def __call__(self, img):
+        p = self.padding
+        shift_x, shift_y = np.random.randint(low=-p, high=p + 1, size=2)
+        padded = np.pad(img, ((p, p), (p, p), (0, 0)))
+        height, width = img.shape[:2]
+        return padded[p + shift_x : p + shift_x + height, p + shift_y : p + shift_y + width, :]

@@ -1,0 +1,56 @@
+"""MNIST's file format. source: LeCun, Cortes & Burges, the MNIST database."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+
+import numpy as np
+
+from ...errors import DataError
+from ..data_basic import Dataset
+
+IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
+
+
+def _read(path: str) -> bytes:
+    try:
+        with gzip.open(path, "rb") as file:
+            return file.read()
+    except (OSError, EOFError) as error:
+        raise DataError(f"[mnist] cannot read {path}: {error} (a gzip-compressed MNIST file)") from error
+
+
+def parse_mnist(image_filename: str, label_filename: str) -> tuple[np.ndarray, np.ndarray]:
+    """(images (n, 784) float32 in 0..1, labels (n,) uint8). raises: DataError for other or truncated files."""
+    images, labels = _read(image_filename), _read(label_filename)
+    if len(images) < 16 or len(labels) < 8:
+        raise DataError(f"[mnist] {image_filename} or {label_filename} is truncated")
+    magic, n, rows, cols = struct.unpack(">IIII", images[:16])
+    label_magic, label_count = struct.unpack(">II", labels[:8])
+    if magic != IMAGES_MAGIC or label_magic != LABELS_MAGIC or n != label_count:
+        raise DataError(f"[mnist] {image_filename} and {label_filename} are not images and labels of one MNIST set")
+    if len(images) != 16 + n * rows * cols or len(labels) != 8 + n:
+        raise DataError(f"[mnist] {image_filename} or {label_filename} is truncated")
+    pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, rows * cols).astype(np.float32)
+    return pixels / np.float32(255), np.frombuffer(labels, np.uint8, offset=8).copy()
+
+
+class MNISTDataset(Dataset):
+    """Images as (28, 28, 1) for one item, (n, 28, 28, 1) for several; transforms see one image at a time."""
+
+    def __init__(self, image_filename: str, label_filename: str, transforms: list | None = None):
+        super().__init__(transforms)
+        images, self.labels = parse_mnist(image_filename, label_filename)
+        self.images = images.reshape(-1, 28, 28, 1)
+
+    def __getitem__(self, index) -> tuple:
+        images = self.images[index]
+        if images.ndim == 3:
+            return self.apply_transforms(images), self.labels[index]
+        if self.transforms:
+            images = np.stack([self.apply_transforms(image) for image in images])
+        return images, self.labels[index]
+
+    def __len__(self) -> int:
+        return len(self.labels)

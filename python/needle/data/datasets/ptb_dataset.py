@@ -1,0 +1,62 @@
+"""Penn Treebank as the course reads it: words, one line a sentence."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from ...autograd import Tensor
+from ...errors import DataError
+
+
+class Dictionary:
+    """Words and their ids, in order of appearance."""
+
+    def __init__(self):
+        self.word2idx: dict[str, int] = {}
+        self.idx2word: list[str] = []
+
+    def add_word(self, word: str) -> int:
+        """The id of ``word``, a new one if it was not there."""
+        if word not in self.word2idx:
+            self.word2idx[word] = len(self.idx2word)
+            self.idx2word.append(word)
+        return self.word2idx[word]
+
+    def __len__(self) -> int:
+        return len(self.idx2word)
+
+
+class Corpus:
+    """train.txt and test.txt of a folder as lists of ids, '<eos>' after each line."""
+
+    def __init__(self, base_dir: str, max_lines: int | None = None):
+        self.dictionary = Dictionary()
+        self.train = self.tokenize(os.path.join(base_dir, "train.txt"), max_lines)
+        self.test = self.tokenize(os.path.join(base_dir, "test.txt"), max_lines)
+
+    def tokenize(self, path: str, max_lines: int | None = None) -> list[int]:
+        ids = []
+        try:
+            with open(path) as file:
+                for number, line in enumerate(file):
+                    if max_lines is not None and number >= max_lines:
+                        break
+                    ids += [self.dictionary.add_word(word) for word in [*line.split(), "<eos>"]]
+        except OSError as error:
+            raise DataError(f"[ptb] cannot read {path}: {error}") from error
+        return ids
+
+
+def batchify(data, batch_size: int, device, dtype) -> np.ndarray:
+    """(len(data) // batch_size, batch_size): column b is the b-th piece of the text; what is left over is cut."""
+    rows = len(data) // batch_size
+    return np.array(data[: rows * batch_size]).reshape(batch_size, rows).T
+
+
+def get_batch(batches: np.ndarray, i: int, bptt: int, device=None, dtype=None) -> tuple[Tensor, Tensor]:
+    """Positions i .. i + bptt as X (positions, batch), and what follows each as y (positions * batch,)."""
+    n = min(bptt, len(batches) - 1 - i)
+    X, y = batches[i : i + n], batches[i + 1 : i + 1 + n].reshape(-1)
+    return tuple(Tensor(part, device=device, dtype=dtype, requires_grad=False) for part in (X, y))  # type: ignore[return-value]

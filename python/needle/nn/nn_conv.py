@@ -1,0 +1,39 @@
+"""Convolution as a module."""
+
+from __future__ import annotations
+
+import math
+
+from .. import backend_selection, init, ops
+from ..autograd import Tensor
+from .nn_basic import Module, Parameter
+
+
+class Conv(Module):
+    """2-D convolution of (N, C, H, W), padded so that a stride of 1 keeps H and W (odd kernels).
+
+    weight: (K, K, in, out), Kaiming-uniform with fan-in in * K * K; bias: (out,), uniform +-1 / sqrt(in * K * K).
+    """
+
+    def __init__(self, in_channels, out_channels, kernel_size, stride=1, bias=True, device=None, dtype="float32"):
+        super().__init__()
+        first = lambda x: x[0] if isinstance(x, tuple) else x  # noqa: E731
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.kernel_size, self.stride = first(kernel_size), first(stride)
+        device = device or backend_selection.cpu()
+        k, fan_in = self.kernel_size, in_channels * self.kernel_size**2
+        shape = (k, k, in_channels, out_channels)
+        self.weight = Parameter(
+            init.kaiming_uniform(fan_in, out_channels * k * k, shape=shape, device=device, dtype=dtype)
+        )
+        bound = 1 / math.sqrt(fan_in)
+        self.bias = None
+        if bias:
+            self.bias = Parameter(init.rand(out_channels, low=-bound, high=bound, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = ops.permute(x, (0, 2, 3, 1))
+        out = ops.conv(image, self.weight, stride=self.stride, padding=(self.kernel_size - 1) // 2)
+        if self.bias is not None:
+            out = out + ops.broadcast_to(ops.reshape(self.bias, (1, 1, 1, self.out_channels)), out.shape)
+        return ops.permute(out, (0, 3, 1, 2))

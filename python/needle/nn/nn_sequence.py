@@ -1,0 +1,132 @@
+"""Recurrent networks and embeddings. X is (positions, batch, features)."""
+
+from __future__ import annotations
+
+import math
+
+from .. import backend_selection, init, ops
+from ..autograd import Tensor
+from .nn_basic import Module, Parameter
+
+
+class Sigmoid(Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.sigmoid(x)
+
+
+class _Cell(Module):
+    """What the cells share: W_ih (input, gates * hidden), W_hh, and two biases, all U(+-1 / sqrt(hidden)), drawn in this order."""
+
+    gates = 1
+
+    def __init__(self, input_size, hidden_size, bias, device, dtype):
+        super().__init__()
+        self.input_size, self.hidden_size = input_size, hidden_size
+        bound = 1 / math.sqrt(hidden_size)
+        kwargs = {"low": -bound, "high": bound, "device": device or backend_selection.cpu(), "dtype": dtype}
+        width = self.gates * hidden_size
+        self.W_ih = Parameter(init.rand(input_size, width, **kwargs))
+        self.W_hh = Parameter(init.rand(hidden_size, width, **kwargs))
+        self.bias_ih = Parameter(init.rand(width, **kwargs)) if bias else None
+        self.bias_hh = Parameter(init.rand(width, **kwargs)) if bias else None
+
+    def _zero_state(self, X: Tensor) -> Tensor:
+        return init.zeros(X.shape[0], self.hidden_size, device=X.device, dtype=X.dtype)
+
+    def _pre_activation(self, X: Tensor, h: Tensor) -> Tensor:
+        """(batch, gates * hidden)."""
+        out = X @ self.W_ih + h @ self.W_hh
+        if self.bias_ih is not None and self.bias_hh is not None:
+            out = out + ops.broadcast_to(ops.reshape(self.bias_ih + self.bias_hh, (1, out.shape[1])), out.shape)
+        return out
+
+
+class RNNCell(_Cell):
+    """h' = tanh or relu(x W_ih + b_ih + h W_hh + b_hh)."""
+
+    def __init__(self, input_size, hidden_size, bias=True, nonlinearity="tanh", device=None, dtype="float32"):
+        if nonlinearity not in ("tanh", "relu"):
+            raise ValueError(f"[RNNCell] unknown nonlinearity: {nonlinearity} (accepted: tanh, relu)")
+        super().__init__(input_size, hidden_size, bias, device, dtype)
+        self.nonlinearity = nonlinearity
+
+    def forward(self, X: Tensor, h: Tensor | None = None) -> Tensor:
+        h = self._zero_state(X) if h is None else h
+        out = self._pre_activation(X, h)
+        return ops.tanh(out) if self.nonlinearity == "tanh" else ops.relu(out)
+
+
+class RNN(Module):
+    """Layers of RNNCell over a sequence."""
+
+    def __init__(
+        self, input_size, hidden_size, num_layers=1, bias=True, nonlinearity="tanh", device=None, dtype="float32"
+    ):
+        super().__init__()
+        self.hidden_size, self.num_layers = hidden_size, num_layers
+        sizes = [input_size] + [hidden_size] * (num_layers - 1)
+        self.rnn_cells = [RNNCell(n, hidden_size, bias, nonlinearity, device, dtype) for n in sizes]
+
+    def forward(self, X: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """X (positions, batch, input), h0 (layers, batch, hidden) -> output (positions, batch, hidden), last h of each layer."""
+        steps = list(ops.split(X, 0))
+        states = [None] * self.num_layers if h0 is None else list(ops.split(h0, 0))
+        for layer, cell in enumerate(self.rnn_cells):
+            h = states[layer]
+            for t, x in enumerate(steps):
+                steps[t] = h = cell(x, h)
+            states[layer] = h
+        return ops.stack(steps, 0), ops.stack(states, 0)
+
+
+class LSTMCell(_Cell):
+    """i, f, g, o = x W_ih + b_ih + h W_hh + b_hh; c' = sig(f) c + sig(i) tanh(g); h' = sig(o) tanh(c')."""
+
+    gates = 4
+
+    def __init__(self, input_size, hidden_size, bias=True, device=None, dtype="float32"):
+        super().__init__(input_size, hidden_size, bias, device, dtype)
+
+    def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        h0, c0 = h if h is not None else (self._zero_state(X), self._zero_state(X))
+        out = ops.reshape(self._pre_activation(X, h0), (X.shape[0], 4, self.hidden_size))
+        i, f, g, o = ops.split(out, 1)
+        c = ops.sigmoid(f) * c0 + ops.sigmoid(i) * ops.tanh(g)
+        return ops.sigmoid(o) * ops.tanh(c), c
+
+
+class LSTM(Module):
+    """Layers of LSTMCell over a sequence."""
+
+    def __init__(self, input_size, hidden_size, num_layers=1, bias=True, device=None, dtype="float32"):
+        super().__init__()
+        self.hidden_size, self.num_layers = hidden_size, num_layers
+        sizes = [input_size] + [hidden_size] * (num_layers - 1)
+        self.lstm_cells = [LSTMCell(n, hidden_size, bias, device, dtype) for n in sizes]
+
+    def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        steps = list(ops.split(X, 0))
+        if h is None:
+            states = [None] * self.num_layers
+        else:
+            states = list(zip(ops.split(h[0], 0), ops.split(h[1], 0)))
+        for layer, cell in enumerate(self.lstm_cells):
+            state = states[layer]
+            for t, x in enumerate(steps):
+                state = cell(x, state)
+                steps[t] = state[0]
+            states[layer] = state
+        return ops.stack(steps, 0), (ops.stack([s[0] for s in states], 0), ops.stack([s[1] for s in states], 0))
+
+
+class Embedding(Module):
+    """Rows of ``weight`` (num_embeddings, embedding_dim), normal, by id: x (...) of whole numbers -> (..., embedding_dim)."""
+
+    def __init__(self, num_embeddings, embedding_dim, device=None, dtype="float32"):
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        device = device or backend_selection.cpu()
+        self.weight = Parameter(init.randn(num_embeddings, embedding_dim, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.embedding(self.weight, x)

@@ -1,0 +1,141 @@
+"""The course's transformer. B batch, H heads, T positions, D head width."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import init, ops
+from ..autograd import Tensor
+from ..backend_ndarray import ndarray
+from .nn_basic import Dropout, LayerNorm1d, Linear, Module, ReLU, Sequential
+from .nn_sequence import Embedding
+
+
+class MultiHeadAttention(Module):
+    """softmax(q k^T / sqrt(D)) v on (B, H, T, D), with the probabilities beside it."""
+
+    def __init__(self, *, dropout=0.0, causal=False, device=None, dtype="float32"):
+        super().__init__()
+        self.device, self.dtype = device, dtype
+        self.causal = causal
+        self.dropout = Dropout(dropout)
+
+    def create_causal_mask(self, i, j, device):
+        """(1, 1, i, j): the most negative float32 above the diagonal, else 0."""
+        mask = -np.finfo(np.float32).max * np.triu(np.ones((1, 1, i, j), dtype=np.float32), j - i + 1)
+        return ndarray.array(mask, device=device)
+
+    def matmul(self, a: Tensor, b_transpose: Tensor) -> Tensor:
+        """a (..., T, D) times the transpose of b_transpose (..., S, D)."""
+        return ops.matmul(a, ops.transpose(b_transpose))
+
+    def softmax(self, logit: Tensor) -> Tensor:
+        return ops.softmax(logit)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.matmul(q, k) / (q.shape[-1] ** 0.5)
+        if self.causal:
+            mask = self.create_causal_mask(q.shape[2], k.shape[2], q.device)
+            scores = scores + ops.broadcast_to(Tensor(mask, device=q.device, requires_grad=False), scores.shape)
+        probs = self.dropout(self.softmax(scores))
+        return ops.matmul(probs, v), probs
+
+
+class AttentionLayer(Module):
+    """Projections around MultiHeadAttention, each input normalized first."""
+
+    def __init__(
+        self, q_features, num_head, dim_head, *, k_features=None, v_features=None, out_features=None,
+        dropout=0.0, causal=True, device=None, dtype="float32",
+    ):  # fmt: skip
+        super().__init__()
+        k_features = q_features if k_features is None else k_features
+        v_features = q_features if v_features is None else v_features
+        out_features = q_features if out_features is None else out_features
+        self.q_features, self.k_features, self.v_features = q_features, k_features, v_features
+        self.out_features, self.num_head, self.dim_head = out_features, num_head, dim_head
+        kwargs = {"device": device, "dtype": dtype}
+        inner = num_head * dim_head
+        self.prenorm_q = LayerNorm1d(q_features, **kwargs)
+        self.prenorm_k = LayerNorm1d(k_features, **kwargs)
+        self.prenorm_v = LayerNorm1d(v_features, **kwargs)
+        self.q_projection = Linear(q_features, inner, bias=False, **kwargs)
+        self.k_projection = Linear(k_features, inner, bias=False, **kwargs)
+        self.v_projection = Linear(v_features, inner, bias=False, **kwargs)
+        self.attn = MultiHeadAttention(dropout=dropout, causal=causal, **kwargs)
+        self.out_projection = Linear(inner, out_features, bias=False, **kwargs)
+
+    def _heads(self, x: Tensor, norm: Module, projection: Module) -> Tensor:
+        B, T, C = x.shape
+        flat = projection(norm(ops.reshape(x, (B * T, C))))
+        return ops.transpose(ops.reshape(flat, (B, T, self.num_head, self.dim_head)), (1, 2))  # (B, H, T, D)
+
+    def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
+        k = q if k is None else k
+        v = q if v is None else v
+        B, T, _ = q.shape
+        out, self.probs = self.attn(
+            self._heads(q, self.prenorm_q, self.q_projection),
+            self._heads(k, self.prenorm_k, self.k_projection),
+            self._heads(v, self.prenorm_v, self.v_projection),
+        )
+        self.probs = self.probs.detach()
+        flat = ops.reshape(ops.transpose(out, (1, 2)), (B * T, self.num_head * self.dim_head))
+        return ops.reshape(self.out_projection(flat), (B, T, self.out_features))
+
+
+class TransformerLayer(Module):
+    """x + drop(attention(x)), then x + drop(linear(drop(relu(linear(norm(x))))))."""
+
+    def __init__(
+        self, q_features, num_head, dim_head, hidden_size, *, dropout=0.0, causal=True, device=None, dtype="float32"
+    ):
+        super().__init__()
+        kwargs = {"device": device, "dtype": dtype}
+        self.attention = AttentionLayer(q_features, num_head, dim_head, dropout=dropout, causal=causal, **kwargs)
+        self.dropout = Dropout(dropout)
+        self.norm = LayerNorm1d(q_features, **kwargs)
+        self.mlp = Sequential(
+            Linear(q_features, hidden_size, **kwargs),
+            ReLU(),
+            Dropout(dropout),
+            Linear(hidden_size, q_features, **kwargs),
+            Dropout(dropout),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.shape
+        x = x + self.dropout(self.attention(x))
+        return x + ops.reshape(self.mlp(self.norm(ops.reshape(x, (B * T, C)))), (B, T, C))
+
+
+class Transformer(Module):
+    """Layers over embeddings with learned positions."""
+
+    def __init__(
+        self, embedding_size, hidden_size, num_layers, *, num_head=8, dim_head=32, dropout=0.0, causal=True,
+        device=None, dtype="float32", batch_first=False, sequence_len=2048,
+    ):  # fmt: skip
+        super().__init__()
+        self.batch_first = batch_first
+        self.positions = Embedding(sequence_len, embedding_size, device=device, dtype=dtype)
+        self.layers = [
+            TransformerLayer(
+                embedding_size, num_head, dim_head, hidden_size, dropout=dropout, causal=causal, device=device, dtype=dtype
+            )
+            for _ in range(num_layers)
+        ]
+
+    def forward(self, x: Tensor, h=None) -> tuple[Tensor, Tensor]:
+        if not self.batch_first:
+            x = ops.transpose(x, (0, 1))
+        B, T, C = x.shape
+        ids = init.arange(T, device=x.device)
+        x = x + ops.broadcast_to(ops.reshape(self.positions(ids), (1, T, C)), x.shape)
+        for layer in self.layers:
+            x = layer(x)
+        if not self.batch_first:
+            x = ops.transpose(x, (0, 1))
+        return x, init.zeros_like(x)
+
+
