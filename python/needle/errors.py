@@ -39,3 +39,7 @@ class OutOfMemoryError(MemoryError):
         super().__init__(message)
         self.requested_bytes = requested_bytes
         self.stats = stats or {}
+
+
+class NeedleTestError(AssertionError):
+    """A check of ``needle.testing`` failed."""

@@ -1,0 +1,162 @@
+"""Every op on every device and dtype against its definition in numpy float64, and its gradient against finite differences."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from op_cases import CASES
+
+import needle as ndl
+from needle import ops
+from needle.backend_ndarray import ndarray_backend_cpu, ndarray_backend_numpy
+from needle.backend_ndarray.ndarray import NDArray
+from needle.testing import TOLERANCES, assert_close, check_parity, gradcheck
+
+by_name = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+
+
+@by_name
+def test_forward_equals_numpy(case, host):
+    if case.expected is None:
+        gradcheck(case, host)  # no formula beside the op's own: its gradient at least is consistent with it
+        return
+    values = case.inputs()
+    found = case.run(*[ndl.Tensor(v, device=host, dtype="float64") for v in values]).numpy()
+    assert_close(found, case.expected(*values), TOLERANCES["float64"][0] * max(case.looser, 1), case.name)
+
+
+@by_name
+def test_gradient_equals_finite_differences(case, host):
+    gradcheck(case, host)
+
+
+@by_name
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_parity(case, device, dtype):
+    if dtype not in case.dtypes or (dtype == "float64" and device.name == "cuda"):
+        return
+    check_parity(case, device, ndl.cpu_numpy(), dtype)
+
+
+SIZES = (1, 2, 31, 33, 255, 257, 1000)
+SPECIAL = [np.nan, np.inf, -np.inf, -0.0, 0.0, 1e-40, 88.0, -104.0, 1e30, -1e30, 1.0, -1.0]
+
+
+def kinds():
+    """(arity, name, kind) of every row of the elementwise table."""
+    text = (Path(__file__).parent.parent / "src/common/ewise_ops.def").read_text()
+    return re.findall(r"^NEEDLE_(UNARY|BINARY)\((\w+), (\w+),", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_elementwise_rows_on_special_values(device, dtype):
+    reference = ndl.cpu_numpy()
+    with np.errstate(all="ignore"):
+        x = np.array(SPECIAL * 3, np.float32)
+        y = np.repeat(np.array(SPECIAL, np.float32), 3)
+    wrong = []
+    for arity, name, _ in kinds():
+        if name.endswith("_backward"):
+            continue
+        results = []
+        for where in (reference, device):
+            a, b = (NDArray(v, device=where, dtype=dtype) for v in (x, y))
+            if arity == "UNARY":
+                test = name in ("isnan", "isinf", "isfinite", "logical_not")
+                out = a._unary(f"ewise_{name}", "bool" if test else None)
+            else:
+                compare = name in ("eq", "ne", "lt", "le", "gt", "ge") or name.startswith("logical")
+                out = a._binary(b, f"ewise_{name}", f"scalar_{name}", to_bool=compare)
+            results.append(out.numpy().astype(np.float64))
+        expected, found = results
+        if name in ("sin", "cos"):  # huge arguments are not reduced exactly everywhere
+            keep = np.abs(x) < 1e4
+            expected, found = expected[keep], found[keep]
+        # Subnormals may count as zero; infinities and NaN must be where they are in numpy.
+        finite = np.isfinite(expected)
+        tolerance = 3 * TOLERANCES[dtype][0]
+        same = np.where(finite, np.isclose(found, expected, rtol=tolerance, atol=tolerance), found == expected)
+        same |= np.isnan(found) & np.isnan(expected)
+        if not same.all():
+            i = int(np.flatnonzero(~same)[0])
+            inputs = (x[i],) if arity == "UNARY" else (x[i], y[i])
+            wrong.append(f"{name}{tuple(map(float, inputs))} = {found[i]}, numpy {expected[i]}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tails(device, size):
+    rng = np.random.default_rng(size)
+    x = rng.standard_normal((3, size)).astype(np.float32)
+    t = ndl.Tensor(x, device=device)
+    assert_close(ops.gelu(t).numpy(), ops.gelu(ndl.Tensor(x, device=ndl.cpu_numpy(), dtype="float64")).numpy(), 2e-6)
+    assert_close(ops.softmax(t).numpy(), np.exp(x) / np.exp(x).sum(1, keepdims=True), 2e-6)
+    assert_close(t.sum(1).numpy(), x.astype(np.float64).sum(1), 1e-5)
+    assert_close(t.sum(0).numpy(), x.astype(np.float64).sum(0), 1e-5)
+    assert_close((t @ t.transpose()).numpy(), x.astype(np.float64) @ x.T.astype(np.float64), 2e-5)
+    assert_close(t.realize_cached_data().max(axis=1).numpy(), x.max(1), 0)
+    np.testing.assert_array_equal(t.realize_cached_data().argmax(axis=1).numpy(), x.argmax(1))
+
+
+def test_views_permuted_sliced_broadcast(device):
+    x = np.random.default_rng(0).standard_normal((4, 5, 6)).astype(np.float32)
+    a = NDArray(x, device=device)
+    views = {
+        "permuted": (a.permute((2, 0, 1)), x.transpose(2, 0, 1)),
+        "sliced": (a[1:, ::2, ::-1], x[1:, ::2, ::-1]),
+        "broadcast": (a[:, 0:1].broadcast_to((4, 7, 6)), np.broadcast_to(x[:, 0:1], (4, 7, 6))),
+    }
+    for name, (view, expected) in views.items():
+        np.testing.assert_array_equal(view.numpy(), expected, err_msg=name)
+        assert_close((view * 2 + view).numpy(), expected * 3, 1e-6, name)
+        assert_close(view.exp().numpy(), np.exp(expected), 2e-6, name)
+        assert_close(view.sum(axis=(0, 2)).numpy(), expected.sum((0, 2)), 1e-5, name)
+        assert_close(ops.softmax(ndl.Tensor.make_const(view)).numpy(),
+                     np.exp(expected) / np.exp(expected).sum(-1, keepdims=True), 2e-6, name)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["embedding", "one_hot", "cross_entropy"])
+def test_ids_outside_the_vocabulary(host, name):
+    w = ndl.Tensor(np.ones((5, 3)), device=host)
+    bad = ndl.Tensor([1, 7], device=host, dtype="int32", requires_grad=False)
+    with pytest.raises(IndexError, match="7"):
+        if name == "embedding":
+            ops.embedding(w, bad)
+        elif name == "one_hot":
+            ndl.init.one_hot(5, bad, device=host)
+        else:
+            ops.cross_entropy(ndl.Tensor(np.ones((2, 5)), device=host), bad)
+
+
+def test_random_numbers_are_the_same_everywhere(device):
+    from needle.backend_ndarray import kernels
+
+    for make in (kernels.random_uniform, kernels.random_normal):
+        expected = make((1001,), 42, 7, "float32", ndl.cpu_numpy()).numpy()
+        found = make((1001,), 42, 7, "float32", device).numpy()
+        assert_close(found, expected, 0 if make is kernels.random_uniform else 5e-6)
+
+
+def test_catalogue_every_op_has_a_case():
+    covered = {name for case in CASES for name in case.ops}
+    found = {
+        cls.__name__
+        for cls in vars(ops).values()
+        if isinstance(cls, type) and issubclass(cls, ops.Op) and "compute" in vars(cls) and cls is not ops.Op
+    }
+    assert found - covered == set()
+
+
+def test_catalogue_every_backend_has_every_kernel():
+    names = {n for n in dir(ndarray_backend_numpy) if callable(getattr(ndarray_backend_numpy, n)) and not n.startswith("_")}
+    names -= {"HostAllocator", "HostArray", "Storage", "philox"}
+    backends = [ndl.cpu(), ndl.meta()] + [d for d in (ndl.cuda_sim(), ndl.cuda()) if d.enabled()]
+    assert ndarray_backend_cpu is ndl.cpu().mod
+    for device in backends:
+        assert {n for n in names if not hasattr(device.mod, n)} == set(), device
+
+
+def test_catalogue_table_rows():
+    rows = {name for _, name, _ in kinds()}
+    assert rows == set(ndarray_backend_numpy.UNARY) | set(ndarray_backend_numpy.BINARY)
