@@ -28,7 +28,7 @@ train: $(BUILT)
 	$(VENV_PYTHON) apps/train_pythia.py --sparse
 
 test: $(BUILT)
-	NEEDLE_REQUIRE_DEVICES=$(REQUIRED_DEVICES) $(VENV_PYTHON) -m pytest
+	NEEDLE_REQUIRE_DEVICES=$(REQUIRED_DEVICES) $(VENV_PYTHON) -m pytest -n auto
 
 # For whoever has a GPU: build for it, parity suite, compute-sanitizer, benchmarks; uses this machine's own Python packages.
 gpu-check:

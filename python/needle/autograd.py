@@ -237,7 +237,7 @@ def _constant(spec: Any, fill: float) -> Tensor:
 def _check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
     for index, array in enumerate(arrays):
         for part in array if isinstance(array, tuple) else (array,):
-            if part._handle.last_write > node.time:
+            if part.last_write > node.time:
                 raise GraphError(
                     f"[recompute] input {index} of {node.op.name if node.op else 'a leaf'}, shape {part.shape}, was changed in place "
                     "after it was used, and a value computed from it is needed again (call backward before changing it, or "
@@ -345,7 +345,7 @@ class Value:
         if self._node is not None and self._node.op is None:
             self._node.array = array
             if isinstance(array, NDArray):
-                array._handle.last_write = write_stamp()  # graphs that used the old array must not recompute from this one
+                array.mark_written()  # graphs that used the old array must not recompute from this one
 
     def realize_cached_data(self):
         """The array; recomputed if nothing holds it any more."""
@@ -614,7 +614,7 @@ class Tensor(Value):
             raise ShapeError(f"[backward] out_grad is {out_grad.shape} (accepted: {self.shape}, the shape of the tensor)")
         root = self._as_node()
         found = _run_backward(root, out_grad, retain_graph, create_graph)
-        owners = {out_grad._data._handle} if out_grad is not None and out_grad._data is not None else set()
+        given = [] if out_grad is None else [out_grad.realize_cached_data()]
         for leaf, grad in found.items():
             handle = leaf.live_handle()
             if not isinstance(handle, Tensor):
@@ -624,8 +624,8 @@ class Tensor(Value):
             elif not create_graph:
                 array = grad.realize_cached_data()
                 # One array may be the gradient of two leaves (a + b); each leaf gets its own.
-                grad = Tensor.make_const(array.copy() if array._handle in owners else array)
-                owners.add(array._handle)
+                grad = Tensor.make_const(array.copy() if any(array.same_memory(x) for x in given) else array)
+                given.append(array)
                 grad._source = _GradientSource(root, leaf, out_grad)
             handle._grad = grad
 
@@ -766,14 +766,9 @@ def _add_gradient(grads: dict, key: Any, grad: Tensor, create_graph: bool) -> No
     elif create_graph:
         grads[key] = have + grad
     elif isinstance(have, _Owned):
-        _add_in_place(have.tensor._data, grad.realize_cached_data())
+        have.tensor.realize_cached_data().add_in_place(grad.realize_cached_data())
     else:
         grads[key] = _Owned(have + grad)
-
-
-def _add_in_place(total: NDArray, part: NDArray) -> None:
-    part = part.astype(total.dtype, copy=False)
-    total.device.ewise_add(total._handle, part.contiguous_handle(), total._handle)
 
 
 def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
@@ -781,7 +776,7 @@ def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
     if create_graph:
         return have + grad
     if getattr(have._source, "in_place", False):
-        _add_in_place(have._data, grad.realize_cached_data())
+        have.realize_cached_data().add_in_place(grad.realize_cached_data())
         return have
     total = Tensor.make_const(have.realize_cached_data() + grad.realize_cached_data())
     total._source = _AccumulatedSource()

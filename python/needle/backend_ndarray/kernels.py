@@ -290,7 +290,7 @@ def adamw_step(
         param._handle, grad.contiguous_handle(), m._handle, v._handle, grad_scale._handle,
         lr, beta1, beta2, eps, weight_decay, step,
     )  # fmt: skip
-    param._wrote()
+    param.mark_written()
 
 
 def sumsq(x: NDArray) -> NDArray:
@@ -466,4 +466,12 @@ def dropout(x: NDArray, p: float, seed: int, offset: int) -> NDArray:
     _check("dropout", x)
     out = _new(x._shape, x._dtype, x._device)
     x._device.dropout(x.contiguous_handle(), out._handle, p, seed, offset)
+    return out
+
+
+def arange(n: int, dtype: str, device) -> NDArray:
+    """0, 1, ..., n - 1."""
+    device.require()
+    out = _new((n,), dt.name_of(dtype), device)
+    device.arange(out._handle, 0, 1)
     return out

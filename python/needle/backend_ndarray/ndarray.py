@@ -253,13 +253,30 @@ class NDArray:
         handle = self._handle
         return handle if handle.size == n else handle.view(self._offset, n)
 
-    def _wrote(self) -> None:
+    @property
+    def last_write(self) -> int:
+        """Tick of the last write in place to this memory, through any view; 0 if there was none."""
+        return self._handle.last_write
+
+    def mark_written(self) -> None:
+        """Stamps this memory as written now."""
         self._handle.last_write = next(_clock)
+
+    def same_memory(self, other: NDArray) -> bool:
+        """Whether both are views of one buffer."""
+        return self._handle is other._handle
+
+    def add_in_place(self, other: NDArray) -> None:
+        """self += other for a compact self; other broadcasts to it and is cast to its dtype."""
+        other = other.astype(self._dtype, copy=False).broadcast_to(self._shape)
+        self._device.mod.ewise_add(
+            self._handle, self._strides, self._offset, other._handle, other._strides, other._offset, self._handle, self._shape
+        )
 
     def fill(self, value) -> None:
         """Sets every element in place."""
         self._device.require().strided_fill(self._handle, self._strides, self._offset, self._shape, value)
-        self._wrote()
+        self.mark_written()
 
     # --- views -----------------------------------------------------------------------------------------
 
@@ -392,7 +409,7 @@ class NDArray:
             mod.strided_copy(
                 source._handle, source._strides, source._offset, self._handle, view._strides, view._offset, view._shape
             )
-        self._wrote()
+        self.mark_written()
 
     # --- elementwise ------------------------------------------------------------------------------------------
 

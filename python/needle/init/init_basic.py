@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .. import backend_selection
 from ..autograd import Tensor
+from ..backend_ndarray import kernels
 
 
 def rand(*shape, low=0.0, high=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
@@ -62,10 +63,7 @@ def ones_like(array, *, device=None, requires_grad=False) -> Tensor:
 
 def arange(n: int, device=None, dtype="float32") -> Tensor:
     """0, 1, ..., n - 1."""
-    device = device or backend_selection.cpu()
-    out = device.empty((n,), dtype)
-    device.arange(out._handle, 0, 1)
-    return Tensor.make_const(out)
+    return Tensor.make_const(kernels.arange(n, dtype, device or backend_selection.cpu()))
 
 
-__all__ = [name for name in dir() if not name.startswith("_") and name not in ("annotations", "backend_selection")]
+__all__ = [name for name in dir() if not name.startswith("_") and name not in ("annotations", "backend_selection", "kernels")]

@@ -556,10 +556,7 @@ class Linear(_InputRead):
         out = _matmul(x, weight)
         if bias.size != out.shape[-1]:
             raise ShapeError(f"[linear] bias is {bias.shape}, weight is {weight.shape} (accepted: ({out.shape[-1]},))")
-        wide = bias.compact().reshape((bias.size,)).astype(out.dtype, copy=False).broadcast_to(out.shape)
-        out.device.ewise_add(
-            out._handle, out._strides, 0, wide._handle, wide._strides, wide._offset, out._handle, out._shape
-        )
+        out.add_in_place(bias.compact().reshape((bias.size,)))
         return out
 
     def gradient(self, out_grad, node):

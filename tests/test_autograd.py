@@ -1,0 +1,224 @@
+"""The graph: what is kept, what is recomputed, what is freed."""
+
+import gc
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import autograd, nn, ops
+from needle.errors import GraphError, ShapeError
+from needle.models import Pythia, PythiaConfig
+from needle.optim import AdamW
+
+
+def leaf(values, device, **kwargs):
+    return ndl.Tensor(np.asarray(values, np.float32), device=device, **kwargs)
+
+
+def test_backward_overwrites_and_accumulate_adds(host):
+    x = leaf([1.0, 2.0, 3.0], host)
+    for _ in range(2):
+        (x * x).sum().backward()
+        np.testing.assert_array_equal(x.grad.numpy(), [2, 4, 6])
+    for k in (2, 3, 4):
+        (x * x).sum().backward(accumulate=True)
+        np.testing.assert_array_equal(x.grad.numpy(), np.array([2, 4, 6]) * k)
+
+
+def test_micro_batches_give_the_gradient_of_the_whole_batch(host):
+    rng = np.random.default_rng(0)
+    data, w = rng.standard_normal((12, 5)), leaf(rng.standard_normal((5, 3)), host)
+    ndl.mean(ops.tanh(leaf(data, host, requires_grad=False) @ w)).backward()
+    whole = w.grad.numpy()
+    w.grad = None
+    for part in np.split(data, 4):
+        (ndl.mean(ops.tanh(leaf(part, host, requires_grad=False) @ w)) / 4).backward(accumulate=True)
+    np.testing.assert_allclose(w.grad.numpy(), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_two_leaves_never_share_a_gradient_array(host):
+    a, b = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host)
+    seed = leaf([1.0, 1.0], host, requires_grad=False)
+    (a + b).backward(seed)
+    a.grad.realize_cached_data()[0] = 9.0
+    np.testing.assert_array_equal(b.grad.numpy(), [1, 1])
+    np.testing.assert_array_equal(seed.numpy(), [1, 1])
+
+
+def test_gradient_of_a_gradient(host):
+    x, y = leaf([6.0], host), leaf([0.0], host)
+    out = x * x + x * y
+    out.backward()
+    grad_x, grad_y = x.grad, y.grad
+    grad_x.backward()
+    assert x.grad.item() == 2 and y.grad.item() == 1 and grad_y.item() == 6 and out.item() == 36
+
+
+@pytest.mark.parametrize("op", [ops.exp, ops.tanh, ops.gelu, ops.softmax, ops.sigmoid, ops.logsoftmax, ops.silu])
+def test_second_derivative_of_fused_ops(op):
+    device, eps = ndl.cpu_numpy(), 1e-5
+    values = np.random.default_rng(1).standard_normal((2, 4))
+
+    def slope(v):
+        x = ndl.Tensor(v, device=device, dtype="float64")
+        (op(x) * op(x)).sum().backward(create_graph=True)
+        return x, x.grad
+
+    x, grad = slope(values)
+    (grad * grad).sum().backward()
+    found = x.grad.numpy()
+    for i in np.ndindex(values.shape):
+        up, down = values.copy(), values.copy()
+        up[i] += eps
+        down[i] -= eps
+        numeric = ((slope(up)[1].numpy() ** 2).sum() - (slope(down)[1].numpy() ** 2).sum()) / (2 * eps)
+        assert abs(found[i] - numeric) < 1e-5 * max(1, abs(numeric))
+
+
+def test_a_gradient_whose_root_is_dead_says_so(host):
+    x = leaf([2.0], host)
+    (x * x).backward()
+    with pytest.raises(GraphError, match="has been freed"):
+        x.grad.backward()
+
+
+def test_backward_twice_recomputes_what_was_dropped(host):
+    x = leaf([0.5, 1.5], host)
+    y = ops.exp(ops.tanh(x) * x).sum()
+    y.backward()
+    first = x.grad.numpy()
+    y.backward()
+    np.testing.assert_array_equal(x.grad.numpy(), first)
+
+
+def test_changing_a_parameter_that_is_needed_again_is_refused(host):
+    x, w = leaf([[1.0, 2.0]], host, requires_grad=False), leaf([[3.0], [4.0]], host)
+    y = ops.exp(ops.tanh(x @ w)).sum()
+    y.backward()
+    w.realize_cached_data()[0, 0] = 5.0
+    with pytest.raises(GraphError, match="changed in place"):
+        y.backward()
+    assert np.isfinite(y.item())  # what a live Tensor holds is still there
+
+
+def test_values_of_live_tensors_survive_backward_and_step(host):
+    model = nn.Linear(3, 2, device=host)
+    out = model(leaf(np.ones((4, 3)), host))
+    loss = (out * out).sum()
+    expected = out.numpy()
+    loss.backward()
+    ndl.optim.SGD(model.parameters()).step()
+    np.testing.assert_array_equal(out.numpy(), expected)
+    np.testing.assert_array_equal(loss.cached_data.numpy().shape, (1,))
+
+
+def test_interior_arrays_are_dropped_by_backward(cpu):
+    x = leaf(np.ones((1000, 100)), cpu)
+    before = cpu.memory_stats()["live"]
+    y = x
+    for _ in range(10):
+        y = ops.tanh(y)
+    loss = y.sum()
+    del y
+    held = cpu.memory_stats()["live"] - before
+    assert held >= 10 * x.size * 4
+    loss.backward()
+    assert cpu.memory_stats()["live"] - before <= x.size * 4 + 1024  # the gradient of x
+
+
+def test_a_chain_of_100000_ops(cpu):
+    x = leaf([1.0], cpu)
+    y = x
+    for _ in range(100_000):
+        y = y + 1.0
+    y.backward()
+    assert x.grad.item() == 1
+    del y
+
+
+def test_no_grad_detach_and_retain_grad(host):
+    x = leaf([2.0], host)
+    with ndl.no_grad():
+        assert (x * x).op is None
+    y = (x * x).retain_grad()
+    (y * 3).backward()
+    assert y.grad.item() == 3 and x.grad.item() == 12
+    with pytest.raises(GraphError, match="no history"):
+        x.detach().__mul__(2).backward()
+    with pytest.raises(ShapeError, match="out_grad"):
+        (x * x).backward(leaf([1.0, 2.0], host))
+
+
+def test_lazy_mode(host):
+    autograd.LAZY_MODE = True
+    try:
+        x = leaf([3.0], host)
+        y = x * x + x
+        assert y._data is None
+        y.backward()
+        assert x.grad.item() == 7 and y.item() == 12
+    finally:
+        autograd.LAZY_MODE = False
+
+
+def test_setitem_with_gradient(host):
+    x, y = leaf(np.zeros((2, 3)), host), leaf([5.0, 6.0], host)
+    old = x * 2
+    old[:, 1] = y
+    (old * old).sum().backward()
+    np.testing.assert_array_equal(y.grad.numpy(), [10, 12])
+    np.testing.assert_array_equal(x.grad.numpy()[:, 1], [0, 0])
+
+
+def test_topological_order(host):
+    a, b = leaf([2.0], host), leaf([3.0], host)
+    order = autograd.find_topo_sort([a * b + a - b])
+    assert [v.numpy().item() for v in order] == [2, 3, 6, 8, -3, 5]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_nothing_is_left_after_a_training_step(cpu, sparse):
+    """With the collector off, 200 steps leave as much behind as 2."""
+    config = PythiaConfig(layers=2, width=32, heads=4, feed_forward=64, vocab_size=61)
+    config = config.with_sparse(block=16) if sparse else config
+    model = Pythia(config, device=cpu)
+    optimizer = AdamW(model.parameter_groups(), lr=1e-3)
+    rng = np.random.default_rng(0)
+
+    def step():
+        ids, targets = (
+            ndl.Tensor(rng.integers(0, 61, (2, 32)), device=cpu, dtype="int32", requires_grad=False) for _ in range(2)
+        )
+        optimizer.reset_grad()
+        loss = model.loss(ids, targets)
+        loss.backward()
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+        return loss.item()
+
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for i in range(200):
+            step()
+            if i in (1, 199):
+                stats = cpu.memory_stats()
+                counts.append((stats["live"], stats["live_arrays"], autograd.TENSOR_COUNTER))
+        assert counts[0] == counts[1]
+    finally:
+        gc.enable()
+
+
+def test_no_reference_cycles(cpu):
+    gc.collect()
+    gc.disable()
+    try:
+        model = nn.Sequential(nn.Linear(4, 8, device=cpu), nn.ReLU(), nn.Linear(8, 2, device=cpu))
+        for _ in range(3):
+            model(leaf(np.ones((3, 4)), cpu)).sum().backward()
+        del model
+        assert gc.collect() == 0
+    finally:
+        gc.enable()

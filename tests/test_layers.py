@@ -1,0 +1,57 @@
+"""The house rule: nothing on a lower layer imports a higher one, and the package never imports itself by name."""
+
+import ast
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "python" / "needle"
+LAYERS = [
+    {"dtype", "errors", "config"}, {"backend_ndarray"}, {"backend_numpy"}, {"backend_selection"}, {"autograd"}, {"init"}, {"ops"},
+    {"nn"}, {"optim", "data", "models", "testing"},
+]  # fmt: skip
+# Two edges go upwards: Tensor's operators are ops, and init takes its Tensors from autograd, which stands beside it.
+ALLOWED = {("autograd", "ops")}
+
+
+def layer(name):
+    return next(i for i, names in enumerate(LAYERS) if name in names)
+
+
+def imported(path):
+    """Names of top-level parts of the package that the file imports."""
+    depth = len(path.relative_to(PACKAGE).parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == depth:
+            yield from [node.module.split(".")[0]] if node.module else [alias.name for alias in node.names]
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "needle" for alias in node.names), path
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            assert node.module.split(".")[0] != "needle", path
+
+
+def test_imports_go_downwards():
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if own == "__init__":
+            continue
+        for name in imported(path):
+            if layer(name) > layer(own) and (own, name) not in ALLOWED:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert wrong == []
+
+
+def test_only_backend_ndarray_touches_handles():
+    users = {p.relative_to(PACKAGE).parts[0] for p in PACKAGE.rglob("*.py") if "._handle" in p.read_text()}
+    assert users == {"backend_ndarray"}
+
+
+def test_import_needs_numpy_alone():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; sys.path.insert(0, 'python'); import needle; "
+        "print([m for m in ('tokenizers', 'matplotlib', 'rich', 'safetensors', 'ml_dtypes', 'torch') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent.parent, check=True)
+    assert out.stdout == "[]\n"

@@ -1,0 +1,99 @@
+"""Block-sparse attention and its module: equal to dense under the same mask, blind to the future, small in memory."""
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import nn, ops
+from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
+from needle.errors import ShapeError
+from needle.models import Pythia, PythiaConfig
+from needle.nn import PATTERNS, causal_pattern
+
+
+def random(shape, device, seed=0, **kwargs):
+    return ndl.Tensor(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32), device=device, **kwargs)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_sparse_equals_dense_under_the_same_mask(device, pattern):
+    layout = causal_pattern(pattern, 5, 16, window=2, stride=2)
+    results = []
+    for run in (lambda *x: ops.attention(*x, layout), ops.Attention(layout, 0.25).reference):
+        q, k, v = (random((1, 2, 80, 16), device, i) for i in range(3))
+        out = run(q, k, v)
+        out.backward(random((1, 2, 80, 16), device, 9, requires_grad=False))
+        results.append([out.numpy(), *(x.grad.numpy() for x in (q, k, v))])
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+def test_the_future_never_leaks(cpu, pattern):
+    """Changing token t + 1 leaves the logits up to t equal to the bit."""
+    config = PythiaConfig(layers=2, width=32, heads=4, feed_forward=64, vocab_size=61)
+    config = config.with_sparse(pattern, block=16) if pattern else config
+    model = Pythia(config, device=cpu)
+    ids = np.random.default_rng(0).integers(0, 61, (1, 64))
+    with ndl.no_grad():
+        before = model(ndl.Tensor(ids, device=cpu, dtype="int32")).numpy()
+        for t in (0, 14, 15, 16, 31, 40, 62):
+            changed = ids.copy()
+            changed[0, t + 1] = (changed[0, t + 1] + 1) % 61
+            after = model(ndl.Tensor(changed, device=cpu, dtype="int32")).numpy()
+            np.testing.assert_array_equal(after[:, : t + 1], before[:, : t + 1])
+            assert (after[:, t + 1] != before[:, t + 1]).any()
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_no_array_of_all_scores(cpu, backward):
+    """B 1, H 8, T 8192: the allocator's peak beyond inputs and outputs stays below 16 MiB."""
+    shape, layout = (1, 8, 8192, 64), causal_pattern("local", 128, 64)
+    q, k, v = (random(shape, cpu, i, requires_grad=backward) for i in range(3))
+    grad = random(shape, cpu, 3, requires_grad=False)
+    size = 4 * int(np.prod(shape))
+    before = cpu.memory_stats()["live"]
+    cpu.reset_peak()
+    out = ops.attention(q, k, v, layout)
+    if backward:
+        out.backward(grad)
+    outputs = size * (4 if backward else 1)
+    assert cpu.memory_stats()["peak"] - before - outputs < 16 << 20
+
+
+@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+def test_generation_with_the_cache_equals_recomputation(cpu, pattern):
+    config = PythiaConfig(layers=2, width=32, heads=4, feed_forward=64, vocab_size=61)
+    config = config.with_sparse(pattern, block=16) if pattern else config
+    model = Pythia(config, device=cpu, seed=3)
+    ids = np.random.default_rng(1).integers(0, 61, (2, 20))
+    out = model.generate(ids, 30, temperature=0)
+    with ndl.no_grad():
+        for n in range(20, 50):
+            logits = model(ndl.Tensor(out[:, :n], device=cpu, dtype="int32")).numpy()[:, -1]
+            np.testing.assert_array_equal(out[:, n], logits.argmax(-1))
+
+
+def test_block_sparse_linear(host):
+    mask = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 0]])
+    layer = nn.BlockSparseLinear(64, 48, BlockLayout(mask, 16), device=host)
+    dense = np.zeros((64, 48))
+    for block, (i, j) in zip(layer.weight.numpy()[0], np.argwhere(mask), strict=True):
+        dense[i * 16 : i * 16 + 16, j * 16 : j * 16 + 16] = block
+    x = random((3, 5, 64), host)
+    y = layer(x)
+    np.testing.assert_allclose(y.numpy(), x.numpy() @ dense, rtol=1e-4, atol=1e-5)
+    y.backward()
+    np.testing.assert_allclose(x.grad.numpy(), np.ones((3, 5, 48)) @ dense.T, rtol=1e-4, atol=1e-5)
+    assert layer.weight.grad.shape == layer.weight.shape
+
+
+def test_layouts_say_what_is_wrong(host):
+    with pytest.raises(ShapeError, match="block size 24"):
+        BlockLayout(np.ones((2, 2)), 24)
+    q = random((1, 1, 100, 8), host)
+    with pytest.raises(ShapeError, match="does not fit 100 queries"):
+        ops.attention(q, q, q, dense_layout(64, 64))
+    with pytest.raises(ShapeError, match="accepted: local, global, mixed"):
+        causal_pattern("diagonal", 4, 16)
+    assert causal_pattern("local", 8, 64).density == 15 / 36
