@@ -6,8 +6,8 @@ import sys
 import numpy as np
 
 sys.path.append("../python")
-import needle as ndl  # noqa: E402
-import needle.nn as nn  # noqa: E402
+import needle as ndl
+import needle.nn as nn
 
 np.random.seed(0)
 
@@ -44,9 +44,7 @@ def epoch(dataloader, model, opt=None):
     return wrong / count, float(np.mean(losses))
 
 
-def train_mnist(
-    batch_size=100, epochs=10, optimizer=ndl.optim.Adam, lr=0.001, weight_decay=0.001, hidden_dim=100, data_dir="data"
-):
+def train_mnist(batch_size=100, epochs=10, optimizer=ndl.optim.Adam, lr=0.001, weight_decay=0.001, hidden_dim=100, data_dir="data"):
     """(training error, training loss, test error, test loss) of the last epoch."""
     np.random.seed(4)
 

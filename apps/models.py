@@ -5,8 +5,8 @@ import sys
 import numpy as np
 
 sys.path.append("./python")
-import needle as ndl  # noqa: E402
-from needle import nn  # noqa: E402
+import needle as ndl
+from needle import nn
 
 np.random.seed(0)
 

@@ -5,10 +5,10 @@ import sys
 import numpy as np
 
 sys.path.append("python/")
-import needle as ndl  # noqa: E402
-import needle.nn as nn  # noqa: E402
-from apps.models import *  # noqa: E402, F403
-from needle.data.datasets.mnist_dataset import parse_mnist  # noqa: E402, F401
+import needle as ndl
+import needle.nn as nn
+from apps.models import *  # noqa: F403
+from needle.data.datasets.mnist_dataset import parse_mnist
 
 device = ndl.cpu()
 
@@ -57,9 +57,7 @@ def epoch_general_cifar10(dataloader, model, loss_fn=nn.SoftmaxLoss(), opt=None)
     return correct / count, total / count
 
 
-def train_cifar10(
-    model, dataloader, n_epochs=1, optimizer=ndl.optim.Adam, lr=0.001, weight_decay=0.001, loss_fn=nn.SoftmaxLoss
-):
+def train_cifar10(model, dataloader, n_epochs=1, optimizer=ndl.optim.Adam, lr=0.001, weight_decay=0.001, loss_fn=nn.SoftmaxLoss):
     """(accuracy, mean loss) of the last of ``n_epochs``."""
     np.random.seed(4)
     opt = optimizer(model.parameters(), lr=lr, weight_decay=weight_decay)
@@ -74,7 +72,14 @@ def evaluate_cifar10(model, dataloader, loss_fn=nn.SoftmaxLoss):
 
 
 def epoch_general_ptb(
-    data, model, seq_len=40, loss_fn=nn.SoftmaxLoss(), opt=None, clip=None, device=None, dtype="float32"  # noqa: B008
+    data,
+    model,
+    seq_len=40,
+    loss_fn=nn.SoftmaxLoss(),  # noqa: B008
+    opt=None,
+    clip=None,
+    device=None,
+    dtype="float32",
 ):
     """One pass over batchified text, training if ``opt`` is given: (accuracy, mean loss). The state is carried, detached."""
     np.random.seed(4)

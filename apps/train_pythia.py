@@ -1,7 +1,7 @@
 """Train Pythia on text: python apps/train_pythia.py --sparse
 
-Everything it makes goes into one folder: checkpoint, metrics.jsonl, loss.png, sample.txt. Ctrl-C saves and says how to go on (exit code
-130). A wrong argument or unusable text ends with one line and exit code 2.
+Everything it makes goes into one folder: checkpoint, metrics.jsonl, loss.png, sample.txt. Ctrl-C saves and says how to go on (exit
+code 130). A wrong argument or unusable text ends with one line and exit code 2.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import sys
 import time
 from pathlib import Path
 
+from needle.data.text import TextData, load_text, unigram_entropy
+from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
 from pythia_app import checkpoint
 from pythia_app.options import check, device, parse, writable_folder
 from pythia_app.report import Reporter, duration, loss_picture, mib, table
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
-
-from needle.data.text import TextData, load_text, unigram_entropy
-from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
 
 SAVED_OPTIONS = ("model", "vocab_size", "seq_len", "sparse")
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 
 import numpy as np
-from worker import Case, serve
 
 import needle as ndl
 from needle import ops
 from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
+from worker import Case, serve
 
 
 def _device(name: str):
@@ -39,9 +39,7 @@ def _array(rng, shape, device, requires_grad: bool = False) -> ndl.Tensor:
     return ndl.Tensor(rng.standard_normal(shape, dtype=np.float32), device=device, requires_grad=requires_grad)
 
 
-def pythia_step(
-    batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu", pattern: str | None = None
-) -> Case:
+def pythia_step(batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu", pattern: str | None = None) -> Case:
     """A training step of Pythia-70M on the same random tokens every time; the value is the loss."""
     where = _device(device)
     config = PythiaConfig.named("70m", vocab_size=vocab_size, max_seq_len=seq_len)
@@ -51,8 +49,7 @@ def pythia_step(
     optimizer = AdamW(model.parameter_groups(), lr=1e-4)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch_size, seq_len + 1))
     ids, targets = (
-        ndl.Tensor(part.copy(), device=where, dtype="int32", requires_grad=False)
-        for part in (tokens[:, :-1], tokens[:, 1:])
+        ndl.Tensor(part.copy(), device=where, dtype="int32", requires_grad=False) for part in (tokens[:, :-1], tokens[:, 1:])
     )
 
     def step() -> float:
@@ -78,9 +75,7 @@ def _causal_layout(seq_len: int, density: float, block: int = 64) -> BlockLayout
     return BlockLayout(mask, block, causal=True)
 
 
-def attention(
-    seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64, density: float = 1
-) -> Case:
+def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64, density: float = 1) -> Case:
     """Causal attention, B 1, over ``density`` of the causal blocks; with ``backward``, the gradients of q, k and v too."""
     where = _device(device)
     rng = np.random.default_rng(0)

@@ -51,9 +51,7 @@ def main() -> int:
     parser.add_argument("--needle-python", default=sys.executable, help="a Python that has needle (default: this one)")
     parser.add_argument("--only", choices=("needle", "torch"), help="run one side alone")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument(
-        "--threads", type=int, nargs="+", default=[_cores()], help="threads per run (default: all cores)"
-    )
+    parser.add_argument("--threads", type=int, nargs="+", default=[_cores()], help="threads per run (default: all cores)")
     parser.add_argument("--waits", nargs="+", choices=WAITS, default=["passive", "default"], help="how PyTorch waits")
     parser.add_argument("--busy", type=int, default=0, help="cores kept busy beside (default: 0)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant (default: 7)")

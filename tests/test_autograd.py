@@ -187,9 +187,7 @@ def test_nothing_is_left_after_a_training_step(cpu, sparse):
     rng = np.random.default_rng(0)
 
     def step():
-        ids, targets = (
-            ndl.Tensor(rng.integers(0, 61, (2, 32)), device=cpu, dtype="int32", requires_grad=False) for _ in range(2)
-        )
+        ids, targets = (ndl.Tensor(rng.integers(0, 61, (2, 32)), device=cpu, dtype="int32", requires_grad=False) for _ in range(2))
         optimizer.reset_grad()
         loss = model.loss(ids, targets)
         loss.backward()

@@ -226,9 +226,7 @@ def test_rotary(dtype, T, D, rot):
     cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
     out = blank((B, H, T, D), dtype)
     for inverse in (False, True):
-        got = call(
-            "rotary", packed, elements(x), D, cos, sin, out, elements(out), B, H, T, D, rot, inverse, outputs=[5]
-        )
+        got = call("rotary", packed, elements(x), D, cos, sin, out, elements(out), B, H, T, D, rot, inverse, outputs=[5])
         c, s = f64(cos)[:T], f64(sin)[:T] * (-1 if inverse else 1)
         a, b, rest = f64(x)[..., :half], f64(x)[..., half:rot], f64(x)[..., rot:]
         check(got, np.concatenate([a * c - b * s, b * c + a * s, rest], -1), dtype)
@@ -347,9 +345,7 @@ def test_attention(dtype, B, H, T, S, D, block, q_start):
         ins = q, strides(q), flat[0], strides(flat[0]), flat[1], strides(flat[1])
         blank_out, blank_lse = blank((B, T, H, D), dtype), blank((B, H, T), acc)
         out_strides = strides(blank_out.transpose(0, 2, 1, 3))
-        got, got_lse = call(
-            "attention_forward", *ins, blank_out, out_strides, blank_lse, *rows[:3], *dims, outputs=[6, 8]
-        )
+        got, got_lse = call("attention_forward", *ins, blank_out, out_strides, blank_lse, *rows[:3], *dims, outputs=[6, 8])
         check(got.transpose(0, 2, 1, 3), out, dtype)
         check(got_lse, lse[..., 0], acc)
 
@@ -383,9 +379,7 @@ def test_attention_reads_strided_views_and_never_the_future():
         views = [whole.view(i * D, values.size - i * D) for i in range(3)]
         o, l = to_device(out), to_device(lse)
         args = [x for view in views for x in (view, strides)]
-        backend.attention_forward(
-            *args, o, elements(out)[:3], l, *map(to_device, rows[:3]), B, H, T, T, D, 1, block, 0, 0.2
-        )
+        backend.attention_forward(*args, o, elements(out)[:3], l, *map(to_device, rows[:3]), B, H, T, T, D, 1, block, 0, 0.2)
         return to_host(o, out)
 
     x = f64(qkv)

@@ -51,11 +51,7 @@ def _rotate(x, rotary, base):
 
 def _forward(arrays, heads=4, *, tanh=False, eps=1e-5, rotary=2, base=1e4, packed="h3d", causal=True, parallel=True):
     """(B, T, V) float64 logits; the keywords are the mistakes one could make."""
-    w = {
-        name[len("weight/gpt_neox.") :]: a.astype(np.float64)
-        for name, a in arrays.items()
-        if "weight/gpt_neox." in name
-    }
+    w = {name[len("weight/gpt_neox.") :]: a.astype(np.float64) for name, a in arrays.items() if "weight/gpt_neox." in name}
     gelu = _gelu_tanh if tanh else lambda x: 0.5 * x * (1 + np.vectorize(erf)(x / np.sqrt(2)))
     x = w["embed_in.weight"][arrays["ids"]]  # (B, T, C)
     B, T, C = x.shape

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from op_cases import CASES
 
 import needle as ndl
 from needle import ops
 from needle.backend_ndarray import ndarray_backend_cpu, ndarray_backend_numpy
 from needle.backend_ndarray.ndarray import NDArray
 from needle.testing import TOLERANCES, assert_close, check_parity, gradcheck
+from op_cases import CASES
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 

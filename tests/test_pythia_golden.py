@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden.formula import PYTHIA_70M, formula_weights, parameter_shapes, probe
 
 import needle as ndl
+from golden.formula import PYTHIA_70M, formula_weights, parameter_shapes, probe
 from needle import ops
 from needle.models import Pythia, PythiaConfig, load_published, published_gradients, published_state
 

@@ -6,6 +6,7 @@ import types
 
 import numpy as np
 import pytest
+
 from needle.data import text as text_module
 from needle.data.text import TokenBatches, load_text, unigram_entropy
 from needle.data.text_corpus import load_corpus

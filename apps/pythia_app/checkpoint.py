@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-
 from needle.backend_ndarray import NDArray
 from needle.errors import CheckpointError
 from needle.models import Pythia, load_published, published_state
@@ -96,5 +95,3 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         return reader.load_file(path)
     except Exception as error:  # safetensors has an exception class of its own, derived from Exception alone
         raise CheckpointError(f"[load_checkpoint] cannot read {path}: {error}") from error
-
-

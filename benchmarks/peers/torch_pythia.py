@@ -76,9 +76,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, targets: torch.Tensor
-) -> torch.Tensor:
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """One step on ids and targets, each (B, T); the loss is returned on the device."""
     optimizer.zero_grad(set_to_none=True)
     loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torch_pythia import Pythia, make_optimizer, train_step
+
 from worker import Case, serve
 
 
@@ -45,8 +46,7 @@ def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8,
     """Dense causal attention, B 1; with ``backward``, the gradients of q, k and v too."""
     rng = np.random.default_rng(0)
     q, k, v, grad = (
-        torch.from_numpy(rng.standard_normal((1, heads, seq_len, head_dim), dtype=np.float32)).to(device)
-        for _ in range(4)
+        torch.from_numpy(rng.standard_normal((1, heads, seq_len, head_dim), dtype=np.float32)).to(device) for _ in range(4)
     )
 
     def forward() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_ndarray.ndarray import write_stamp
-from .backend_selection import Device, NDArray, array_api, default_device
+from .backend_selection import Device, NDArray, array_api
 from .errors import DTypeError, GraphError, ShapeError
 
 LAZY_MODE = False  # True: ops compute when their value is first asked for
@@ -62,7 +62,7 @@ def is_grad_enabled() -> bool:
     return _grad_enabled
 
 
-# --- ops --------------------------------------------------------------------------------------------------
+# --- ops ---
 
 
 class Op:
@@ -113,7 +113,7 @@ class Op:
 class TensorOp(Op):
     """An op with one array as its value."""
 
-    def __call__(self, *args: Tensor) -> Tensor:
+    def __call__(self, *args: Value) -> Tensor:
         return Tensor.make_from_op(self, args)
 
 
@@ -124,7 +124,7 @@ class TensorTupleOp(Op):
         return TensorTuple.make_from_op(self, args)
 
 
-# --- graph ------------------------------------------------------------------------------------------------------
+# --- graph ---
 
 
 class Node:
@@ -239,13 +239,13 @@ def _check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
         for part in array if isinstance(array, tuple) else (array,):
             if part.last_write > node.time:
                 raise GraphError(
-                    f"[recompute] input {index} of {node.op.name if node.op else 'a leaf'}, shape {part.shape}, was changed in place "
+                    f"[recompute] input {index} of {node.op and node.op.name}, shape {part.shape}, was changed in place "
                     "after it was used, and a value computed from it is needed again (call backward before changing it, or "
                     "keep the graph with retain_graph=True)"
                 )
 
 
-# --- values -------------------------------------------------------------------------------------------------------
+# --- values ---
 
 
 class Value:
@@ -272,8 +272,8 @@ class Value:
             self._attach(Node(op, tuple(x._as_node() for x in inputs), requires_grad))
 
     def _setup(self, data, requires_grad: bool) -> None:
-        self._data = data
-        self._node = None
+        self._data: Any = data
+        self._node: Node | None = None
         self._requires_grad = requires_grad
 
     def _attach(self, node: Node) -> None:
@@ -391,7 +391,7 @@ class Value:
             node.spec = _spec_of(out)
             reads = op.reads_inputs
             if reads:
-                for i in range(len(in_nodes)) if reads is True else reads:
+                for i in range(len(in_nodes)) if reads is True else reads:  # type: ignore[union-attr]
                     n = in_nodes[i]
                     if n.op is not None:
                         n.readers += 1
@@ -494,8 +494,8 @@ class Tensor(Value):
         self._data = data
         self._node = None
         self._requires_grad = requires_grad
-        self._grad = None
-        self._source = None
+        self._grad: Tensor | None = None
+        self._source: Any = None
         self._retains_grad = False
 
     @staticmethod
@@ -729,7 +729,7 @@ def from_dlpack(x: Any) -> Tensor:
     return Tensor.make_const(_array_from_dlpack(x))
 
 
-# --- backward -------------------------------------------------------------------------------------------------------
+# --- backward ---
 
 
 def _differentiable_order(root: Node, stop: frozenset[Node] = frozenset()) -> list[Node]:
@@ -885,7 +885,7 @@ def _tuple_gradient(grads: dict, node: Node) -> Any:
     return ops.make_tuple(*[_constant(spec, 0) if item is None else item for item, spec in zip(items, specs)])
 
 
-# --- the course's functions --------------------------------------------------------------------------------------------
+# --- the course's functions ---
 
 
 def compute_gradient_of_variables(output_tensor: Tensor, out_grad: Tensor | None) -> None:
@@ -928,4 +928,4 @@ def sum_node_list(node_list: Sequence[Tensor]) -> Tensor:
     return total
 
 
-from . import ops  # noqa: E402  the one back edge: Tensor.__add__ and friends
+from . import ops

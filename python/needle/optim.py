@@ -129,7 +129,7 @@ class AdamW(Optimizer):
 
     def step(self) -> None:
         self.t += 1
-        scale = self._scale
+        scale, (beta1, beta2) = self._scale, self.betas
         for g in self.groups:
             for p in g["params"]:
                 if p.grad is None:
@@ -144,7 +144,5 @@ class AdamW(Optimizer):
                     self.v[p] = full(w.shape, 0, wide, w.device)
                 if scale is None:
                     scale = full((1,), 1, "float32", w.device)
-                kernels.adamw_step(
-                    w, grad, self.m[p], self.v[p], scale, g["lr"], *self.betas, self.eps, g["weight_decay"], self.t
-                )
+                kernels.adamw_step(w, grad, self.m[p], self.v[p], scale, g["lr"], beta1, beta2, self.eps, g["weight_decay"], self.t)
         self._scale = None

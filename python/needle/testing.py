@@ -25,9 +25,9 @@ TOLERANCES = {
 
 @dataclass
 class OpCase:
-    """An op on inputs: ``run(*tensors)`` gives a Tensor; ``shapes`` are of its float inputs; ``expected`` is the same in numpy float64.
+    """An op on inputs: ``run(*tensors)`` gives a Tensor from inputs of ``shapes``; ``expected`` is the same in numpy float64.
 
-    make: draws one input, default normal. looser: a factor on the tolerances, with ``reason``. ops: names of the Op classes it covers.
+    make: draws one input, default normal. looser: a factor on the tolerances, with ``reason``. ops: the Op classes it covers.
     """
 
     name: str

@@ -62,9 +62,7 @@ def exact_model(shape: formula.PythiaShape, weights: dict[str, np.ndarray]) -> t
     return model
 
 
-def run(
-    model: transformers.GPTNeoXForCausalLM, ids: np.ndarray, targets: np.ndarray
-) -> tuple[torch.Tensor, torch.Tensor]:
+def run(model: transformers.GPTNeoXForCausalLM, ids: np.ndarray, targets: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, T, V) logits and (B, T) token losses; the gradient of the mean token loss is left in ``.grad``."""
     logits = model(torch.from_numpy(ids), use_cache=False).logits
     token_losses = F.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten(), reduction="none")

@@ -94,9 +94,7 @@ class BlockLayout:
         """The index on ``device``; made there once."""
         index = self._on_device.get(device)
         if index is None:
-            arrays = {
-                name: NDArray(values, device=device, dtype=str(values.dtype)) for name, values in self._index.items()
-            }
+            arrays = {name: NDArray(values, device=device, dtype=str(values.dtype)) for name, values in self._index.items()}
             index = self._on_device[device] = BlockIndex(**arrays)
         return index
 

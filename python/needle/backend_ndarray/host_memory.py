@@ -88,7 +88,6 @@ class HostArray:
     """What both Python devices' ``Array`` share: size, dtype, and the storage behind it."""
 
     __slots__ = ("size", "dtype", "storage")
-    itemsize: int
 
     def __init__(self, size: int, dtype: str, storage: Storage):
         self.size = size

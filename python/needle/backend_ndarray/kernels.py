@@ -45,7 +45,7 @@ def _rows_cols(op: str, x: NDArray) -> tuple[int, int]:
     return math.prod(x._shape[:-1]), x._shape[-1]
 
 
-# --- softmax family, over the last axis --------------------------------------------------------------------
+# --- softmax family, over the last axis ---
 
 
 def softmax(x: NDArray) -> NDArray:
@@ -90,13 +90,11 @@ def logsumexp(x: NDArray) -> NDArray:
 def logsumexp_backward(x: NDArray, lse: NDArray, dlse: NDArray) -> NDArray:
     rows, cols = _rows_cols("logsumexp", x)
     dx = _new(x._shape, x._dtype, x._device)
-    x._device.logsumexp_backward(
-        x.contiguous_handle(), lse.contiguous_handle(), dlse.contiguous_handle(), dx._handle, rows, cols
-    )
+    x._device.logsumexp_backward(x.contiguous_handle(), lse.contiguous_handle(), dlse.contiguous_handle(), dx._handle, rows, cols)
     return dx
 
 
-# --- layer norm ------------------------------------------------------------------------------------------------
+# --- layer norm ---
 
 
 def layer_norm(x: NDArray, weight: NDArray, bias: NDArray, eps: float) -> tuple[NDArray, NDArray, NDArray]:
@@ -129,7 +127,7 @@ def layer_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, mean: NDArray,
     return dx, dweight, dbias
 
 
-# --- rotary embedding ----------------------------------------------------------------------------------------------
+# --- rotary embedding ---
 
 
 def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: NDArray | None = None) -> NDArray:
@@ -154,7 +152,7 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
     return out
 
 
-# --- embedding ---------------------------------------------------------------------------------------------------------
+# --- embedding ---
 
 
 def embedding(weight: NDArray, ids: NDArray) -> NDArray:
@@ -190,7 +188,7 @@ def one_hot(ids: NDArray, depth: int, dtype: str = "float32") -> NDArray:
     return out
 
 
-# --- cross entropy -------------------------------------------------------------------------------------------------------
+# --- cross entropy ---
 
 
 def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = -100) -> tuple[NDArray, NDArray]:
@@ -278,7 +276,7 @@ def linear_cross_entropy(
     return losses.sum().reshape((1,)) / counted.reshape((1,)), dhidden, dweight
 
 
-# --- optimizer ---------------------------------------------------------------------------------------------------------------
+# --- optimizer ---
 
 
 def adamw_step(
@@ -300,7 +298,7 @@ def sumsq(x: NDArray) -> NDArray:
     return out
 
 
-# --- attention over a block layout ---------------------------------------------------------------------------------------------
+# --- attention over a block layout ---
 
 
 def _rows_form(x: NDArray) -> tuple[object, tuple[int, ...], NDArray]:
@@ -365,7 +363,7 @@ def attention_backward(
     return dq, dk, dv
 
 
-# --- block-sparse products ---------------------------------------------------------------------------------------------------------
+# --- block-sparse products ---
 
 
 def _stored_form(x: NDArray) -> tuple[object, bool]:
@@ -443,7 +441,7 @@ def blocksparse_dds(a: NDArray, blocks: NDArray, layout: BlockLayout, transpose:
     return out
 
 
-# --- random numbers --------------------------------------------------------------------------------------------------------------------
+# --- random numbers ---
 
 
 def random_uniform(shape, seed: int, offset: int, dtype: str, device) -> NDArray:

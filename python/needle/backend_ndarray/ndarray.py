@@ -83,6 +83,13 @@ class NDArray:
 
     __slots__ = ("_shape", "_strides", "_offset", "_device", "_handle", "_dtype", "_contiguous", "__weakref__")
     __array_priority__ = 1000
+    _shape: tuple[int, ...]
+    _strides: tuple[int, ...]
+    _offset: int
+    _device: BackendDevice
+    _handle: Any
+    _dtype: str
+    _contiguous: bool
 
     def __init__(self, other: Any, device: BackendDevice | None = None, dtype: str | None = None):
         if isinstance(other, NDArray):
@@ -222,9 +229,7 @@ class NDArray:
     def _converted(self, dtype: str) -> NDArray:
         """A new contiguous array with these elements in ``dtype``."""
         out = _new(self._shape, dtype, self._device)
-        self._device.mod.strided_copy(
-            self._handle, self._strides, self._offset, out._handle, out._strides, 0, self._shape
-        )
+        self._device.require().strided_copy(self._handle, self._strides, self._offset, out._handle, out._strides, 0, self._shape)
         return out
 
     def astype(self, dtype: Any, copy: bool = True) -> NDArray:
@@ -269,7 +274,7 @@ class NDArray:
     def add_in_place(self, other: NDArray) -> None:
         """self += other for a compact self; other broadcasts to it and is cast to its dtype."""
         other = other.astype(self._dtype, copy=False).broadcast_to(self._shape)
-        self._device.mod.ewise_add(
+        self._device.require().ewise_add(
             self._handle, self._strides, self._offset, other._handle, other._strides, other._offset, self._handle, self._shape
         )
 
@@ -285,9 +290,7 @@ class NDArray:
         return NDArray.make(shape, strides, self._device, self._handle, self._offset)
 
     def _view(self, shape, strides, offset=None) -> NDArray:
-        return NDArray.make(
-            shape, strides, self._device, self._handle, self._offset if offset is None else offset
-        )
+        return NDArray.make(shape, strides, self._device, self._handle, self._offset if offset is None else offset)
 
     @property
     def flat(self) -> NDArray:
@@ -765,7 +768,7 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
     return out
 
 
-# --- functions of the course's module --------------------------------------------------------------------------------
+# --- functions of the course's module ---
 
 
 def array(a, dtype="float32", device=None) -> NDArray:

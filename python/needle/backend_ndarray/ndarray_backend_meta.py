@@ -14,8 +14,7 @@ from .host_memory import HostAllocator, HostArray, Storage
 __device_name__ = "meta"
 _allocator = HostAllocator("meta")
 _OWN = {
-    name: getattr(_allocator, name)
-    for name in ("memory_stats", "reset_peak", "empty_cache", "set_limit", "set_current_category")
+    name: getattr(_allocator, name) for name in ("memory_stats", "reset_peak", "empty_cache", "set_limit", "set_current_category")
 }
 _threads = 1
 

@@ -78,7 +78,7 @@ def _put(out: Array, value) -> None:
         out.array[...] = np.asarray(value).reshape(-1).astype(out.array.dtype, copy=False)
 
 
-# --- moving data -------------------------------------------------------------------------------------------
+# --- moving data ---
 
 
 def to_numpy(a, shape, strides, offset):
@@ -129,7 +129,7 @@ def _compact_strides(shape):
     return tuple(reversed(strides))
 
 
-# --- elementwise: the rows of ewise_ops.def ----------------------------------------------------------------
+# --- elementwise: the rows of ewise_ops.def ---
 
 _erf = np.frompyfunc(math.erf, 1, 1)
 _SQRT_HALF = math.sqrt(0.5)
@@ -287,7 +287,7 @@ def where(condition, *rest):
         _put(out, np.where(_strided(condition, shape, c_strides, c_offset), x, y))
 
 
-# --- reductions over the middle axis of (outer, reduce, inner) -------------------------------------------------
+# --- reductions over the middle axis of (outer, reduce, inner) ---
 
 
 def _reduce_entry(function):
@@ -309,7 +309,7 @@ reduce_argmax = _reduce_entry(lambda x: x.argmax(axis=1))
 reduce_argmin = _reduce_entry(lambda x: np.argmin(x, axis=1))
 
 
-# --- matrix products -----------------------------------------------------------------------------------------------
+# --- matrix products ---
 
 
 def matmul(a, *rest):
@@ -328,7 +328,7 @@ def matmul(a, *rest):
         _put(out, product + _up(out.array.reshape(product.shape)) if accumulate else product)
 
 
-# --- softmax family --------------------------------------------------------------------------------------------------
+# --- softmax family ---
 
 
 def _rows(a, rows, cols):
@@ -374,7 +374,7 @@ def logsumexp_backward(x, lse, dlse, dx, rows, cols):
         _put(dx, np.where(np.isneginf(lse), 0, np.exp(x - lse)) * dlse)
 
 
-# --- layer norm ----------------------------------------------------------------------------------------------------------
+# --- layer norm ---
 
 
 def layer_norm_forward(x, weight, bias, y, mean, rstd, rows, cols, eps):
@@ -397,7 +397,7 @@ def layer_norm_backward(dy, x, weight, mean, rstd, dx, dweight, dbias, workspace
     _put(dbias, dy.sum(axis=0))
 
 
-# --- rotary embedding ------------------------------------------------------------------------------------------------------
+# --- rotary embedding ---
 
 
 def rotary(x, x_strides, x_offset, cos, sin, out, out_strides, B, H, T, D, rot, inverse):
@@ -411,7 +411,7 @@ def rotary(x, x_strides, x_offset, cos, sin, out, out_strides, B, H, T, D, rot, 
     target[...] = turned.astype(target.dtype)
 
 
-# --- embedding -----------------------------------------------------------------------------------------------------------------
+# --- embedding ---
 
 
 def _checked_ids(op, ids, n, limit):
@@ -419,9 +419,7 @@ def _checked_ids(op, ids, n, limit):
     bad = np.flatnonzero((ids < 0) | (ids >= limit))
     if bad.size:
         position = int(bad[0])
-        raise IndexError(
-            f"[{op}] id {int(ids[position])} at position {position} is outside the vocabulary (0..{limit - 1})"
-        )
+        raise IndexError(f"[{op}] id {int(ids[position])} at position {position} is outside the vocabulary (0..{limit - 1})")
     return ids
 
 
@@ -446,7 +444,7 @@ def one_hot(ids, out, n, depth):
     _put(out, matrix)
 
 
-# --- cross entropy -----------------------------------------------------------------------------------------------------------------
+# --- cross entropy ---
 
 
 def _targets(targets, rows, cols, ignore_index):
@@ -474,7 +472,7 @@ def cross_entropy_backward(logits, targets, lse, dloss, dlogits, rows, cols, ign
     _put(dlogits, np.where(kept[:, None], p * dloss.array[:rows, None], 0))
 
 
-# --- optimizer -----------------------------------------------------------------------------------------------------------------------
+# --- optimizer ---
 
 
 def adamw_step(param, grad, m, v, grad_scale, lr, beta1, beta2, eps, weight_decay, step):
@@ -488,7 +486,7 @@ def adamw_step(param, grad, m, v, grad_scale, lr, beta1, beta2, eps, weight_deca
     _put(param, w * wide(1 - lr * weight_decay) - wide(lr) * m_hat / (np.sqrt(v_hat) + wide(eps)))
 
 
-# --- attention over a block layout ---------------------------------------------------------------------------------------------------
+# --- attention over a block layout ---
 
 
 def _attention_mask(row_ptr, col_idx, partial, T, S, layout_heads, block, q_start):
@@ -552,7 +550,7 @@ def attention_backward(dout, dout_strides, q, q_strides, k, k_strides, v, v_stri
         target[...] = value.astype(target.dtype)
 
 
-# --- block-sparse products ---------------------------------------------------------------------------------------------------------------
+# --- block-sparse products ---
 
 
 def _stored(a, batch, rows, cols, trans):
@@ -577,9 +575,7 @@ def blocksparse_sdd(a, trans_a, b, trans_b, blocks, row_ptr, col_idx, batch, m, 
     lines = m // block
     for item, i, j, e in _entries(row_ptr, col_idx, batch, lines, layout_heads):
         first = row_ptr.array[(item % layout_heads) * lines]
-        out[item, e - first] = (
-            x[item, i * block : (i + 1) * block] @ y[item, :, j * block : (j + 1) * block]
-        )
+        out[item, e - first] = x[item, i * block : (i + 1) * block] @ y[item, :, j * block : (j + 1) * block]
     _put(blocks, out)
 
 
@@ -596,22 +592,18 @@ def _sparse_to_dense(blocks, trans_s, ptr, idx, entry, batch, lines, crossing, n
 
 def blocksparse_dsd(blocks, trans_s, b, trans_b, out, row_ptr, col_idx, entry, batch, m, n, k, nnz,
                     layout_heads, block):  # fmt: skip
-    s = _sparse_to_dense(
-        blocks, trans_s, row_ptr, col_idx, entry, batch, m // block, k // block, nnz, layout_heads, block
-    )
+    s = _sparse_to_dense(blocks, trans_s, row_ptr, col_idx, entry, batch, m // block, k // block, nnz, layout_heads, block)
     _put(out, s @ _stored(b, batch, k, n, trans_b))
 
 
 def blocksparse_dds(a, trans_a, blocks, trans_s, out, col_ptr, row_idx, entry, batch, m, n, k, nnz,
                     layout_heads, block):  # fmt: skip
     # The index lists block columns, so what it spreads out is op(S)^T; its blocks are transposed once more.
-    s_t = _sparse_to_dense(
-        blocks, not trans_s, col_ptr, row_idx, entry, batch, n // block, k // block, nnz, layout_heads, block
-    )
+    s_t = _sparse_to_dense(blocks, not trans_s, col_ptr, row_idx, entry, batch, n // block, k // block, nnz, layout_heads, block)
     _put(out, _stored(a, batch, m, k, trans_a) @ s_t.swapaxes(1, 2))
 
 
-# --- counter-based random numbers: Philox 4x32-10 ----------------------------------------------------------------------------------------
+# --- counter-based random numbers: Philox 4x32-10 ---
 
 
 def philox(n: int, seed: int, offset: int) -> np.ndarray:

@@ -15,7 +15,7 @@ class Dataset:
     def __init__(self, transforms: list | None = None):
         self.transforms = transforms
 
-    def __getitem__(self, index) -> object:
+    def __getitem__(self, index) -> tuple:
         raise NotImplementedError
 
     def __len__(self) -> int:

@@ -214,8 +214,6 @@ def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
         part = np.asarray(tokens[start : start + _SCAN_TOKENS])
         low, high = int(part.min()), int(part.max())
         if low < 0 or high >= vocab_size:
-            raise DataError(
-                f"[unigram_entropy] token id outside the vocabulary: ids {low} to {high} (0 to {vocab_size - 1})"
-            )
+            raise DataError(f"[unigram_entropy] token id outside the vocabulary: ids {low} to {high} (0 to {vocab_size - 1})")
         counts += np.bincount(part, minlength=vocab_size)
     return counts

@@ -99,9 +99,7 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
             return _wikitext(path)
         files = [file for file in _walk(path) if not file.name.startswith(".")]
         return _from_files(path.name or str(path), files, path, skip_binary=True)
-    raise DataError(
-        f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, or an existing file or folder of text)"
-    )
+    raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, or an existing file or folder of text)")
 
 
 def _stdlib() -> Corpus:

@@ -50,15 +50,11 @@ def one_hot(n: int, i, device=None, dtype="float32", requires_grad=False) -> Ten
 
 
 def zeros_like(array, *, device=None, requires_grad=False) -> Tensor:
-    return constant(
-        *array.shape, c=0.0, device=device or array.device, dtype=array.dtype, requires_grad=requires_grad
-    )
+    return constant(*array.shape, c=0.0, device=device or array.device, dtype=array.dtype, requires_grad=requires_grad)
 
 
 def ones_like(array, *, device=None, requires_grad=False) -> Tensor:
-    return constant(
-        *array.shape, c=1.0, device=device or array.device, dtype=array.dtype, requires_grad=requires_grad
-    )
+    return constant(*array.shape, c=1.0, device=device or array.device, dtype=array.dtype, requires_grad=requires_grad)
 
 
 def arange(n: int, device=None, dtype="float32") -> Tensor:
@@ -66,4 +62,4 @@ def arange(n: int, device=None, dtype="float32") -> Tensor:
     return Tensor.make_const(kernels.arange(n, dtype, device or backend_selection.cpu()))
 
 
-__all__ = [name for name in dir() if not name.startswith("_") and name not in ("annotations", "backend_selection", "kernels")]
+__all__ = ["arange", "constant", "one_hot", "ones", "ones_like", "rand", "randb", "randn", "zeros", "zeros_like"]

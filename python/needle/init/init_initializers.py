@@ -6,6 +6,8 @@ import math
 
 from .init_basic import rand, randn
 
+__all__ = ["kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform"]
+
 
 def xavier_uniform(fan_in, fan_out, gain=1.0, **kwargs):
     """Uniform +-a with a = gain sqrt(6 / (fan_in + fan_out)), shape (fan_in, fan_out)."""

@@ -23,9 +23,7 @@ class Conv(Module):
         device = device or backend_selection.cpu()
         k, fan_in = self.kernel_size, in_channels * self.kernel_size**2
         shape = (k, k, in_channels, out_channels)
-        self.weight = Parameter(
-            init.kaiming_uniform(fan_in, out_channels * k * k, shape=shape, device=device, dtype=dtype)
-        )
+        self.weight = Parameter(init.kaiming_uniform(fan_in, out_channels * k * k, shape=shape, device=device, dtype=dtype))
         bound = 1 / math.sqrt(fan_in)
         self.bias = None
         if bias:

@@ -59,9 +59,7 @@ class RNNCell(_Cell):
 class RNN(Module):
     """Layers of RNNCell over a sequence."""
 
-    def __init__(
-        self, input_size, hidden_size, num_layers=1, bias=True, nonlinearity="tanh", device=None, dtype="float32"
-    ):
+    def __init__(self, input_size, hidden_size, num_layers=1, bias=True, nonlinearity="tanh", device=None, dtype="float32"):
         super().__init__()
         self.hidden_size, self.num_layers = hidden_size, num_layers
         sizes = [input_size] + [hidden_size] * (num_layers - 1)
@@ -107,7 +105,7 @@ class LSTM(Module):
     def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         steps = list(ops.split(X, 0))
         if h is None:
-            states = [None] * self.num_layers
+            states: list = [None] * self.num_layers
         else:
             states = list(zip(ops.split(h[0], 0), ops.split(h[1], 0)))
         for layer, cell in enumerate(self.lstm_cells):

@@ -87,9 +87,7 @@ class AttentionLayer(Module):
 class TransformerLayer(Module):
     """x + drop(attention(x)), then x + drop(linear(drop(relu(linear(norm(x))))))."""
 
-    def __init__(
-        self, q_features, num_head, dim_head, hidden_size, *, dropout=0.0, causal=True, device=None, dtype="float32"
-    ):
+    def __init__(self, q_features, num_head, dim_head, hidden_size, *, dropout=0.0, causal=True, device=None, dtype="float32"):
         super().__init__()
         kwargs = {"device": device, "dtype": dtype}
         self.attention = AttentionLayer(q_features, num_head, dim_head, dropout=dropout, causal=causal, **kwargs)
@@ -137,5 +135,3 @@ class Transformer(Module):
         if not self.batch_first:
             x = ops.transpose(x, (0, 1))
         return x, init.zeros_like(x)
-
-

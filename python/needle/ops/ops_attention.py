@@ -36,9 +36,7 @@ class Attention(TensorTupleOp):
     def gradient(self, out_grad, node):
         q, k, v = (x.realize_cached_data() for x in node.inputs)
         out, lse = node.realize_cached_data()
-        grads = kernels.attention_backward(
-            out_grad[0].realize_cached_data(), q, k, v, out, lse, self.layout, self.scale
-        )
+        grads = kernels.attention_backward(out_grad[0].realize_cached_data(), q, k, v, out, lse, self.layout, self.scale)
         return tuple(Tensor.make_const(g) for g in grads)
 
     def reference(self, q, k, v):

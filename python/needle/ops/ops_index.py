@@ -17,7 +17,8 @@ def _kept_axes(ndim: int, index) -> list[int]:
     named = len([i for i in items if i is not None and i is not Ellipsis])
     if not any(i is Ellipsis for i in items):
         items.append(Ellipsis)
-    kept, axis = [], 0
+    kept: list[int] = []
+    axis = 0
     for item in items:
         count = ndim - named if item is Ellipsis else 1
         if not isinstance(item, (int, np.integer)):
@@ -133,9 +134,7 @@ class Embedding(TensorOp):
 
     def gradient(self, out_grad, node):
         weight, ids = node.inputs
-        dweight = kernels.embedding_backward(
-            out_grad.realize_cached_data(), ids.realize_cached_data(), weight.shape[0]
-        )
+        dweight = kernels.embedding_backward(out_grad.realize_cached_data(), ids.realize_cached_data(), weight.shape[0])
         return Tensor.make_const(dweight), None
 
     @staticmethod

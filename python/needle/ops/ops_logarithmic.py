@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api  # noqa: F401
+from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import normalize_axes
 from .ops_mathematic import exp, summation

@@ -83,9 +83,7 @@ class LinearCrossEntropy(TensorTupleOp):
         self.ignore_index, self.chunk_bytes, self.train = ignore_index, chunk_bytes, train
 
     def compute(self, hidden, weight, targets):
-        loss, *grads = kernels.linear_cross_entropy(
-            hidden, weight, targets, self.ignore_index, self.train, self.chunk_bytes
-        )
+        loss, *grads = kernels.linear_cross_entropy(hidden, weight, targets, self.ignore_index, self.train, self.chunk_bytes)
         return (loss, *grads) if self.train else (loss,)
 
     def gradient(self, out_grad, node):
@@ -120,4 +118,3 @@ def linear_cross_entropy(
     rows, columns = reshape(hidden, (-1, hidden.shape[-1])), reshape(targets, (-1,))
     train = is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return tuple_get_item(LinearCrossEntropy(ignore_index, chunk_bytes, train)(rows, weight, columns), 0)
-

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .. import dtype as dt
-from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value, array_api  # noqa: F401
+from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value, array_api
 from ..backend_ndarray.ndarray import matmul as _matmul
 from ..backend_ndarray.ndarray import normalize_axes
 from ..errors import ShapeError
@@ -17,9 +17,7 @@ def unbroadcast(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     if grad.shape == shape:
         return grad
     extra = len(grad.shape) - len(shape)
-    axes = tuple(range(extra)) + tuple(
-        extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1
-    )
+    axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
     return reshape(summation(grad, axes) if axes else grad, shape)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-
-
 from ..autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
 from ..backend_ndarray.ndarray import empty, full, normalize_axes, normalize_axis
 from ..errors import ShapeError
@@ -342,6 +340,3 @@ def _larger(a: int, b: int) -> int:
 def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
     """2-D convolution: a (N, H, W, Cin), b (K, K, Cin, Cout). The default padding is the course's."""
     return Conv(stride, padding)(a, b)
-
-
-

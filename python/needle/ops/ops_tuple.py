@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value  # noqa: F401
+from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
 
 
 class MakeTensorTuple(TensorTupleOp):
@@ -45,7 +45,7 @@ def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
         raise IndexError(f"[tuple_get_item] index {index} is out of range for {len(value)} items")
     index %= len(value)
     if isinstance(value.op, MakeTensorTuple):
-        return value.inputs[index]
+        return value.inputs[index]  # type: ignore[return-value]
     return TupleGetItem(index)(value)
 
 
