@@ -1,0 +1,51 @@
+"""Run by test_course.py with NEEDLE_BACKEND=np: what homework 1 and 2 expect of that backend."""
+
+import sys
+
+sys.path[:0] = ["python", "apps", "."]
+import numpy as np  # noqa: E402
+
+import needle as ndl  # noqa: E402
+from needle import nn  # noqa: E402
+
+assert ndl.backend_selection.BACKEND == "np" and repr(ndl.cpu()) == "needle.cpu()" and not hasattr(ndl, "cuda")
+x = ndl.Tensor([1.0, 2.0, 3.0])
+assert x.dtype == "float64" and ndl.Tensor([1, 2]).dtype == "int64" and x.sum().shape == () and ndl.Tensor(5).shape == ()
+assert isinstance(x.cached_data.astype("float32"), ndl.NDArray)
+np.testing.assert_allclose(x.cached_data, [1, 2, 3])
+np.testing.assert_allclose((x * np.random.randn(1)).numpy().shape, (3,))
+a, b = ndl.Tensor(np.random.rand(1, 3) + 1), ndl.Tensor(np.random.rand(3) + 1)
+(a**b).sum().backward()
+assert a.grad.shape == (1, 3) and b.grad.shape == (3,)
+np.testing.assert_allclose(a.grad.numpy(), b.numpy() * a.numpy() ** (b.numpy() - 1))
+m, n = ndl.Tensor(np.random.randn(6, 5, 4)), ndl.Tensor(np.random.randn(4, 2))
+(m @ n).sum().backward()
+np.testing.assert_allclose(n.grad.numpy(), np.einsum("abk,abn->kn", m.numpy(), np.ones((6, 5, 2))))
+out = a.sum()
+np.testing.assert_allclose(out.op.gradient_as_tuple(ndl.Tensor(2.0), out)[0].numpy(), np.full((1, 3), 2.0))
+np.random.seed(1)
+from mlp_resnet import MLPResNet, epoch  # noqa: E402
+
+data = ndl.data.NDArrayDataset(np.random.randn(64, 16).astype("float32"), np.random.randint(0, 4, 64))
+model = MLPResNet(16, 12, num_blocks=1, num_classes=4)
+opt = ndl.optim.Adam(model.parameters(), lr=0.01)
+before = epoch(ndl.data.DataLoader(data, 16), model)[1]
+counts = []
+for _ in range(8):
+    after = epoch(ndl.data.DataLoader(data, 16, shuffle=True), model, opt)[1]
+    counts.append(ndl.autograd.TENSOR_COUNTER)
+assert after < before and counts[1] == counts[-1], (before, after, counts)
+bias = nn.Parameter(np.zeros((1, 5), "float32"), dtype="float32")
+bias.data = ndl.Tensor(np.ones(5, "float32"))
+assert bias.shape == (5,)
+from simple_ml import nn_epoch  # noqa: E402
+
+W1, W2 = ndl.Tensor(np.random.randn(16, 8) * 0.3), ndl.Tensor(np.random.randn(8, 4) * 0.3)
+X, y = np.random.randn(50, 16), np.random.randint(0, 4, 50)
+N1, N2 = nn_epoch(X, y, W1, W2, lr=0.2, batch=50)
+h = np.maximum(X @ W1.numpy(), 0)
+z = np.exp(h @ W2.numpy())
+g = (z / z.sum(1, keepdims=True) - np.eye(4)[y]) / 50
+np.testing.assert_allclose(N2.numpy(), W2.numpy() - 0.2 * h.T @ g)
+np.testing.assert_allclose(N1.numpy(), W1.numpy() - 0.2 * X.T @ ((h > 0) * (g @ W2.numpy().T)))
+print("np backend: all held")

@@ -1,0 +1,225 @@
+"""The course's API: names, signatures, and behaviour that its homeworks rely on, in both of its backends."""
+
+import gzip
+import inspect
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import nn, ops
+
+ROOT = Path(__file__).parent.parent
+NAMES = {
+    "needle": "Tensor TensorTuple cpu all_devices init ones zeros zeros_like ones_like ops autograd data nn optim backend_selection "
+    "backend_ndarray backend_numpy NDArray",
+    "needle.backend_selection": "BACKEND array_api NDArray Device all_devices cpu default_device",
+    "needle.autograd": "Op TensorOp TensorTupleOp Value Tensor TensorTuple NDArray array_api LAZY_MODE TENSOR_COUNTER "
+    "compute_gradient_of_variables find_topo_sort topo_sort_dfs sum_node_list",
+    "needle.ops": "EWiseAdd AddScalar EWiseMul MulScalar EWiseDiv DivScalar EWisePow PowerScalar MatMul Summation BroadcastTo Reshape "
+    "Transpose Negate Log Exp ReLU Tanh LogSumExp LogSoftmax Stack Split Flip Dilate UnDilate Conv MakeTensorTuple TupleGetItem "
+    "FusedAddScalars add add_scalar multiply mul_scalar divide divide_scalar power power_scalar matmul summation broadcast_to reshape "
+    "transpose negate log exp relu tanh logsumexp logsoftmax stack split flip dilate undilate conv make_tuple tuple_get_item "
+    "fused_add_scalars NDArray",
+    "needle.init": "rand randn constant ones zeros randb one_hot zeros_like ones_like xavier_uniform xavier_normal kaiming_uniform "
+    "kaiming_normal",
+    "needle.nn": "Parameter Module Identity Linear Flatten ReLU Sequential SoftmaxLoss BatchNorm1d BatchNorm2d LayerNorm1d Dropout "
+    "Residual Conv Sigmoid RNNCell RNN LSTMCell LSTM Embedding MultiHeadAttention AttentionLayer TransformerLayer Transformer "
+    "_unpack_params _child_modules",
+    "needle.optim": "Optimizer SGD Adam",
+    "needle.data": "Dataset DataLoader NDArrayDataset MNISTDataset CIFAR10Dataset Dictionary Corpus batchify get_batch "
+    "RandomFlipHorizontal RandomCrop Transform",
+    "needle.backend_ndarray": "NDArray BackendDevice cpu cuda cpu_numpy default_device all_devices array empty full broadcast_to reshape "
+    "maximum log exp tanh sum flip prod",
+    "needle.backend_numpy": "Device CPUDevice cpu default_device all_devices",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_names(module):
+    found = __import__(module, fromlist=["x"])
+    assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
+
+
+def test_signatures():
+    def parameters(f):
+        return [p for p in inspect.signature(f).parameters if p not in ("self", "kwargs")]
+
+    assert parameters(nn.Linear) == ["in_features", "out_features", "bias", "device", "dtype"]
+    assert parameters(nn.LSTM) == ["input_size", "hidden_size", "num_layers", "bias", "device", "dtype"]
+    assert parameters(ndl.optim.Adam) == ["params", "lr", "beta1", "beta2", "eps", "weight_decay"]
+    assert parameters(ndl.init.kaiming_uniform) == ["fan_in", "fan_out", "shape", "nonlinearity"]
+    assert parameters(ops.Conv) == ["stride", "padding"] and inspect.signature(ops.conv).parameters["padding"].default == 1
+    assert str(ndl.cpu()) == "cpu()" and str(ndl.cpu_numpy()) == "cpu_numpy()" and ndl.default_device() == ndl.cpu()
+    assert [d.name for d in ndl.all_devices()][:3] == ["cpu", "cuda", "cpu_numpy"]
+
+
+def test_device_module_calls(cpu):
+    a, b = np.random.randn(24, 16), np.random.randn(16, 8)
+    tile = cpu.__tile_size__
+
+    def tiled(x):
+        rows, cols = x.shape
+        return ndl.NDArray(x, device=cpu).reshape((rows // tile, tile, cols // tile, tile)).permute((0, 2, 1, 3)).compact()
+
+    out = ndl.NDArray.make((24 // tile, 8 // tile, tile, tile), device=cpu)
+    cpu.matmul_tiled(tiled(a)._handle, tiled(b)._handle, out._handle, 24, 16, 8)
+    np.testing.assert_allclose(out.permute((0, 2, 1, 3)).compact().reshape((24, 8)).numpy(), a @ b, rtol=1e-4, atol=1e-4)
+    x = ndl.NDArray(a, device=cpu)
+    assert x[1:3]._handle.ptr() == x._handle.ptr() and x[1, 2].shape == (1, 1)
+    assert x.sum().shape == (1,) and (x >= 0).numpy().sum() == (a >= 0).sum()
+
+
+def test_optimizers_follow_their_formulas(host):
+    rng = np.random.default_rng(0)
+    start, grads = rng.standard_normal((4, 3)), rng.standard_normal((3, 4, 3))
+
+    def run(make):
+        p = nn.Parameter(start, device=host, dtype="float64")
+        opt = make([p])
+        for g in grads:
+            p.grad = ndl.Tensor(g, device=host, dtype="float64")
+            opt.step()
+            np.testing.assert_array_equal(p.grad.numpy(), g)
+        return p.numpy()
+
+    w, u = start.copy(), 0.0
+    for g in grads:
+        u = 0.9 * u + 0.1 * (g + 0.01 * w)
+        w = w - 0.1 * u
+    np.testing.assert_allclose(run(lambda p: ndl.optim.SGD(p, 0.1, 0.9, 0.01)), w, rtol=1e-12)
+    for decoupled in (False, True):
+        w, m, v = start.copy(), 0.0, 0.0
+        for t, g in enumerate(grads, 1):
+            g = g if decoupled else g + 0.1 * w
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+            w = w * (1 - 0.01 * 0.1 * decoupled) - 0.01 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.95**t)) + 1e-8)
+        if decoupled:
+            found = run(lambda p: ndl.optim.AdamW(p, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1))
+        else:
+            found = run(lambda p: ndl.optim.Adam(p, 0.01, 0.9, 0.95, 1e-8, 0.1))
+        np.testing.assert_allclose(found, w, rtol=1e-10)
+
+
+def test_clipping(host):
+    p = [nn.Parameter(np.zeros(3), device=host), nn.Parameter(np.zeros((2, 2)), device=host)]
+    values = [np.array([3.0, 0, 0]), np.array([[0, 4.0], [0, 0]])]
+    for q, g in zip(p, values):
+        q.grad = ndl.Tensor(g, device=host)
+    opt = ndl.optim.AdamW(p, lr=0.1)
+    assert abs(opt.clip_grad_norm(1.0).item() - 5) < 1e-6
+    opt.step()
+    np.testing.assert_allclose(opt.m[p[0]].numpy(), 0.1 * values[0] / 5, rtol=1e-5)
+    np.testing.assert_array_equal(p[0].grad.numpy(), values[0])
+
+
+def test_layers_against_numpy(host):
+    np.random.seed(3)
+    x = np.random.randn(5, 7, 4).astype(np.float32)
+    rnn = nn.RNN(4, 6, 1, device=host)
+    out, h = rnn(ndl.Tensor(x, device=host))
+    cell, state = rnn.rnn_cells[0], np.zeros((7, 6))
+    for t in range(5):
+        state = np.tanh(x[t] @ cell.W_ih.numpy() + cell.bias_ih.numpy() + state @ cell.W_hh.numpy() + cell.bias_hh.numpy())
+        np.testing.assert_allclose(out.numpy()[t], state, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(h.numpy()[0], state, rtol=1e-4, atol=1e-5)
+    lstm = nn.LSTM(4, 6, 1, device=host)
+    out, (h, c) = lstm(ndl.Tensor(x, device=host))
+    cell, hs, cs = lstm.lstm_cells[0], np.zeros((7, 6)), np.zeros((7, 6))
+    sigmoid = lambda z: 1 / (1 + np.exp(-z))  # noqa: E731
+    for t in range(5):
+        z = x[t] @ cell.W_ih.numpy() + cell.bias_ih.numpy() + hs @ cell.W_hh.numpy() + cell.bias_hh.numpy()
+        i, f, g, o = np.split(z, 4, axis=1)
+        cs = sigmoid(f) * cs + sigmoid(i) * np.tanh(g)
+        hs = sigmoid(o) * np.tanh(cs)
+    np.testing.assert_allclose(c.numpy()[0], cs, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(out.numpy()[-1], hs, rtol=1e-4, atol=1e-5)
+    norm = nn.BatchNorm1d(4, device=host)
+    y = norm(ndl.Tensor(x[0], device=host)).numpy()
+    np.testing.assert_allclose(y, (x[0] - x[0].mean(0)) / np.sqrt(x[0].var(0) + 1e-5), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * x[0].var(0), rtol=1e-5)
+
+
+def test_conv_against_loops(host):
+    x, w = np.random.randn(2, 3, 6, 5).astype(np.float32), None
+    layer = nn.Conv(3, 4, 3, stride=2, device=host)
+    y, w, b = layer(ndl.Tensor(x, device=host)).numpy(), layer.weight.numpy(), layer.bias.numpy()
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    for i in range(3):
+        for j in range(3):
+            patch = padded[:, :, 2 * i : 2 * i + 3, 2 * j : 2 * j + 3]
+            np.testing.assert_allclose(y[:, :, i, j], np.einsum("nckl,klco->no", patch, w) + b, rtol=1e-4, atol=1e-4)
+
+
+def test_random_numbers_are_drawn_in_the_courses_order():
+    np.random.seed(42)
+    layer = nn.Linear(3, 2)
+    np.random.seed(42)
+    bound = np.sqrt(2.0) * np.sqrt(3.0 / 3)
+    np.testing.assert_allclose(layer.weight.numpy(), np.random.rand(3, 2) * 2 * bound - bound, rtol=1e-5, atol=1e-6)
+    bound = np.sqrt(2.0) * np.sqrt(3.0 / 2)
+    np.testing.assert_allclose(layer.bias.numpy(), (np.random.rand(2, 1) * 2 * bound - bound).T, rtol=1e-5, atol=1e-6)
+    np.random.seed(0)
+    dropped = nn.Dropout(0.4)(ndl.ones(5, 6)).numpy()
+    np.random.seed(0)
+    np.testing.assert_allclose(dropped, (np.random.rand(5, 6).astype(np.float32) <= 0.6) / 0.6, rtol=1e-6)
+    data = ndl.data.NDArrayDataset(np.arange(100.0))
+    np.random.seed(0)
+    loader = ndl.data.DataLoader(data, 16, shuffle=True)
+    batches = [batch[0].numpy() for batch in loader]
+    np.random.seed(0)
+    np.testing.assert_array_equal(np.concatenate(batches), np.random.permutation(100))
+    assert len(batches) == 7 and len(batches[-1]) == 4
+
+
+def test_mnist_files(tmp_path):
+    images = np.random.randint(0, 256, (12, 28, 28), dtype=np.uint8)
+    labels = np.arange(12, dtype=np.uint8) % 10
+    with gzip.open(tmp_path / "x.gz", "wb") as file:
+        file.write(struct.pack(">IIII", 2051, 12, 28, 28) + images.tobytes())
+    with gzip.open(tmp_path / "y.gz", "wb") as file:
+        file.write(struct.pack(">II", 2049, 12) + labels.tobytes())
+    flip = ndl.data.RandomFlipHorizontal(1.0)
+    data = ndl.data.MNISTDataset(str(tmp_path / "x.gz"), str(tmp_path / "y.gz"), transforms=[flip])
+    np.testing.assert_array_equal(data[3][0][:, :, 0], images[3, :, ::-1] / np.float32(255))
+    batch = next(iter(ndl.data.DataLoader(data, 5)))
+    assert batch[0].shape == (5, 28, 28, 1) == data[0:5][0].shape and batch[1].numpy().tolist() == [0, 1, 2, 3, 4]
+    (tmp_path / "x.gz").write_bytes((tmp_path / "x.gz").read_bytes()[:40])
+    with pytest.raises(ndl.data.datasets.mnist_dataset.DataError, match=r"x\.gz"):
+        ndl.data.MNISTDataset(str(tmp_path / "x.gz"), str(tmp_path / "y.gz"))
+
+
+def test_models_of_the_apps():
+    from apps.models import LanguageModel, ResNet9
+
+    assert sum(p.size for p in ResNet9().parameters()) == 431946
+    for kind in ("rnn", "lstm", "transformer"):
+        model = LanguageModel(20, 50, 32, 2, kind, seq_len=10)
+        out, _ = model(ndl.Tensor(np.random.randint(0, 50, (1, 3))))
+        out.backward()
+        assert out.shape == (3, 50) and all(p.grad is not None for p in model.parameters())
+
+
+def test_language_model_learns():
+    from apps.models import LanguageModel
+    from apps.simple_ml import evaluate_ptb, train_ptb
+
+    ids = list(np.tile([3, 1, 4, 1, 5, 9, 2, 6], 40))
+    data = ndl.data.batchify(ids, 4, ndl.cpu(), "float32")
+    model = LanguageModel(16, 10, 16, 1, "lstm", device=ndl.cpu())
+    train_ptb(model, data, seq_len=8, n_epochs=15, optimizer=ndl.optim.Adam, lr=0.02, device=ndl.cpu())
+    assert evaluate_ptb(model, data, seq_len=8, device=ndl.cpu())[0] > 0.9
+
+
+def test_np_backend():
+    """Homework 1 and 2's backend, which a process chooses when it starts."""
+    code = Path(__file__).with_name("course_np_backend.py")
+    done = subprocess.run(
+        [sys.executable, str(code)], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NEEDLE_BACKEND": "np"}
+    )
+    assert done.returncode == 0 and done.stdout.strip() == "np backend: all held", done.stdout + done.stderr
