@@ -1,0 +1,187 @@
+"""NDArray: views, indexing, dtypes, reductions, products, interchange, errors, and the allocator's account."""
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import dtype as dt
+from needle.backend_ndarray.ndarray import NDArray, asarray, from_dlpack, matmul, where
+from needle.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
+from needle.models import Pythia, PythiaConfig
+from needle.optim import AdamW
+
+X = np.random.default_rng(0).standard_normal((4, 5, 6)).astype(np.float32)
+INDICES = [
+    np.s_[1:3], np.s_[:, ::-1], np.s_[-3:-1, ..., ::2], np.s_[..., None, 2:4], np.s_[::-2, 1:], np.s_[3:1], np.s_[None, :, 4:0:-2],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_indexing_reads_and_writes_as_numpy(device, index):
+    a, expected = NDArray(X, device=device), X.copy()
+    np.testing.assert_array_equal(a[index].numpy(), X[index])
+    a[index] = 7.0
+    expected[index] = 7.0
+    np.testing.assert_array_equal(a.numpy(), expected)
+    values = np.random.default_rng(1).standard_normal(X[index].shape).astype(np.float32)
+    a[index] = NDArray(values, device=device)
+    expected[index] = values
+    np.testing.assert_array_equal(a.numpy(), expected)
+
+
+def test_tensor_indexing_drops_integer_axes(host):
+    t = ndl.Tensor(X, device=host)
+    for index in (np.s_[1], np.s_[-1, :, 2], np.s_[..., 0], np.s_[None, 2, 1:3, None, -1]):
+        np.testing.assert_array_equal(t[index].numpy(), X[index])
+    with pytest.raises(IndexError, match="out of range for axis 0 of length 4"):
+        t[4]
+    with pytest.raises(IndexError, match="too many indices"):
+        t[0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("a", list(dt.ROWS))
+@pytest.mark.parametrize("b", list(dt.ROWS))
+def test_every_pair_of_dtypes_converts_and_adds(device, a, b):
+    if device.name == "cuda" and "float64" in (a, b):
+        return
+    x = NDArray([0, 1, 2, 3], device=device, dtype=a)
+    np.testing.assert_array_equal(x.astype(b).numpy().astype(float), [0, 1, 1, 1] if "bool" in (a, b) else [0, 1, 2, 3])
+    total = x + NDArray([0, 1, 1, 0], device=device, dtype=b)
+    assert total.dtype == dt.promote(a, b) == dt.promote(b, a)
+    if "bool" not in (a, b):
+        np.testing.assert_array_equal(total.numpy().astype(float), [0, 2, 3, 3])
+
+
+def test_scalars_do_not_widen(host):
+    assert (NDArray([1], device=host, dtype="float16") * 2.5).dtype == "float16"
+    assert (NDArray([1], device=host, dtype="int32") + 1).dtype == "int32"
+    assert (NDArray([1], device=host, dtype="int32") * 0.5).dtype == "float32"
+    assert (NDArray([3], device=host, dtype="int32") / 2).item() == 1.5
+    big = NDArray([2**53 + 1], device=host, dtype="int64")
+    assert (big + 2).item() == 2**53 + 3
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min", "prod", "mean"])
+@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1), (0, 2), (2, 0, 1)], ids=str)
+def test_reductions_over_any_axes(device, op, axis):
+    a = NDArray(X, device=device)
+    for keepdims in (False, True):
+        expected = getattr(X.astype(np.float64), op)(axis=axis, keepdims=keepdims)
+        found = getattr(a, op)(axis=axis, keepdims=keepdims).numpy()
+        assert found.shape == ((1,) if axis is None and not keepdims else expected.shape)
+        np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)
+
+
+SHAPES = [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 1, 3, 4), (6, 4, 5)), ((4,), (4, 5)), ((3, 4), (4,)), ((1, 4), (4, 1)), ((0, 4), (4, 5)),
+          ((3, 0), (0, 5))]  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "float16"])
+def test_products(device, shapes, dtype):
+    if device.name == "cuda" and dtype == "float64":
+        return
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-3, 4, s).astype(dtype) for s in shapes)
+    found = matmul(NDArray(a, device=device, dtype=dtype), NDArray(b, device=device, dtype=dtype))
+    np.testing.assert_array_equal(found.numpy(), a @ b)
+    if len(shapes[0]) == 2 and len(shapes[1]) == 2:
+        turned = matmul(
+            NDArray(b, device=device, dtype=dtype).permute((1, 0)), NDArray(a, device=device, dtype=dtype).permute((1, 0))
+        )
+        np.testing.assert_array_equal(turned.numpy(), (a @ b).T)
+
+
+def test_comparisons_with_nan(device):
+    a, b = np.array([1, np.nan, np.nan, -0.0], np.float32), np.array([np.nan, np.nan, 1, 0.0], np.float32)
+    x, y = NDArray(a, device=device), NDArray(b, device=device)
+    for op in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+        np.testing.assert_array_equal(getattr(x, op)(y).numpy(), getattr(a, op)(b))
+    np.testing.assert_array_equal(where(x.isnan(), 0.0, x).numpy(), [1, 0, 0, 0])
+
+
+def test_empty_and_zero_dimensional(device):
+    e = NDArray(np.zeros((0, 3)), device=device)
+    assert (e + 1).shape == (0, 3) and e.sum().item() == 0 and e.sum(axis=1).shape == (0,)
+    np.testing.assert_array_equal(e.sum(axis=0).numpy(), np.zeros(3))
+    with pytest.raises(ShapeError, match="no elements"):
+        e.max()
+    s = NDArray(2.5, device=device)
+    assert s.shape == () and (s * 2).item() == 5
+
+
+def test_interchange(host):
+    a = NDArray(X, device=host)
+    np.testing.assert_array_equal(np.asarray(a), X)
+    shared = np.from_dlpack(a[1:, ::2])
+    np.testing.assert_array_equal(shared, X[1:, ::2])
+    a[1, 0, 0] = 99.0
+    assert shared[0, 0, 0] == 99
+    theirs = np.arange(6, dtype=np.int64).reshape(2, 3)
+    ours = from_dlpack(theirs)
+    assert ours.dtype == "int64" and ours.device == ndl.cpu()
+    theirs[0, 1] = 50
+    assert ours[0, 1].item() == 50
+    assert asarray(np.float64(3)).dtype == "float64" and asarray(theirs).dtype == "int64"
+    half = NDArray(X, device=host, dtype="bfloat16")
+    assert half.numpy().dtype.name == "bfloat16"
+
+
+def test_errors_name_what_was_wrong(host):
+    a, b = NDArray(X, device=host), NDArray(np.zeros((2, 3)), device=host)
+    with pytest.raises(ShapeError, match=r"\(4, 5, 6\) and \(2, 3\)"):
+        a + b
+    with pytest.raises(ShapeError, match="inner dimensions differ: a is"):
+        b @ b
+    with pytest.raises(ShapeError, match="sizes differ"):
+        a.reshape((7, 7))
+    with pytest.raises(DTypeError, match="complex"):
+        NDArray(np.zeros(3, complex), device=host)
+    with pytest.raises(DTypeError, match="accepted: float32"):
+        a.astype("float12")
+    with pytest.raises(ShapeError, match="exactly one"):
+        a.item()
+    with pytest.raises(DeviceError, match="different devices"):
+        NDArray([1.0], device=ndl.cpu()) + NDArray([1.0], device=ndl.cpu_numpy())
+
+
+def test_the_allocator_counts_every_byte_and_keeps_its_limit(host):
+    stats = host.memory_stats
+    before = stats()["live"]
+    host.reset_peak()
+    a = ndl.backend_ndarray.empty((1000, 100), device=host)
+    b = a[5:10]
+    assert stats()["live"] - before == 400_000 and stats()["peak"] - before == 400_000
+    del a
+    assert stats()["live"] - before == 400_000
+    del b
+    assert stats()["live"] == before
+    host.set_limit(stats()["live"] + 1000)
+    try:
+        with pytest.raises(MemoryError):
+            ndl.backend_ndarray.empty((10_000,), device=host)
+        ndl.backend_ndarray.empty((10,), device=host)
+    finally:
+        host.set_limit(0)
+    assert issubclass(OutOfMemoryError, MemoryError)
+
+
+@pytest.mark.parametrize("pattern", [None, "local"])
+def test_a_step_on_meta_makes_the_allocations_of_a_real_step(cpu, pattern):
+    peaks = []
+    for device in (cpu, ndl.meta()):
+        config = PythiaConfig(layers=2, width=64, heads=4, feed_forward=128, vocab_size=300)
+        config = config.with_sparse(pattern, block=16) if pattern else config
+        model = Pythia(config, device=device)
+        optimizer = AdamW(model.parameter_groups())
+        ids = ndl.Tensor(np.zeros((2, 64)), device=device, dtype="int32", requires_grad=False)
+        for _ in range(2):
+            start = device.memory_stats()["live"]
+            device.reset_peak()
+            model.loss(ids, ids).backward()
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.reset_grad()
+        peaks.append(device.memory_stats()["peak"] - start)
+        del model, optimizer, ids
+    assert peaks[0] == peaks[1] > 0
