@@ -405,7 +405,7 @@ def test_attention_refuses_a_large_head():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("trans", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("batch, heads, block, n_rows, n_cols, other", [(1, 1, 16, 3, 2, 7), (4, 2, 32, 5, 4, 150), (2, 1, 64, 2, 3, 65), (1, 1, 128, 3, 1, 200), (3, 3, 16, 4, 6, 0)])  # fmt: skip  # noqa: E501
+@pytest.mark.parametrize("batch, heads, block, n_rows, n_cols, other", [(1, 1, 16, 3, 2, 7), (4, 2, 32, 5, 4, 150), (2, 1, 64, 2, 3, 65), (1, 1, 128, 3, 1, 200), (3, 3, 16, 4, 6, 0)])  # fmt: skip
 def test_blocksparse_products(dtype, trans, batch, heads, block, n_rows, n_cols, other):
     rng = np.random.default_rng(block)
     mask = rng.random((heads, n_rows, n_cols)) < 0.5
