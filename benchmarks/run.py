@@ -28,14 +28,20 @@ def _step(batch_size: int, seq_len: int, vocab_size: int) -> Row:
     return Row("pythia_step", args, tokens=batch_size * seq_len)
 
 
-def _attention(seq_len: int, backward: bool) -> Row:
-    return Row("attention", {"seq_len": seq_len, "backward": backward}, tokens=seq_len, settle=1, steps=3)
+def _attention(seq_len: int, backward: bool, density: float = 1) -> Row:
+    args = {"seq_len": seq_len, "backward": backward, "density": density}
+    return Row("attention", args, tokens=seq_len, settle=1, steps=3)
 
 
 GROUPS: dict[str, list[Row]] = {
     "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
     "long": [_step(2, 512, 10000), _step(1, 2048, 10000), _step(1, 8192, 10000)],
-    "attention": [_attention(seq_len, backward) for seq_len in (2048, 8192) for backward in (False, True)],
+    "attention": [
+        _attention(seq_len, backward, density)
+        for seq_len in (2048, 8192)
+        for backward in (False, True)
+        for density in (1, 1 / 2, 1 / 4, 1 / 8)
+    ],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
     "gemm": [
         Row("gemm", {"m": m, "k": k, "n": n}, ops=2 * m * k * n, settle=1, steps=5)

@@ -42,8 +42,11 @@ def pythia_step(batch_size: int, seq_len: int, vocab_size: int, device: str = "c
     return _case(lambda: train_step(model, optimizer, ids, targets).item(), device)
 
 
-def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64) -> Case:
-    """Dense causal attention, B 1; with ``backward``, the gradients of q, k and v too."""
+def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64, density: float = 1) -> Case:
+    """Dense causal attention, B 1; with ``backward``, the gradients of q, k and v too.
+
+    Dense whatever ``density`` says: it is what needle's block-sparse attention is compared with.
+    """
     rng = np.random.default_rng(0)
     q, k, v, grad = (
         torch.from_numpy(rng.standard_normal((1, heads, seq_len, head_dim), dtype=np.float32)).to(device) for _ in range(4)
