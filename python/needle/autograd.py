@@ -163,6 +163,8 @@ class Node:
         op = self.op
         assert op is not None
         reads = op.reads_inputs
+        if reads is False and not op.reads_output:
+            return ()
         if reads is True:
             chosen: Iterable[Node] = self.inputs
         elif reads is False:
@@ -294,10 +296,17 @@ class Value:
         """The live handle on ``node``, or a new one."""
         handle = node.live_handle()
         if handle is None:
-            kind = TensorTuple if isinstance(node.op, TensorTupleOp) else Tensor
-            handle = kind.__new__(kind)
-            handle._setup(node.array, node.requires_grad)
-            handle._attach(node)
+            handle = cls._passing(node)
+            node.handle = weakref.ref(handle)
+        return handle
+
+    @classmethod
+    def _passing(cls, node: Node) -> Value:
+        """A new handle on ``node`` that the node does not know of: for one call of ``gradient``, which is where time counts."""
+        kind = TensorTuple if isinstance(node.op, TensorTupleOp) else Tensor
+        handle = kind.__new__(kind)
+        handle._setup(node.array, node.requires_grad)
+        handle._node = node
         return handle
 
     # The course's view of the node.
@@ -844,7 +853,8 @@ def _push_gradients(node: Node, grad: Any, grads: dict, create_graph: bool) -> N
     if create_graph and op.reference is not None:
         parts: Sequence[Any] = _reference_gradients(node, grad)
     else:
-        parts = op.gradient_as_tuple(grad, Value._of(node))
+        handle = node.live_handle()
+        parts = op.gradient_as_tuple(grad, Value._passing(node) if handle is None else handle)
     if len(parts) != len(node.inputs):
         raise GraphError(f"[backward] {op.name}.gradient gave {len(parts)} gradients for {len(node.inputs)} inputs")
     for n, part in zip(node.inputs, parts):

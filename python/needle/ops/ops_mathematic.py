@@ -47,8 +47,8 @@ class EWiseAdd(_NoRead):
         return a + b
 
     def gradient(self, out_grad, node):
-        a_shape, b_shape = node.input_shapes
-        return unbroadcast(out_grad, a_shape), unbroadcast(out_grad, b_shape)
+        shape = out_grad.shape
+        return tuple([out_grad if s == shape else unbroadcast(out_grad, s) for s in node.input_shapes])
 
 
 _ADD = EWiseAdd()  # ops without parameters hold no state: one object serves every node
