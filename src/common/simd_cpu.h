@@ -116,38 +116,46 @@ template <class A>
 struct ExpConstants;
 template <>
 struct ExpConstants<float> {
-  static constexpr float low = -104.f, high = 89.f, round = 0x1.8p23f, ln2_high = 0x1.62e4p-1f,
-                         ln2_low = 0x1.7f7d1cp-20f;
+  static constexpr float low = -104.f, high = 89.f, normal = -86.5f, round = 0x1.8p23f,
+                         ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;
   static constexpr int terms = 7, mantissa_bits = 23, bias = 127;
 };
 template <>
 struct ExpConstants<double> {
-  static constexpr double low = -746., high = 710., round = 0x1.8p52, ln2_high = 0x1.62e42fefa38p-1,
-                          ln2_low = 0x1.ef35793c7673p-45;
+  static constexpr double low = -746., high = 710., normal = -707., round = 0x1.8p52,
+                          ln2_high = 0x1.62e42fefa38p-1, ln2_low = 0x1.ef35793c7673p-45;
   static constexpr int terms = 13, mantissa_bits = 52, bias = 1023;
 };
 
-// e^x without branches, within 1.5 ulp: x = n ln 2 + r, e^x = 2^n e^r with e^r by its series. -inf
-// gives 0, inf gives inf, NaN stays. 2^n is applied in two halves so that results below the
-// smallest normal number and above the largest come out right.
+// x = n ln 2 + r with |r| <= ln 2 / 2: gives e^r by its series, and n in the low bits of n_bits.
+template <class A>
+NEEDLE_INLINE Vec<A> exp_parts_of(Vec<A> x, Mask<A>& n_bits) {
+  using C = ExpConstants<A>;
+  const Vec<A> shifted = x * A(1.4426950408889634) + C::round;
+  const Vec<A> n = shifted - C::round;
+  const Vec<A> r = (x - n * C::ln2_high) - n * C::ln2_low;
+  A inverse_factorial[C::terms + 1] = {1};
+  for (int k = 1; k <= C::terms; ++k) inverse_factorial[k] = inverse_factorial[k - 1] / A(k);
+  Vec<A> series = broadcast(inverse_factorial[C::terms]);
+#pragma GCC unroll 16
+  for (int k = C::terms - 1; k >= 0; --k) series = series * r + inverse_factorial[k];
+  memcpy(&n_bits, &shifted, sizeof n_bits);
+  return series;
+}
+
+// e^x without branches, within 1.5 ulp. -inf gives 0, inf gives inf, NaN stays (comparisons with it
+// are false). 2^n is applied in two halves, so that results below the smallest normal number and
+// above the largest come out right. Where the result is 0 nothing small is computed on the way:
+// subnormal arithmetic would cost a hundred cycles.
 template <class A>
 NEEDLE_INLINE Vec<A> vexp(Vec<A> x) {
   using C = ExpConstants<A>;
-  const Vec<A> low = broadcast(C::low), high = broadcast(C::high);
-  x = x < low ? low : x;  // comparisons are false for NaN, which so passes through
+  const Vec<A> high = broadcast(C::high);
+  const Mask<A> zero = x < broadcast(C::low);
+  x = zero ? Vec<A>{} : x;
   x = x > high ? high : x;
-  const Vec<A> shifted = x * A(1.4426950408889634) + C::round;  // n stands in the low bits
-  const Vec<A> n = shifted - C::round;
-  const Vec<A> r = (x - n * C::ln2_high) - n * C::ln2_low;
-  Vec<A> series = broadcast(A(1));
-  A inverse_factorial[C::terms + 1] = {1};
-  for (int k = 1; k <= C::terms; ++k) inverse_factorial[k] = inverse_factorial[k - 1] / A(k);
-  series = broadcast(inverse_factorial[C::terms]);
-#pragma GCC unroll 16
-  for (int k = C::terms - 1; k >= 0; --k) series = series * r + inverse_factorial[k];
   Mask<A> n_bits, round_bits;
-  const Vec<A> round = broadcast(C::round);
-  memcpy(&n_bits, &shifted, sizeof n_bits);
+  const Vec<A> series = exp_parts_of<A>(x, n_bits), round = broadcast(C::round);
   memcpy(&round_bits, &round, sizeof round_bits);
   n_bits -= round_bits;
   const Mask<A> half = n_bits >> 1;
@@ -156,7 +164,20 @@ NEEDLE_INLINE Vec<A> vexp(Vec<A> x) {
   Vec<A> first, second;
   memcpy(&first, &first_bits, sizeof first);
   memcpy(&second, &second_bits, sizeof second);
-  return series * first * second;
+  return zero ? Vec<A>{} : series * first * second;
+}
+
+// e^x for x that are at most a little above 0, at half the cost: results too small for a normal
+// number are 0, and n is added to the exponent of e^r.
+template <class A>
+NEEDLE_INLINE Vec<A> vexp_negative(Vec<A> x) {
+  using C = ExpConstants<A>;
+  Mask<A> n_bits, bits;
+  Vec<A> series = exp_parts_of<A>(x, n_bits);
+  memcpy(&bits, &series, sizeof bits);
+  bits += n_bits << C::mantissa_bits;
+  memcpy(&series, &bits, sizeof bits);
+  return x < broadcast(C::normal) ? Vec<A>{} : series;
 }
 
 }  // namespace needle::cpu

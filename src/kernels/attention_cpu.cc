@@ -25,8 +25,10 @@
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
-constexpr int64_t kTile = 64;      // queries (keys in the dk, dv pass) along the lanes
-constexpr int64_t kChunk = 128;    // the longest run of the other side
+constexpr int64_t kTile = 64;    // queries (keys in the dk, dv pass) along the lanes
+constexpr int64_t kChunk = 128;  // the longest run of the other side
+constexpr int64_t kPartial =
+    32;  // the same in partial blocks: finer, so that less is computed and masked
 constexpr int64_t kMaxHead = 256;  // head size
 
 // One thread's workspace, of fixed size, made at its first use.
@@ -91,8 +93,8 @@ struct BlockIndex {
   int64_t block, rows,
       others;  // rows: blocks of this side per head; others: elements of the other side
 
-  // f(first, n, partial) over pieces of at most kChunk elements of runs of adjacent full blocks,
-  // and of single partial ones, ascending. The split depends on the layout alone.
+  // f(first, n, partial) over pieces of runs of adjacent full blocks, and of single partial ones,
+  // ascending. The split depends on the layout alone.
   template <class F>
   void for_runs(int64_t head, int64_t row, F&& f) const {
     int64_t e = row_ptr[head * rows + row];
@@ -102,8 +104,9 @@ struct BlockIndex {
       while (!partial[e] && last < end && !partial[last] && col_idx[last] == col_idx[last - 1] + 1)
         ++last;
       const int64_t stop = std::min((col_idx[last - 1] + 1) * block, others);
-      for (int64_t first = col_idx[e] * block; first < stop; first += kChunk)
-        f(first, std::min(kChunk, stop - first), partial[e] != 0);
+      const int64_t piece = partial[e] ? kPartial : kChunk;
+      for (int64_t first = col_idx[e] * block; first < stop; first += piece)
+        f(first, std::min(piece, stop - first), partial[e] != 0);
       e = last;
     }
   }
@@ -157,12 +160,13 @@ void for_tiles(int64_t B, int64_t H, int64_t layout_heads, int64_t block, int64_
 // --- forward
 // ---------------------------------------------------------------------------------------
 
-// One run's scores S^T (n, width) become exp(s - max) against the new running maximum; sum and out
-// follow.
+// One run's scores S^T (n, begin .. width) become exp(s - max) against the new running maximum; sum
+// and out follow.
 template <class A, bool masked>
-void online_softmax(A* scores, int64_t n, int64_t width, int64_t D, A scale, Scratch<A>& s) {
+void online_softmax(A* scores, int64_t n, int64_t begin, int64_t width, int64_t D, A scale,
+                    Scratch<A>& s) {
   const Vec<A> minus_infinity = broadcast(-std::numeric_limits<A>::infinity());
-  for (int64_t lane = 0; lane < width; lane += kLanes<A>) {
+  for (int64_t lane = begin; lane < width; lane += kLanes<A>) {
     A* column = scores + lane;
     const Vec<A> old_max = load(s.max + lane), limit = load(s.limit + lane);
     Vec<A> max = old_max;
@@ -173,10 +177,10 @@ void online_softmax(A* scores, int64_t n, int64_t width, int64_t D, A scale, Scr
       max = x > max ? x : max;
     }
     const Vec<A> shift = max == minus_infinity ? Vec<A>{} : max;  // no key yet: exp(-inf - 0) = 0
-    const Vec<A> decay = vexp<A>(old_max - shift);
+    const Vec<A> decay = vexp_negative<A>(old_max - shift);
     Vec<A> sum{};
     for (int64_t j = 0; j < n; ++j) {
-      const Vec<A> p = vexp<A>(load(column + j * kTile) - shift);
+      const Vec<A> p = vexp_negative<A>(load(column + j * kTile) - shift);
       store(column + j * kTile, p);
       sum += p;
     }
@@ -185,6 +189,12 @@ void online_softmax(A* scores, int64_t n, int64_t width, int64_t D, A scale, Scr
     for (int64_t d = 0; d < D; ++d)
       store(s.out_lanes + d * kTile + lane, load(s.out_lanes + d * kTile + lane) * decay);
   }
+}
+
+// The lanes before this one, whole vectors of queries, see none of a partial run's keys.
+template <class A>
+int64_t first_lane(int64_t first_query, int64_t first_key) {
+  return std::max<int64_t>(0, first_key - first_query) / kLanes<A> * kLanes<A>;
 }
 
 // limit[i]: the last key of the run (counted from first_key) that query i may see.
@@ -206,20 +216,21 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
   std::fill_n(s.out_lanes, D * kTile, A(0));
 
   p.by_query.for_runs(layout_head, block_row, [&](int64_t key, int64_t n, bool partial) {
-    if (partial)
-      n = std::min(n, p.q_start + first + nq - key);  // the rest is masked for all queries here
+    if (partial) n = std::min(n, p.q_start + first + nq - key);  // no query here sees the rest
     if (n <= 0) return;
+    const int64_t begin = partial ? first_lane<A>(p.q_start + first, key) : 0;
     const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
-    lane_gemm(n, width, D, keys.data, keys.stride, 1, s.q_lanes, kTile, s.scores, kTile, false);
+    lane_gemm(n, width - begin, D, keys.data, keys.stride, 1, s.q_lanes + begin, kTile,
+              s.scores + begin, kTile, false);
     if (partial) {
       causal_limits(p.q_start + first, key, width, s.limit);
-      online_softmax<A, true>(s.scores, n, width, D, p.scale, s);
+      online_softmax<A, true>(s.scores, n, begin, width, D, p.scale, s);
     } else {
-      online_softmax<A, false>(s.scores, n, width, D, p.scale, s);
+      online_softmax<A, false>(s.scores, n, begin, width, D, p.scale, s);
     }
     const Matrix<A> values = fetch<const T>(v, key, n, D, s.rows);
-    lane_gemm(D, width, n, values.data, 1, values.stride, s.scores, kTile, s.out_lanes, kTile,
-              true);
+    lane_gemm(D, width - begin, n, values.data, 1, values.stride, s.scores + begin, kTile,
+              s.out_lanes + begin, kTile, true);
   });
 
   A inverse[kTile];
@@ -236,16 +247,16 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
 // --- backward
 // --------------------------------------------------------------------------------------
 
-// scores (n, width) raw products -> p; dscores (n, width) dp -> ds / scale. lse and delta belong to
-// the lanes (queries along the lanes) or to the rows (keys along the lanes). Masked are the
-// elements with j > limit (lanes), or, when keys lie along the lanes, the lanes greater than
+// scores (n, begin .. width) raw products -> p; dscores likewise dp -> ds / scale. lse and delta
+// belong to the lanes (queries along the lanes) or to the rows (keys along the lanes). Masked are
+// the elements with j > limit (lanes), or, when keys lie along the lanes, the lanes greater than
 // limit[j].
 template <class A, bool masked, bool queries_on_lanes>
-void softmax_gradient(A* scores, A* dscores, int64_t n, int64_t width, A scale, const A* lse,
-                      const A* delta, const A* limit) {
+void softmax_gradient(A* scores, A* dscores, int64_t n, int64_t begin, int64_t width, A scale,
+                      const A* lse, const A* delta, const A* limit) {
   Vec<A> lane_numbers;
   for (int l = 0; l < kLanes<A>; ++l) lane_numbers[l] = A(l);
-  for (int64_t lane = 0; lane < width; lane += kLanes<A>) {
+  for (int64_t lane = begin; lane < width; lane += kLanes<A>) {
     Vec<A> lane_lse{}, lane_delta{}, lane_limit{};
     if (queries_on_lanes) {
       lane_lse = load(lse + lane), lane_delta = load(delta + lane);
@@ -255,7 +266,7 @@ void softmax_gradient(A* scores, A* dscores, int64_t n, int64_t width, A scale, 
       A *x = scores + j * kTile + lane, *dx = dscores + j * kTile + lane;
       const Vec<A> row_lse = queries_on_lanes ? lane_lse : broadcast(lse[j]);
       const Vec<A> row_delta = queries_on_lanes ? lane_delta : broadcast(delta[j]);
-      Vec<A> probability = vexp<A>(load(x) * scale - row_lse);
+      Vec<A> probability = vexp_negative<A>(load(x) * scale - row_lse);
       if constexpr (masked) {
         if constexpr (queries_on_lanes)
           probability = broadcast(A(j)) > lane_limit ? Vec<A>{} : probability;
@@ -293,25 +304,28 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
   p.by_query.for_runs(layout_head, block_row, [&](int64_t key, int64_t n, bool partial) {
     if (partial) n = std::min(n, p.q_start + first + nq - key);
     if (n <= 0) return;
+    const int64_t begin = partial ? first_lane<A>(p.q_start + first, key) : 0;
     const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
     const Matrix<A> values = fetch<const T>(v, key, n, D, s.rows2);
-    lane_gemm(n, width, D, keys.data, keys.stride, 1, s.q_lanes, kTile, s.scores, kTile, false);
-    lane_gemm(n, width, D, values.data, values.stride, 1, s.dout_lanes, kTile, s.dscores, kTile,
-              false);
+    lane_gemm(n, width - begin, D, keys.data, keys.stride, 1, s.q_lanes + begin, kTile,
+              s.scores + begin, kTile, false);
+    lane_gemm(n, width - begin, D, values.data, values.stride, 1, s.dout_lanes + begin, kTile,
+              s.dscores + begin, kTile, false);
     if (partial) {
       causal_limits(p.q_start + first, key, width, s.limit);
-      softmax_gradient<A, true, true>(s.scores, s.dscores, n, width, p.scale, s.lse, s.delta,
+      softmax_gradient<A, true, true>(s.scores, s.dscores, n, begin, width, p.scale, s.lse, s.delta,
                                       s.limit);
     } else {
-      softmax_gradient<A, false, true>(s.scores, s.dscores, n, width, p.scale, s.lse, s.delta,
-                                       s.limit);
+      softmax_gradient<A, false, true>(s.scores, s.dscores, n, begin, width, p.scale, s.lse,
+                                       s.delta, s.limit);
     }
-    lane_gemm(D, width, n, keys.data, 1, keys.stride, s.dscores, kTile, s.out_lanes, kTile, true);
+    lane_gemm(D, width - begin, n, keys.data, 1, keys.stride, s.dscores + begin, kTile,
+              s.out_lanes + begin, kTile, true);
     if constexpr (with_keys) {
-      lane_gemm(n, D, nq, s.scores, kTile, 1, dout.row(first), dout.stride, dv.row(key), dv.stride,
-                true);
-      lane_gemm(n, D, nq, s.dscores, kTile, 1, q.row(first), q.stride, dk.row(key), dk.stride,
-                true);
+      lane_gemm(n, D, nq - begin, s.scores + begin, kTile, 1, dout.row(first + begin), dout.stride,
+                dv.row(key), dv.stride, true);
+      lane_gemm(n, D, nq - begin, s.dscores + begin, kTile, 1, q.row(first + begin), q.stride,
+                dk.row(key), dk.stride, true);
     }
   });
 
@@ -334,28 +348,29 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
   std::fill_n(s.out2_lanes, D * kTile, A(0));
 
   p.by_key.for_runs(layout_head, block_row, [&](int64_t query, int64_t n, bool partial) {
-    if (partial) {  // queries before the tile's first key see none of it
+    int64_t end = width;
+    if (partial) {  // queries before the tile's first key see none of it, the others no key after
+                    // themselves
       const int64_t skip = std::max<int64_t>(0, first - p.q_start - query);
       query += skip, n -= skip;
+      end = std::min(width, padded(p.q_start + query + n - first, kLanes<A>));
     }
     if (n <= 0) return;
     const Matrix<A> queries = fetch<const T>(q, query, n, D, s.rows);
     const Matrix<A> douts = fetch<const T>(dout, query, n, D, s.rows2);
-    lane_gemm(n, width, D, queries.data, queries.stride, 1, s.q_lanes, kTile, s.scores, kTile,
-              false);
-    lane_gemm(n, width, D, douts.data, douts.stride, 1, s.dout_lanes, kTile, s.dscores, kTile,
-              false);
+    lane_gemm(n, end, D, queries.data, queries.stride, 1, s.q_lanes, kTile, s.scores, kTile, false);
+    lane_gemm(n, end, D, douts.data, douts.stride, 1, s.dout_lanes, kTile, s.dscores, kTile, false);
     load_lse(lse + query, n, n, row_lse);
     if (partial) {
       causal_limits(p.q_start + query, first, n, limit);
-      softmax_gradient<A, true, false>(s.scores, s.dscores, n, width, p.scale, row_lse,
+      softmax_gradient<A, true, false>(s.scores, s.dscores, n, 0, end, p.scale, row_lse,
                                        delta + query, limit);
     } else {
-      softmax_gradient<A, false, false>(s.scores, s.dscores, n, width, p.scale, row_lse,
+      softmax_gradient<A, false, false>(s.scores, s.dscores, n, 0, end, p.scale, row_lse,
                                         delta + query, limit);
     }
-    lane_gemm(D, width, n, douts.data, 1, douts.stride, s.scores, kTile, s.out2_lanes, kTile, true);
-    lane_gemm(D, width, n, queries.data, 1, queries.stride, s.dscores, kTile, s.out_lanes, kTile,
+    lane_gemm(D, end, n, douts.data, 1, douts.stride, s.scores, kTile, s.out2_lanes, kTile, true);
+    lane_gemm(D, end, n, queries.data, 1, queries.stride, s.dscores, kTile, s.out_lanes, kTile,
               true);
   });
 
