@@ -1,9 +1,11 @@
-// The CUDA backend's module: its device, stream and memory, the error flag, and everything of bindings.h. The same file
-// compiled by a C++ compiler against cuda_sim/ is the module of the emulated device.
+// The CUDA backend's module: its device, stream and memory, the error flag, and everything of
+// bindings.h. The same file compiled by a C++ compiler against cuda_sim/ is the module of the
+// emulated device.
 //
-// Nothing touches the driver at import: a module built with CUDA imports on a machine without a GPU, where enabled() is
-// false. All work goes to one stream in order, so memory can be reused as soon as it is freed. The stream is a blocking
-// one: work that others put on the legacy default stream (DLPack) is ordered with it.
+// Nothing touches the driver at import: a module built with CUDA imports on a machine without a
+// GPU, where enabled() is false. All work goes to one stream in order, so memory can be reused as
+// soon as it is freed. The stream is a blocking one: work that others put on the legacy default
+// stream (DLPack) is ordered with it.
 #include <cstring>
 
 #include "common/bindings.h"
@@ -15,11 +17,13 @@ namespace {
 int device_count() {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
-  cudaGetLastError();  // no driver, or none that fits: that is an answer, not an error to be found by the next launch
+  cudaGetLastError();  // no driver, or none that fits: that is an answer, not an error to be found
+                       // by the next launch
   return 0;
 }
 
-// Pinned memory through which small host arrays are copied, so that from_numpy need not wait for the device.
+// Pinned memory through which small host arrays are copied, so that from_numpy need not wait for
+// the device.
 class StagingRing {
  public:
   static constexpr int64_t kSlotBytes = int64_t(1) << 20;
@@ -34,7 +38,8 @@ class StagingRing {
       cuda_check(cudaEventSynchronize(slot.copied), "cudaEventSynchronize");
     }
     std::memcpy(slot.memory, from, size_t(bytes));
-    cuda_check(cudaMemcpyAsync(to, slot.memory, size_t(bytes), cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
+    cuda_check(cudaMemcpyAsync(to, slot.memory, size_t(bytes), cudaMemcpyHostToDevice, stream),
+               "cudaMemcpyAsync");
     cuda_check(cudaEventRecord(slot.copied, stream), "cudaEventRecord");
   }
 
@@ -48,7 +53,8 @@ class StagingRing {
   int next_ = 0;
 };
 
-// Made when first needed, kept until the process ends: arrays may outlive the interpreter's modules.
+// Made when first needed, kept until the process ends: arrays may outlive the interpreter's
+// modules.
 struct Device {
   cudaStream_t stream = nullptr;
   int multiprocessors = 0, major = 0, max_shared_bytes = 0;
@@ -59,7 +65,8 @@ struct Device {
   std::mutex mutex;  // of staging and flag_copy
 
   Device() {
-    if (device_count() == 0) throw CudaError("[" NEEDLE_STRING(NEEDLE_DEVICE) "] no CUDA device was found");
+    if (device_count() == 0)
+      throw CudaError("[" NEEDLE_STRING(NEEDLE_DEVICE) "] no CUDA device was found");
     int device = 0;
     cuda_check(cudaGetDevice(&device), "cudaGetDevice");
     read(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
@@ -70,7 +77,8 @@ struct Device {
     cudaMemPool_t pool = nullptr;
     uint64_t keep_all = UINT64_MAX;
     cuda_check(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
-    cuda_check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep_all), "cudaMemPoolSetAttribute");
+    cuda_check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep_all),
+               "cudaMemPoolSetAttribute");
     cuda_check(cudaMalloc(&flag, sizeof(ErrorFlag)), "cudaMalloc");
     cuda_check(cudaMemsetAsync(flag, 0, sizeof(ErrorFlag), stream), "cudaMemsetAsync");
     void* pinned = nullptr;
@@ -88,7 +96,8 @@ Device& device() {
   return *instance;
 }
 
-// Memory in the order of the stream: freeing waits for nothing, and what is freed serves the work that comes after.
+// Memory in the order of the stream: freeing waits for nothing, and what is freed serves the work
+// that comes after.
 class DeviceMemory : public MemorySource {
  public:
   void* allocate(int64_t bytes) override {
@@ -121,7 +130,8 @@ std::string bad_id_text(const ErrorFlag& flag) {
     case BadId::one_hot:
       return "[one_hot] id " + id + " at position " + at + " is outside " + range;
     default:
-      return "[embedding] id " + id + " at position " + at + " is outside the vocabulary (" + range + ")";
+      return "[embedding] id " + id + " at position " + at + " is outside the vocabulary (" +
+             range + ")";
   }
 }
 
@@ -141,7 +151,8 @@ void* scratch(int64_t bytes) {
 }
 
 void copy_on_device(void* to, const void* from, int64_t bytes) {
-  cuda_check(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDeviceToDevice, stream()), "cudaMemcpyAsync");
+  cuda_check(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDeviceToDevice, stream()),
+             "cudaMemcpyAsync");
 }
 
 Allocator& allocator() {
@@ -169,18 +180,21 @@ void sync() {
   ErrorFlag seen;
   {
     std::lock_guard<std::mutex> lock(d.mutex);
-    cuda_check(cudaMemcpyAsync(d.flag_copy, d.flag, sizeof(ErrorFlag), cudaMemcpyDeviceToHost, d.stream),
-               "cudaMemcpyAsync");
+    cuda_check(
+        cudaMemcpyAsync(d.flag_copy, d.flag, sizeof(ErrorFlag), cudaMemcpyDeviceToHost, d.stream),
+        "cudaMemcpyAsync");
     cuda_check(cudaStreamSynchronize(d.stream), "sync");
     seen = *d.flag_copy;
-    if (seen.code != int(BadId::none)) cuda_check(cudaMemsetAsync(d.flag, 0, sizeof(ErrorFlag), d.stream), "sync");
+    if (seen.code != int(BadId::none))
+      cuda_check(cudaMemsetAsync(d.flag, 0, sizeof(ErrorFlag), d.stream), "sync");
   }
   if (seen.code != int(BadId::none)) throw std::out_of_range(bad_id_text(seen));
 }
 
 void copy_to_host(const Array& from, void* to) {
-  cuda_check(cudaMemcpyAsync(to, from.ptr(), size_t(from.nbytes()), cudaMemcpyDeviceToHost, stream()),
-             "cudaMemcpyAsync");
+  cuda_check(
+      cudaMemcpyAsync(to, from.ptr(), size_t(from.nbytes()), cudaMemcpyDeviceToHost, stream()),
+      "cudaMemcpyAsync");
   sync();
 }
 
@@ -225,7 +239,8 @@ void bind_cuda_errors(py::module_& m) {
   const auto parent = name.rfind('.');
   const auto root = parent == std::string::npos ? parent : name.rfind('.', parent - 1);
   if (root != std::string::npos) {
-    py::object found = py::module_::import((name.substr(0, root) + ".errors").c_str()).attr("KernelError");
+    py::object found =
+        py::module_::import((name.substr(0, root) + ".errors").c_str()).attr("KernelError");
     error_class = found.release().ptr();
   }
   py::register_local_exception_translator([](std::exception_ptr p) {
@@ -253,6 +268,6 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
     return counts;
   });
   m.def("reset_launch_counts", &needle::reset_launch_counts);
-  m.def("num_threads", [] { return 1; });      // of the host: kernels decide on the device's
+  m.def("num_threads", [] { return 1; });  // of the host: kernels decide on the device's
   m.def("set_num_threads", [](int) {});
 }

@@ -1,5 +1,5 @@
-// What every CUDA kernel file shares: the device's stream, scratch memory and error flag, launch shapes, strided walks,
-// aligned vectors, and reductions over a warp or a block.
+// What every CUDA kernel file shares: the device's stream, scratch memory and error flag, launch
+// shapes, strided walks, aligned vectors, and reductions over a warp or a block.
 #pragma once
 
 #include "backend.h"
@@ -11,19 +11,22 @@ constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kBlock = 256;  // threads of a block where nothing else decides
 
-// --- the device, kept by ndarray_backend_cuda.cu ---------------------------------------------------------------
+// --- the device, kept by ndarray_backend_cuda.cu
+// ---------------------------------------------------------------
 
-cudaStream_t stream();        // all work of this backend runs in order on this stream
-int multiprocessors();        // how many the device has
+cudaStream_t stream();         // all work of this backend runs in order on this stream
+int multiprocessors();         // how many the device has
 bool has_bf16_tensor_cores();  // compute capability 8.0 or later
-// Memory of the backend's own, for partial results inside one operation. Made once; the next operation may overwrite it,
-// which stream order makes safe. Throws when more than kScratchBytes are asked.
+// Memory of the backend's own, for partial results inside one operation. Made once; the next
+// operation may overwrite it, which stream order makes safe. Throws when more than kScratchBytes
+// are asked.
 constexpr int64_t kScratchBytes = int64_t(8) << 20;
 void* scratch(int64_t bytes);
 int64_t max_shared_bytes();  // dynamic shared memory that a block may have after opting in
 void copy_on_device(void* to, const void* from, int64_t bytes);  // stream-ordered
 
-// An id outside its range, found by a kernel: the first one is kept and raised as IndexError at the next sync.
+// An id outside its range, found by a kernel: the first one is kept and raised as IndexError at the
+// next sync.
 enum class BadId : int { none, embedding, one_hot, cross_entropy };
 struct ErrorFlag {
   int code;
@@ -32,7 +35,8 @@ struct ErrorFlag {
 };
 ErrorFlag* error_flag();
 
-__device__ inline void report_bad_id(ErrorFlag* flag, BadId op, int64_t value, int64_t position, int64_t limit) {
+__device__ inline void report_bad_id(ErrorFlag* flag, BadId op, int64_t value, int64_t position,
+                                     int64_t limit) {
   if (atomicCAS(&flag->code, int(BadId::none), int(op)) != int(BadId::none)) return;
   flag->value = value;
   flag->position = position;
@@ -44,10 +48,12 @@ template <class F>
 void dispatch_ids(const Array& ids, const char* op, F&& f) {
   if (ids.dtype() == DType::kInt32) return f(Tag<int32_t>{});
   if (ids.dtype() == DType::kInt64) return f(Tag<int64_t>{});
-  throw std::invalid_argument(std::string("[") + op + "] ids are " + dtype_name(ids.dtype()) + " (int32, int64)");
+  throw std::invalid_argument(std::string("[") + op + "] ids are " + dtype_name(ids.dtype()) +
+                              " (int32, int64)");
 }
 
-// --- launch shapes ------------------------------------------------------------------------------------------------
+// --- launch shapes
+// ------------------------------------------------------------------------------------------------
 
 NEEDLE_HD constexpr int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
@@ -60,13 +66,15 @@ inline LaunchConfig grid_stride(int64_t n, int block = kBlock) {
   return LaunchConfig{dim3(blocks_for(ceil_div(n, block))), dim3(unsigned(block)), 0, stream()};
 }
 inline LaunchConfig grid_of(int64_t blocks, int block = kBlock, int64_t shared_bytes = 0) {
-  return LaunchConfig{dim3(unsigned(blocks)), dim3(unsigned(block)), size_t(shared_bytes), stream()};
+  return LaunchConfig{dim3(unsigned(blocks)), dim3(unsigned(block)), size_t(shared_bytes),
+                      stream()};
 }
 
 __device__ inline int64_t first_index() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t index_step() { return int64_t(gridDim.x) * blockDim.x; }
 
-// --- vectors: N elements moved by one instruction -------------------------------------------------------------------
+// --- vectors: N elements moved by one instruction
+// -------------------------------------------------------------------
 
 template <class T, int N>
 struct alignas(sizeof(T) * N) Vec {
@@ -111,7 +119,8 @@ void dispatch_bytes(int64_t bytes, F&& f) {
   }
 }
 
-// --- walking strided operands ------------------------------------------------------------------------------------------
+// --- walking strided operands
+// ------------------------------------------------------------------------------------------
 
 constexpr int kMaxDims = 12;
 
@@ -128,7 +137,8 @@ struct FastDivisor {
   }
 };
 
-// The offsets of element i of N operands that share a shape. Dimensions that are contiguous in every operand are merged.
+// The offsets of element i of N operands that share a shape. Dimensions that are contiguous in
+// every operand are merged.
 template <int N>
 struct Walk {
   int ndim = 0;
@@ -207,11 +217,13 @@ Walk<N> make_walk(const Dims& shape, const WalkOperand (&operands)[N]) {
   return walk;
 }
 
-// --- reductions ---------------------------------------------------------------------------------------------------------------
+// --- reductions
+// ---------------------------------------------------------------------------------------------------------------
 
-// Combines the values of the `Lanes` neighbouring threads (32: a warp; more: the whole block of that many threads) and gives
-// the result to each. `combine` must be commutative; the order is fixed, so results repeat bit by bit.
-// With more than 32 lanes it has barriers: every thread of the block must come here.
+// Combines the values of the `Lanes` neighbouring threads (32: a warp; more: the whole block of
+// that many threads) and gives the result to each. `combine` must be commutative; the order is
+// fixed, so results repeat bit by bit. With more than 32 lanes it has barriers: every thread of the
+// block must come here.
 template <int Lanes, class T, class Combine>
 __device__ T reduce_lanes(T value, Combine combine) {
   static_assert(Lanes % kWarp == 0, "whole warps");
@@ -257,7 +269,8 @@ __device__ A sum_lanes(A value) {
   return reduce_lanes<Lanes>(Sum<A>{value}, AddSums{}).value;
 }
 
-// Rows are handled by a warp each when they are short and by a block each when they are long. f(integral constant Lanes).
+// Rows are handled by a warp each when they are short and by a block each when they are long.
+// f(integral constant Lanes).
 template <int Lanes>
 struct RowLanes {
   static constexpr int value = Lanes;
@@ -270,7 +283,8 @@ void dispatch_row_lanes(int64_t cols, F&& f) {
 inline LaunchConfig rows_config(int64_t rows, int lanes) {
   return grid_of(blocks_for(ceil_div(rows, kBlock / lanes)));
 }
-// for (row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()): uniform over a block when Lanes is kBlock.
+// for (row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()): uniform over a block when
+// Lanes is kBlock.
 template <int Lanes>
 __device__ int64_t first_row() {
   return int64_t(blockIdx.x) * (kBlock / Lanes) + threadIdx.x / Lanes;

@@ -1,4 +1,5 @@
-// The functions that ewise_ops.def calls, for device code: precise versions (no fast-math), float, double and integers.
+// The functions that ewise_ops.def calls, for device code: precise versions (no fast-math), float,
+// double and integers.
 #pragma once
 
 #include <cmath>
@@ -8,7 +9,7 @@
 
 namespace needle::NEEDLE_DEVICE {
 
-#define NEEDLE_MATH(name)                                             \
+#define NEEDLE_MATH(name)                                                   \
   __device__ __forceinline__ float m_##name(float x) { return name##f(x); } \
   __device__ __forceinline__ double m_##name(double x) { return ::name(x); }
 NEEDLE_MATH(exp)
@@ -66,7 +67,8 @@ __device__ __forceinline__ double m_pow(double a, double b) { return ::pow(a, b)
 // Integer powers wrap around; a negative exponent gives the truncated reciprocal.
 template <class T, class = typename std::enable_if<std::is_integral<T>::value>::type>
 __device__ __forceinline__ T m_pow(T base, T exponent) {
-  if (exponent < T(0)) return base == T(1) ? T(1) : base == T(-1) ? (exponent & T(1) ? T(-1) : T(1)) : T(0);
+  if (exponent < T(0))
+    return base == T(1) ? T(1) : base == T(-1) ? (exponent & T(1) ? T(-1) : T(1)) : T(0);
   using U = typename std::make_unsigned<T>::type;
   U result = 1, factor = U(base);
   for (U left = U(exponent); left != 0; left = U(left >> 1)) {

@@ -1,11 +1,13 @@
 // Attention over a block layout on a GPU: softmax(scale q k^T + mask) v without a T x S array.
 //
-// Forward (Dao et al. 2022, arXiv:2205.14135): a block of threads owns Rows queries of one query block and walks the key
-// blocks that the layout names, Cols keys at a time, with a running maximum and sum; it keeps out and one lse per row.
-// Backward recomputes p = exp(scale q k^T - lse) and, with dp = dout v^T and delta = sum(dout out),
+// Forward (Dao et al. 2022, arXiv:2205.14135): a block of threads owns Rows queries of one query
+// block and walks the key blocks that the layout names, Cols keys at a time, with a running maximum
+// and sum; it keeps out and one lse per row. Backward recomputes p = exp(scale q k^T - lse) and,
+// with dp = dout v^T and delta = sum(dout out),
 //   ds = scale p (dp - delta),  dq = ds k  (walking the rows of the layout),
 //   dv = p^T dout,  dk = ds^T q  (walking its columns, by the transposed index).
-// Nothing is added from two blocks of threads, so results repeat bit by bit. Accumulates in float32 (float64).
+// Nothing is added from two blocks of threads, so results repeat bit by bit. Accumulates in float32
+// (float64).
 #include "../common/cuda_util.cuh"
 #include "../common/ewise_math_cuda.h"
 
@@ -48,10 +50,11 @@ constexpr int kSide = 16;
 __device__ inline int thread_y() { return int(threadIdx.x) / kSide; }
 __device__ inline int thread_x() { return int(threadIdx.x) % kSide; }
 
-// Rows x depth elements to shared memory, zeros past `rows`; a row takes Pitch elements, odd, to spread the banks.
+// Rows x depth elements to shared memory, zeros past `rows`; a row takes Pitch elements, odd, to
+// spread the banks.
 template <int Rows, int Pitch, class T, class A>
-__device__ void load_tile(A* tile, const HeadsRef<const T>& from, int64_t b, int64_t h, int64_t row0, int64_t rows,
-                          int64_t D) {
+__device__ void load_tile(A* tile, const HeadsRef<const T>& from, int64_t b, int64_t h,
+                          int64_t row0, int64_t rows, int64_t D) {
   const T* source = from.row(b, h, row0);
   for (int r = int(threadIdx.x) / kWarp; r < Rows; r += kBlock / kWarp)
     for (int d = int(threadIdx.x) % kWarp; d < D; d += kWarp)
@@ -76,8 +79,8 @@ __device__ void multiply_rows(const A* x, const A* y, int64_t D, A (&sums)[I][J]
   }
 }
 
-// sums[i][j] += sum over n < N of weights(row y + 16 i, n) values(n, column x + 16 j). weights(r, n) lies at
-// r * RowStep + n * NStep.
+// sums[i][j] += sum over n < N of weights(row y + 16 i, n) values(n, column x + 16 j). weights(r,
+// n) lies at r * RowStep + n * NStep.
 template <int N, int RowStep, int NStep, int Pitch, int I, int J, class A>
 __device__ void multiply_add(const A* weights, const A* values, A (&sums)[I][J]) {
   for (int n = 0; n < N; ++n) {
@@ -93,22 +96,26 @@ __device__ void multiply_add(const A* weights, const A* values, A (&sums)[I][J])
   }
 }
 
-// What a tile of `size` lines within block `line` of (extent) lines covers: first line and how many, none if rows <= 0.
+// What a tile of `size` lines within block `line` of (extent) lines covers: first line and how
+// many, none if rows <= 0.
 struct Span {
   int64_t first, count;
 };
-__device__ inline Span span_of(int64_t line, int64_t inside, int64_t size, int64_t block, int64_t extent) {
+__device__ inline Span span_of(int64_t line, int64_t inside, int64_t size, int64_t block,
+                               int64_t extent) {
   const int64_t first = line * block + inside;
   int64_t end = (line + 1) * block < extent ? (line + 1) * block : extent;
   if (first + size < end) end = first + size;
   return {first, end - first};
 }
 
-// Zeroes the columns D .. DMax of a tile once; load_tile never writes there, multiply_add reads there.
+// Zeroes the columns D .. DMax of a tile once; load_tile never writes there, multiply_add reads
+// there.
 template <int Rows, int DMax, int Pitch, class A>
 __device__ void clear_tail(A* tile, int64_t D) {
   const int tail = DMax - int(D);
-  for (int i = int(threadIdx.x); i < Rows * tail; i += kBlock) tile[i / tail * Pitch + int(D) + i % tail] = A(0);
+  for (int i = int(threadIdx.x); i < Rows * tail; i += kBlock)
+    tile[i / tail * Pitch + int(D) + i % tail] = A(0);
 }
 
 template <class T, int DMax, int Rows, int Cols>
@@ -133,7 +140,8 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
   clear_tail<Cols, DMax, Shape::kPitch>(kv_tile, g.D);
 
   for (int64_t t = blockIdx.x; t < g.B * g.H * lines * pieces; t += gridDim.x) {
-    const int64_t line = t / pieces % lines, h = t / pieces / lines % g.H, b = t / pieces / lines / g.H;
+    const int64_t line = t / pieces % lines, h = t / pieces / lines % g.H,
+                  b = t / pieces / lines / g.H;
     const Span rows = span_of(line, t % pieces * Rows, Rows, layout.block, g.queries);
     if (rows.count <= 0) continue;
     __syncthreads();  // the tile before is read to the end
@@ -149,7 +157,8 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
       const bool masked = layout.partial[e] != 0;
       for (int64_t c0 = 0; c0 < layout.block; c0 += Cols) {
         const Span cols = span_of(layout.idx[e], c0, Cols, layout.block, g.keys);
-        if (cols.count <= 0 || (masked && cols.first > g.q_start + rows.first + rows.count - 1)) break;
+        if (cols.count <= 0 || (masked && cols.first > g.q_start + rows.first + rows.count - 1))
+          break;
         __syncthreads();
         load_tile<Cols, Shape::kPitch>(kv_tile, g.k, b, h, cols.first, cols.count, g.D);
         __syncthreads();
@@ -170,7 +179,8 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
             const A other = __shfl_xor_sync(kAllLanes, largest, step);
             largest = other > largest ? other : largest;
           }
-          // While nothing is seen the maximum is -inf: shift by 0, so that every weight is exp(-inf) = 0.
+          // While nothing is seen the maximum is -inf: shift by 0, so that every weight is
+          // exp(-inf) = 0.
           const A shift = largest == A(-INFINITY) ? A(0) : largest;
           const A shrink = m_exp(top[i] - shift);
           top[i] = largest;
@@ -192,7 +202,8 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
     }
 #pragma unroll
     for (int i = 0; i < I; ++i) {
-      for (int step = kSide / 2; step > 0; step /= 2) total[i] += __shfl_xor_sync(kAllLanes, total[i], step);
+      for (int step = kSide / 2; step > 0; step /= 2)
+        total[i] += __shfl_xor_sync(kAllLanes, total[i], step);
       const int row = thread_y() + kSide * i;
       if (row >= rows.count) continue;
       T* out = g.out.row(b, h, rows.first + row);
@@ -206,7 +217,8 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
   }
 }
 
-// --- backward ------------------------------------------------------------------------------------------------------------
+// --- backward
+// ------------------------------------------------------------------------------------------------------------
 
 template <class T>
 __global__ void attention_delta_kernel(AttentionArguments<T> g) {
@@ -230,7 +242,8 @@ struct BackwardShape {
       int(sizeof(A)) * (2 * (Rows + Cols) * kPitch + 2 * Rows * kWeightPitch + 2 * Rows);
 };
 
-// The tiles of one (queries, keys) pair in shared memory, and what both gradient passes compute from them.
+// The tiles of one (queries, keys) pair in shared memory, and what both gradient passes compute
+// from them.
 template <class T, int DMax, int Rows, int Cols>
 struct BackwardTiles {
   using A = accum_t<T>;
@@ -283,14 +296,16 @@ struct BackwardTiles {
                           !(masked && cols.first + col > g.q_start + rows.first + row);
         const A weight = seen ? m_exp(s[i][j] * g.scale - lse[row]) : A(0);
         p[row * Shape::kWeightPitch + col] = weight;
-        ds[row * Shape::kWeightPitch + col] = seen ? weight * (dp[i][j] - delta[row]) * g.scale : A(0);
+        ds[row * Shape::kWeightPitch + col] =
+            seen ? weight * (dp[i][j] - delta[row]) * g.scale : A(0);
       }
     }
   }
 };
 
 template <int Lines, int DJ, class T, class A>
-__device__ void write_tile(const HeadsRef<T>& to, int64_t b, int64_t h, Span lines, int64_t D, A (&sums)[Lines][DJ]) {
+__device__ void write_tile(const HeadsRef<T>& to, int64_t b, int64_t h, Span lines, int64_t D,
+                           A (&sums)[Lines][DJ]) {
   for (int i = 0; i < Lines; ++i) {
     const int line = thread_y() + kSide * i;
     if (line >= lines.count) continue;
@@ -312,7 +327,8 @@ __global__ void __launch_bounds__(kBlock) attention_dq_kernel(AttentionArguments
   const Layout& layout = g.layout;
   const int64_t lines = ceil_div(g.queries, layout.block), pieces = ceil_div(layout.block, Rows);
   for (int64_t t = blockIdx.x; t < g.B * g.H * lines * pieces; t += gridDim.x) {
-    const int64_t line = t / pieces % lines, h = t / pieces / lines % g.H, b = t / pieces / lines / g.H;
+    const int64_t line = t / pieces % lines, h = t / pieces / lines % g.H,
+                  b = t / pieces / lines / g.H;
     const Span rows = span_of(line, t % pieces * Rows, Rows, layout.block, g.queries);
     if (rows.count <= 0) continue;
     __syncthreads();
@@ -325,7 +341,8 @@ __global__ void __launch_bounds__(kBlock) attention_dq_kernel(AttentionArguments
       const bool masked = layout.partial[e] != 0;
       for (int64_t c0 = 0; c0 < layout.block; c0 += Cols) {
         const Span cols = span_of(layout.idx[e], c0, Cols, layout.block, g.keys);
-        if (cols.count <= 0 || (masked && cols.first > g.q_start + rows.first + rows.count - 1)) break;
+        if (cols.count <= 0 || (masked && cols.first > g.q_start + rows.first + rows.count - 1))
+          break;
         __syncthreads();
         tiles.load_keys(g, b, h, cols);
         __syncthreads();
@@ -350,7 +367,8 @@ __global__ void __launch_bounds__(kBlock) attention_dkdv_kernel(AttentionArgumen
   const Layout& layout = g.layout;  // the transposed index: lines are key blocks
   const int64_t lines = ceil_div(g.keys, layout.block), pieces = ceil_div(layout.block, Cols);
   for (int64_t t = blockIdx.x; t < g.B * g.H * lines * pieces; t += gridDim.x) {
-    const int64_t line = t / pieces % lines, h = t / pieces / lines % g.H, b = t / pieces / lines / g.H;
+    const int64_t line = t / pieces % lines, h = t / pieces / lines % g.H,
+                  b = t / pieces / lines / g.H;
     const Span cols = span_of(line, t % pieces * Cols, Cols, layout.block, g.keys);
     if (cols.count <= 0) continue;
     __syncthreads();
@@ -379,14 +397,16 @@ __global__ void __launch_bounds__(kBlock) attention_dkdv_kernel(AttentionArgumen
   }
 }
 
-// --- launchers: tiles as large as 48 KB of shared memory allow, down to 16 x 16 ------------------------------------------
+// --- launchers: tiles as large as 48 KB of shared memory allow, down to 16 x 16
+// ------------------------------------------
 
 template <class F>
 void dispatch_head_dim(int64_t D, F&& f) {
   if (D <= 64) return f(RowLanes<64>{});
   if (D <= 128) return f(RowLanes<128>{});
   if (D <= 256) return f(RowLanes<256>{});
-  throw std::invalid_argument("[attention] head dimension " + std::to_string(D) + " has no kernel on this device (up to 256)");
+  throw std::invalid_argument("[attention] head dimension " + std::to_string(D) +
+                              " has no kernel on this device (up to 256)");
 }
 
 template <auto Kernel>
@@ -396,11 +416,13 @@ LaunchConfig with_shared(int64_t blocks, int64_t bytes) {
 }
 
 template <class T>
-AttentionArguments<T> common_arguments(const Array& row_ptr, const Array& col_idx, const Array& partial, int64_t B,
-                                       int64_t H, int64_t queries, int64_t keys, int64_t D, int64_t heads,
-                                       int64_t block, int64_t q_start, double scale) {
+AttentionArguments<T> common_arguments(const Array& row_ptr, const Array& col_idx,
+                                       const Array& partial, int64_t B, int64_t H, int64_t queries,
+                                       int64_t keys, int64_t D, int64_t heads, int64_t block,
+                                       int64_t q_start, double scale) {
   AttentionArguments<T> g{};
-  g.layout = {row_ptr.data<int32_t>(), col_idx.data<int32_t>(), partial.data<uint8_t>(), heads, block};
+  g.layout = {row_ptr.data<int32_t>(), col_idx.data<int32_t>(), partial.data<uint8_t>(), heads,
+              block};
   g.B = B;
   g.H = H;
   g.queries = queries;
@@ -413,10 +435,11 @@ AttentionArguments<T> common_arguments(const Array& row_ptr, const Array& col_id
 
 }  // namespace
 
-void attention_forward(const Array& q, const Dims& q_strides, const Array& k, const Dims& k_strides, const Array& v,
-                       const Dims& v_strides, const Array& out, const Dims& out_strides, const Array& lse,
-                       const Array& row_ptr, const Array& col_idx, const Array& partial, int64_t B, int64_t H,
-                       int64_t T, int64_t S, int64_t D, int64_t layout_heads, int64_t block, int64_t q_start,
+void attention_forward(const Array& q, const Dims& q_strides, const Array& k, const Dims& k_strides,
+                       const Array& v, const Dims& v_strides, const Array& out,
+                       const Dims& out_strides, const Array& lse, const Array& row_ptr,
+                       const Array& col_idx, const Array& partial, int64_t B, int64_t H, int64_t T,
+                       int64_t S, int64_t D, int64_t layout_heads, int64_t block, int64_t q_start,
                        double scale) {
   if (B * H * T * D == 0) return;
   dispatch_float(q.dtype(), "attention_forward", [&](auto tag) {
@@ -424,8 +447,12 @@ void attention_forward(const Array& q, const Dims& q_strides, const Array& k, co
     dispatch_head_dim(D, [&](auto head_dim) {
       constexpr int kDMax = decltype(head_dim)::value;
       constexpr int kRowBytes = kDMax * int(sizeof(accum_t<E>));
-      constexpr int kRows = kRowBytes <= 256 ? 64 : kRowBytes <= 512 ? 32 : 16, kCols = kRows < 32 ? 16 : 32;
-      auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block, q_start, scale);
+      constexpr int kRows = kRowBytes <= 256   ? 64
+                            : kRowBytes <= 512 ? 32
+                                               : 16,
+                    kCols = kRows < 32 ? 16 : 32;
+      auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block,
+                                   q_start, scale);
       g.q = heads_ref<const E>(q, q_strides);
       g.k = heads_ref<const E>(k, k_strides);
       g.v = heads_ref<const E>(v, v_strides);
@@ -433,26 +460,31 @@ void attention_forward(const Array& q, const Dims& q_strides, const Array& k, co
       g.lse = lse.data<accum_t<E>>();
       const int64_t tiles = B * H * ceil_div(T, block) * ceil_div(block, kRows);
       constexpr auto kKernel = attention_forward_kernel<E, kDMax, kRows, kCols>;
-      launch<kKernel>(with_shared<kKernel>(tiles, ForwardShape<E, kDMax, kRows, kCols>::kSharedBytes), g);
+      launch<kKernel>(
+          with_shared<kKernel>(tiles, ForwardShape<E, kDMax, kRows, kCols>::kSharedBytes), g);
     });
   });
 }
 
-void attention_backward(const Array& dout, const Dims& dout_strides, const Array& q, const Dims& q_strides,
-                        const Array& k, const Dims& k_strides, const Array& v, const Dims& v_strides, const Array& out,
-                        const Dims& out_strides, const Array& lse, const Array& delta, const Array& dq,
-                        const Dims& dq_strides, const Array& dk, const Dims& dk_strides, const Array& dv,
-                        const Dims& dv_strides, const Array& row_ptr, const Array& col_idx, const Array& partial,
-                        const Array& col_ptr, const Array& row_idx, const Array& t_partial, int64_t B, int64_t H,
-                        int64_t T, int64_t S, int64_t D, int64_t layout_heads, int64_t block, int64_t q_start,
-                        double scale) {
+void attention_backward(const Array& dout, const Dims& dout_strides, const Array& q,
+                        const Dims& q_strides, const Array& k, const Dims& k_strides,
+                        const Array& v, const Dims& v_strides, const Array& out,
+                        const Dims& out_strides, const Array& lse, const Array& delta,
+                        const Array& dq, const Dims& dq_strides, const Array& dk,
+                        const Dims& dk_strides, const Array& dv, const Dims& dv_strides,
+                        const Array& row_ptr, const Array& col_idx, const Array& partial,
+                        const Array& col_ptr, const Array& row_idx, const Array& t_partial,
+                        int64_t B, int64_t H, int64_t T, int64_t S, int64_t D, int64_t layout_heads,
+                        int64_t block, int64_t q_start, double scale) {
   if (B * H * D == 0) return;
   dispatch_float(q.dtype(), "attention_backward", [&](auto tag) {
     using E = typename decltype(tag)::type;
     dispatch_head_dim(D, [&](auto head_dim) {
       constexpr int kDMax = decltype(head_dim)::value;
-      constexpr int kSize = kDMax * int(sizeof(accum_t<E>)) <= 256 ? 32 : 16;  // queries and keys of a tile
-      auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block, q_start, scale);
+      constexpr int kSize =
+          kDMax * int(sizeof(accum_t<E>)) <= 256 ? 32 : 16;  // queries and keys of a tile
+      auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block,
+                                   q_start, scale);
       g.q = heads_ref<const E>(q, q_strides);
       g.k = heads_ref<const E>(k, k_strides);
       g.v = heads_ref<const E>(v, v_strides);

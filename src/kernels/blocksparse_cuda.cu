@@ -1,8 +1,10 @@
-// Block-sparse products on a GPU: sdd (dense x dense -> blocks), dsd (blocks x dense) and dds (dense x blocks).
+// Block-sparse products on a GPU: sdd (dense x dense -> blocks), dsd (blocks x dense) and dds
+// (dense x blocks).
 //
-// One kernel, BlockSparseMatmulKernel, in three modes. A block of threads forms one tile (part of a stored block, or of
-// the dense result) by the same tile products as matmul; only where A and B lie differs. Blocks are summed in the
-// ascending order of the index, so results repeat bit by bit. Empty block rows give zeros.
+// One kernel, BlockSparseMatmulKernel, in three modes. A block of threads forms one tile (part of a
+// stored block, or of the dense result) by the same tile products as matmul; only where A and B lie
+// differs. Blocks are summed in the ascending order of the index, so results repeat bit by bit.
+// Empty block rows give zeros.
 #include "tile_product_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
@@ -21,7 +23,8 @@ struct SparseArguments {
   bool trans_a, trans_b, trans_s;
 };
 
-// The line (block row) whose entries contain e: the last one that starts at or before e and is not empty.
+// The line (block row) whose entries contain e: the last one that starts at or before e and is not
+// empty.
 __device__ inline int64_t line_of_entry(const int32_t* line_ptr, int64_t lines, int64_t e) {
   int64_t low = 0, high = lines;  // line_ptr[low] <= e < line_ptr[high]
   while (high - low > 1) {
@@ -57,7 +60,8 @@ __device__ void sdd_tile(const SparseArguments<T>& g, int64_t t) {
   });
 }
 
-// Tile t of the dense result, in the block row of op(S) (dsd) or the block column of op(S) (dds) that it lies in.
+// Tile t of the dense result, in the block row of op(S) (dsd) or the block column of op(S) (dds)
+// that it lies in.
 template <Mode mode, class Product, class T>
 __device__ void dense_tile(const SparseArguments<T>& g, int64_t t) {
   constexpr int kTile = Product::kTile;
@@ -67,7 +71,8 @@ __device__ void dense_tile(const SparseArguments<T>& g, int64_t t) {
   const int64_t other_tiles = ceil_div(other_extent, kTile);
   // Tiles that share a line are neighbours: they read the same stored blocks.
   const int64_t other0 = t % other_tiles * kTile, in_line0 = t / other_tiles % line_tiles * kTile;
-  const int64_t line = t / (other_tiles * line_tiles) % lines, item = t / (other_tiles * line_tiles) / lines;
+  const int64_t line = t / (other_tiles * line_tiles) % lines,
+                item = t / (other_tiles * line_tiles) / lines;
   const int32_t* line_ptr = g.line_ptr + item % g.heads * lines;
   const int64_t first = line_ptr[0];
 
@@ -78,10 +83,12 @@ __device__ void dense_tile(const SparseArguments<T>& g, int64_t t) {
     const auto s = matrix_ref(stored, g.block, g.trans_s);  // op of this block of S
     if constexpr (mode == Mode::dsd) {
       const auto b = matrix_ref(g.dense_a + item * g.k * g.n, g.trans_b ? g.k : g.n, g.trans_b);
-      product.add(submatrix(s, in_line0, 0), submatrix(b, cross, other0), g.block - in_line0, g.n - other0, g.block);
+      product.add(submatrix(s, in_line0, 0), submatrix(b, cross, other0), g.block - in_line0,
+                  g.n - other0, g.block);
     } else {
       const auto a = matrix_ref(g.dense_a + item * g.m * g.k, g.trans_a ? g.m : g.k, g.trans_a);
-      product.add(submatrix(a, other0, cross), submatrix(s, 0, in_line0), g.m - other0, g.block - in_line0, g.block);
+      product.add(submatrix(a, other0, cross), submatrix(s, 0, in_line0), g.m - other0,
+                  g.block - in_line0, g.block);
     }
   }
   const int64_t row0 = mode == Mode::dsd ? line * g.block + in_line0 : other0;
@@ -109,11 +116,13 @@ __global__ void __launch_bounds__(Product::kThreads)
 template <Mode mode, class Product>
 void run(const SparseArguments<typename Product::T>& g) {
   const int64_t side = ceil_div(g.block, Product::kTile);
-  const int64_t tiles = mode == Mode::sdd   ? g.batch * g.nnz * side * side
-                        : mode == Mode::dsd ? g.batch * (g.m / g.block) * side * ceil_div(g.n, Product::kTile)
-                                            : g.batch * (g.n / g.block) * side * ceil_div(g.m, Product::kTile);
+  const int64_t tiles = mode == Mode::sdd ? g.batch * g.nnz * side * side
+                        : mode == Mode::dsd
+                            ? g.batch * (g.m / g.block) * side * ceil_div(g.n, Product::kTile)
+                            : g.batch * (g.n / g.block) * side * ceil_div(g.m, Product::kTile);
   if (tiles == 0) return;
-  launch<BlockSparseMatmulKernel<mode, Product>>(grid_of(blocks_for(tiles), Product::kThreads), g, tiles);
+  launch<BlockSparseMatmulKernel<mode, Product>>(grid_of(blocks_for(tiles), Product::kThreads), g,
+                                                 tiles);
 }
 
 template <Mode mode, class T>
@@ -125,36 +134,41 @@ void run_for_block(const SparseArguments<T>& g) {
 
 }  // namespace
 
-void blocksparse_sdd(const Array& a, bool trans_a, const Array& b, bool trans_b, const Array& blocks,
-                     const Array& row_ptr, const Array& col_idx, int64_t batch, int64_t m, int64_t n, int64_t k,
-                     int64_t nnz, int64_t layout_heads, int64_t block) {
+void blocksparse_sdd(const Array& a, bool trans_a, const Array& b, bool trans_b,
+                     const Array& blocks, const Array& row_ptr, const Array& col_idx, int64_t batch,
+                     int64_t m, int64_t n, int64_t k, int64_t nnz, int64_t layout_heads,
+                     int64_t block) {
   dispatch_float(blocks.dtype(), "blocksparse_sdd", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    run_for_block<Mode::sdd, T>({a.data<T>(), b.data<T>(), nullptr, blocks.data<T>(), row_ptr.data<int32_t>(),
-                                 col_idx.data<int32_t>(), nullptr, batch, m, n, k, nnz, layout_heads, block, trans_a,
-                                 trans_b, false});
+    run_for_block<Mode::sdd, T>({a.data<T>(), b.data<T>(), nullptr, blocks.data<T>(),
+                                 row_ptr.data<int32_t>(), col_idx.data<int32_t>(), nullptr, batch,
+                                 m, n, k, nnz, layout_heads, block, trans_a, trans_b, false});
   });
 }
 
-void blocksparse_dsd(const Array& blocks, bool trans_s, const Array& b, bool trans_b, const Array& out,
-                     const Array& row_ptr, const Array& col_idx, const Array& entry, int64_t batch, int64_t m,
-                     int64_t n, int64_t k, int64_t nnz, int64_t layout_heads, int64_t block) {
+void blocksparse_dsd(const Array& blocks, bool trans_s, const Array& b, bool trans_b,
+                     const Array& out, const Array& row_ptr, const Array& col_idx,
+                     const Array& entry, int64_t batch, int64_t m, int64_t n, int64_t k,
+                     int64_t nnz, int64_t layout_heads, int64_t block) {
   dispatch_float(out.dtype(), "blocksparse_dsd", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    run_for_block<Mode::dsd, T>({b.data<T>(), nullptr, blocks.data<T>(), out.data<T>(), row_ptr.data<int32_t>(),
-                                 col_idx.data<int32_t>(), entry.data<int32_t>(), batch, m, n, k, nnz, layout_heads,
-                                 block, false, trans_b, trans_s});
+    run_for_block<Mode::dsd, T>({b.data<T>(), nullptr, blocks.data<T>(), out.data<T>(),
+                                 row_ptr.data<int32_t>(), col_idx.data<int32_t>(),
+                                 entry.data<int32_t>(), batch, m, n, k, nnz, layout_heads, block,
+                                 false, trans_b, trans_s});
   });
 }
 
-void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool trans_s, const Array& out,
-                     const Array& col_ptr, const Array& row_idx, const Array& entry, int64_t batch, int64_t m,
-                     int64_t n, int64_t k, int64_t nnz, int64_t layout_heads, int64_t block) {
+void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool trans_s,
+                     const Array& out, const Array& col_ptr, const Array& row_idx,
+                     const Array& entry, int64_t batch, int64_t m, int64_t n, int64_t k,
+                     int64_t nnz, int64_t layout_heads, int64_t block) {
   dispatch_float(out.dtype(), "blocksparse_dds", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    run_for_block<Mode::dds, T>({a.data<T>(), nullptr, blocks.data<T>(), out.data<T>(), col_ptr.data<int32_t>(),
-                                 row_idx.data<int32_t>(), entry.data<int32_t>(), batch, m, n, k, nnz, layout_heads,
-                                 block, trans_a, false, trans_s});
+    run_for_block<Mode::dds, T>({a.data<T>(), nullptr, blocks.data<T>(), out.data<T>(),
+                                 col_ptr.data<int32_t>(), row_idx.data<int32_t>(),
+                                 entry.data<int32_t>(), batch, m, n, k, nnz, layout_heads, block,
+                                 trans_a, false, trans_s});
   });
 }
 

@@ -1,15 +1,17 @@
 // Cross entropy over rows of logits on a GPU: a warp per short row, a block per long one.
 //
-// lse = log sum exp(logits), loss = lse - logits[target]; dlogits = (exp(logits - lse) - one_hot(target)) dloss.
-// Rows whose target is ignore_index have loss 0 and gradient 0. A target out of range sets the error flag; its loss is NaN.
+// lse = log sum exp(logits), loss = lse - logits[target]; dlogits = (exp(logits - lse) -
+// one_hot(target)) dloss. Rows whose target is ignore_index have loss 0 and gradient 0. A target
+// out of range sets the error flag; its loss is NaN.
 #include "online_softmax_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
 template <int Lanes, class T, class Id>
-__global__ void cross_entropy_forward_kernel(const T* logits, const Id* targets, accum_t<T>* loss, accum_t<T>* lse,
-                                             int64_t rows, int64_t cols, int64_t ignore_index, ErrorFlag* flag) {
+__global__ void cross_entropy_forward_kernel(const T* logits, const Id* targets, accum_t<T>* loss,
+                                             accum_t<T>* lse, int64_t rows, int64_t cols,
+                                             int64_t ignore_index, ErrorFlag* flag) {
   using A = accum_t<T>;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
     const A total = softmax_of_row<Lanes>(logits + row * cols, cols).lse();
@@ -30,8 +32,9 @@ __global__ void cross_entropy_forward_kernel(const T* logits, const Id* targets,
 
 // In place is right: a thread reads and writes its own elements alone.
 template <class T, class Id>
-__global__ void cross_entropy_backward_kernel(const T* logits, const Id* targets, const accum_t<T>* lse,
-                                              const accum_t<T>* dloss, T* dlogits, int64_t rows, int64_t cols,
+__global__ void cross_entropy_backward_kernel(const T* logits, const Id* targets,
+                                              const accum_t<T>* lse, const accum_t<T>* dloss,
+                                              T* dlogits, int64_t rows, int64_t cols,
                                               int64_t ignore_index) {
   using A = accum_t<T>;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
@@ -46,8 +49,8 @@ __global__ void cross_entropy_backward_kernel(const T* logits, const Id* targets
 
 }  // namespace
 
-void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss, const Array& lse,
-                           int64_t rows, int64_t cols, int64_t ignore_index) {
+void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss,
+                           const Array& lse, int64_t rows, int64_t cols, int64_t ignore_index) {
   if (rows == 0) return;
   dispatch_float(logits.dtype(), "cross_entropy", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -55,25 +58,26 @@ void cross_entropy_forward(const Array& logits, const Array& targets, const Arra
       using Id = typename decltype(id_tag)::type;
       dispatch_row_lanes(cols, [&](auto lanes) {
         constexpr int kLanes = decltype(lanes)::value;
-        launch<cross_entropy_forward_kernel<kLanes, T, Id>>(rows_config(rows, kLanes), logits.data<T>(),
-                                                            targets.data<Id>(), loss.data<accum_t<T>>(),
-                                                            lse.data<accum_t<T>>(), rows, cols, ignore_index,
-                                                            error_flag());
+        launch<cross_entropy_forward_kernel<kLanes, T, Id>>(
+            rows_config(rows, kLanes), logits.data<T>(), targets.data<Id>(),
+            loss.data<accum_t<T>>(), lse.data<accum_t<T>>(), rows, cols, ignore_index,
+            error_flag());
       });
     });
   });
 }
 
-void cross_entropy_backward(const Array& logits, const Array& targets, const Array& lse, const Array& dloss,
-                            const Array& dlogits, int64_t rows, int64_t cols, int64_t ignore_index) {
+void cross_entropy_backward(const Array& logits, const Array& targets, const Array& lse,
+                            const Array& dloss, const Array& dlogits, int64_t rows, int64_t cols,
+                            int64_t ignore_index) {
   if (rows * cols == 0) return;
   dispatch_float(logits.dtype(), "cross_entropy_backward", [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_ids(targets, "cross_entropy_backward", [&](auto id_tag) {
       using Id = typename decltype(id_tag)::type;
-      launch<cross_entropy_backward_kernel<T, Id>>(grid_of(blocks_for(rows)), logits.data<T>(), targets.data<Id>(),
-                                                   lse.data<accum_t<T>>(), dloss.data<accum_t<T>>(), dlogits.data<T>(),
-                                                   rows, cols, ignore_index);
+      launch<cross_entropy_backward_kernel<T, Id>>(
+          grid_of(blocks_for(rows)), logits.data<T>(), targets.data<Id>(), lse.data<accum_t<T>>(),
+          dloss.data<accum_t<T>>(), dlogits.data<T>(), rows, cols, ignore_index);
     });
   });
 }

@@ -1,16 +1,17 @@
 // Embedding on a GPU: out[i] = weight[ids[i]], its gradient, and one_hot.
 //
-// dweight[v] = sum of dy[i] over the i with ids[i] = v, in ascending i, so results repeat bit by bit: positions are counted
-// by id, placed into their id's range, put in order within the range, and summed, each dweight row by its own threads.
-// An id out of range sets the error flag, read at the next sync; its row of `out` is NaN.
+// dweight[v] = sum of dy[i] over the i with ids[i] = v, in ascending i, so results repeat bit by
+// bit: positions are counted by id, placed into their id's range, put in order within the range,
+// and summed, each dweight row by its own threads. An id out of range sets the error flag, read at
+// the next sync; its row of `out` is NaN.
 #include "../common/cuda_util.cuh"
 
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
 template <class T, int N, class Id>
-__global__ void embedding_forward_kernel(const T* weight, const Id* ids, T* out, int64_t n, int64_t vocab,
-                                         int64_t vectors_per_row, ErrorFlag* flag) {
+__global__ void embedding_forward_kernel(const T* weight, const Id* ids, T* out, int64_t n,
+                                         int64_t vocab, int64_t vectors_per_row, ErrorFlag* flag) {
   using V = Vec<T, N>;
   for (int64_t i = first_index(); i < n * vectors_per_row; i += index_step()) {
     const int64_t position = i / vectors_per_row, c = i % vectors_per_row;
@@ -26,10 +27,12 @@ __global__ void embedding_forward_kernel(const T* weight, const Id* ids, T* out,
   }
 }
 
-// --- gradient: `ends` (vocab + 1) and `positions` (n) lie in the workspace ------------------------------------------
+// --- gradient: `ends` (vocab + 1) and `positions` (n) lie in the workspace
+// ------------------------------------------
 
 template <class Id>
-__global__ void embedding_count_kernel(const Id* ids, int32_t* counts, int64_t n, int64_t vocab, ErrorFlag* flag) {
+__global__ void embedding_count_kernel(const Id* ids, int32_t* counts, int64_t n, int64_t vocab,
+                                       ErrorFlag* flag) {
   for (int64_t i = first_index(); i < n; i += index_step()) {
     const int64_t id = ids[i];
     if (id >= 0 && id < vocab) {
@@ -40,7 +43,8 @@ __global__ void embedding_count_kernel(const Id* ids, int32_t* counts, int64_t n
   }
 }
 
-// counts[v] becomes the end of v's range, counts[vocab] the number of all. One block; each thread owns a stretch.
+// counts[v] becomes the end of v's range, counts[vocab] the number of all. One block; each thread
+// owns a stretch.
 constexpr int kScanThreads = 1024;
 __global__ void embedding_scan_kernel(int32_t* counts, int64_t vocab) {
   NEEDLE_SHARED(int32_t, sums, kScanThreads);
@@ -64,21 +68,24 @@ __global__ void embedding_scan_kernel(int32_t* counts, int64_t vocab) {
   if (me == kScanThreads - 1) counts[vocab] = sums[me];
 }
 
-// Takes places from the back of each range, so afterwards ends[v] is where v's range starts and ends[v + 1] where it ends.
+// Takes places from the back of each range, so afterwards ends[v] is where v's range starts and
+// ends[v + 1] where it ends.
 template <class Id>
-__global__ void embedding_place_kernel(const Id* ids, int32_t* ends, int32_t* positions, int64_t n, int64_t vocab) {
+__global__ void embedding_place_kernel(const Id* ids, int32_t* ends, int32_t* positions, int64_t n,
+                                       int64_t vocab) {
   for (int64_t i = first_index(); i < n; i += index_step()) {
     const int64_t id = ids[i];
     if (id >= 0 && id < vocab) positions[atomicAdd(&ends[id], -1) - 1] = int32_t(i);
   }
 }
 
-// Puts each range in ascending order. A short range is sorted by counting what is smaller; a long one is found again by
-// looking through all ids in order, which costs n for each of at most n / kShortRange ranges.
+// Puts each range in ascending order. A short range is sorted by counting what is smaller; a long
+// one is found again by looking through all ids in order, which costs n for each of at most n /
+// kShortRange ranges.
 constexpr int kShortRange = 1024, kSortThreads = 128;
 template <class Id>
-__global__ void embedding_sort_kernel(const Id* ids, const int32_t* starts, int32_t* positions, int64_t n,
-                                      int64_t vocab) {
+__global__ void embedding_sort_kernel(const Id* ids, const int32_t* starts, int32_t* positions,
+                                      int64_t n, int64_t vocab) {
   NEEDLE_SHARED(int32_t, range, kShortRange);
   NEEDLE_SHARED(int32_t, found_by_warp, kSortThreads / kWarp);
   const int me = int(threadIdx.x), lane = me % kWarp, warp = me / kWarp;
@@ -115,8 +122,8 @@ __global__ void embedding_sort_kernel(const Id* ids, const int32_t* starts, int3
 }
 
 template <class T>
-__global__ void embedding_sum_kernel(const T* dy, const int32_t* starts, const int32_t* positions, T* dweight,
-                                     int64_t vocab, int64_t dim, bool accumulate) {
+__global__ void embedding_sum_kernel(const T* dy, const int32_t* starts, const int32_t* positions,
+                                     T* dweight, int64_t vocab, int64_t dim, bool accumulate) {
   using A = accum_t<T>;
   const int64_t column_tiles = ceil_div(dim, blockDim.x);
   for (int64_t t = blockIdx.x; t < vocab * column_tiles; t += gridDim.x) {
@@ -141,28 +148,32 @@ __global__ void one_hot_kernel(const Id* ids, T* out, int64_t n, int64_t depth, 
 
 }  // namespace
 
-void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n, int64_t vocab,
-                       int64_t dim) {
+void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
+                       int64_t vocab, int64_t dim) {
   if (n * dim == 0) return;
   dispatch_float(weight.dtype(), "embedding", [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = 16 / int(sizeof(T));
     dispatch_ids(ids, "embedding", [&](auto id_tag) {
       using Id = typename decltype(id_tag)::type;
-      const bool vectors = dim % N == 0 && aligned_for<Vec<T, N>>(weight.ptr()) && aligned_for<Vec<T, N>>(out.ptr());
+      const bool vectors =
+          dim % N == 0 && aligned_for<Vec<T, N>>(weight.ptr()) && aligned_for<Vec<T, N>>(out.ptr());
       if (vectors) {
-        launch<embedding_forward_kernel<T, N, Id>>(grid_stride(n * dim / N), weight.data<T>(), ids.data<Id>(),
-                                                   out.data<T>(), n, vocab, dim / N, error_flag());
+        launch<embedding_forward_kernel<T, N, Id>>(grid_stride(n * dim / N), weight.data<T>(),
+                                                   ids.data<Id>(), out.data<T>(), n, vocab, dim / N,
+                                                   error_flag());
       } else {
-        launch<embedding_forward_kernel<T, 1, Id>>(grid_stride(n * dim), weight.data<T>(), ids.data<Id>(),
-                                                   out.data<T>(), n, vocab, dim, error_flag());
+        launch<embedding_forward_kernel<T, 1, Id>>(grid_stride(n * dim), weight.data<T>(),
+                                                   ids.data<Id>(), out.data<T>(), n, vocab, dim,
+                                                   error_flag());
       }
     });
   });
 }
 
-void embedding_backward(const Array& dy, const Array& ids, const Array& dweight, const Array& workspace, int64_t n,
-                        int64_t vocab, int64_t dim, bool accumulate) {
+void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
+                        const Array& workspace, int64_t n, int64_t vocab, int64_t dim,
+                        bool accumulate) {
   if (vocab * dim == 0) return;
   int32_t* ends = workspace.data<int32_t>();
   int32_t* positions = ends + vocab + 1;
@@ -170,7 +181,8 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
   if (n > 0) {
     dispatch_ids(ids, "embedding_backward", [&](auto id_tag) {
       using Id = typename decltype(id_tag)::type;
-      launch<embedding_count_kernel<Id>>(grid_stride(n), ids.data<Id>(), ends, n, vocab, error_flag());
+      launch<embedding_count_kernel<Id>>(grid_stride(n), ids.data<Id>(), ends, n, vocab,
+                                         error_flag());
       launch<embedding_scan_kernel>(grid_of(1, kScanThreads), ends, vocab);
       launch<embedding_place_kernel<Id>>(grid_stride(n), ids.data<Id>(), ends, positions, n, vocab);
       launch<embedding_sort_kernel<Id>>(grid_of(blocks_for(vocab), kSortThreads), ids.data<Id>(),
@@ -180,9 +192,10 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
   dispatch_float(dy.dtype(), "embedding_backward", [&](auto tag) {
     using T = typename decltype(tag)::type;
     const int threads = 128;
-    launch<embedding_sum_kernel<T>>(grid_of(blocks_for(vocab * ceil_div(dim, threads)), threads), dy.data<T>(),
-                                    static_cast<const int32_t*>(ends), static_cast<const int32_t*>(positions),
-                                    dweight.data<T>(), vocab, dim, accumulate);
+    launch<embedding_sum_kernel<T>>(grid_of(blocks_for(vocab * ceil_div(dim, threads)), threads),
+                                    dy.data<T>(), static_cast<const int32_t*>(ends),
+                                    static_cast<const int32_t*>(positions), dweight.data<T>(),
+                                    vocab, dim, accumulate);
   });
 }
 
@@ -192,7 +205,8 @@ void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth) {
     using T = typename decltype(tag)::type;
     dispatch_ids(ids, "one_hot", [&](auto id_tag) {
       using Id = typename decltype(id_tag)::type;
-      launch<one_hot_kernel<T, Id>>(grid_stride(n * depth), ids.data<Id>(), out.data<T>(), n, depth, error_flag());
+      launch<one_hot_kernel<T, Id>>(grid_stride(n * depth), ids.data<Id>(), out.data<T>(), n, depth,
+                                    error_flag());
     });
   });
 }

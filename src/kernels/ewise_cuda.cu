@@ -1,41 +1,48 @@
-// Elementwise ops on a GPU: out[i] = f(a[i]) and out[i] = f(a[i], b[i]), one row of ewise_ops.def each, and `where`.
+// Elementwise ops on a GPU: out[i] = f(a[i]) and out[i] = f(a[i], b[i]), one row of ewise_ops.def
+// each, and `where`.
 //
-// An operand is contiguous, strided (broadcast axes have stride 0) or one number. Contiguous operands move 16 bytes per
-// instruction where addresses allow it. 16-bit floats are computed in float32.
-#include "../common/ewise_math_cuda.h"
-
+// An operand is contiguous, strided (broadcast axes have stride 0) or one number. Contiguous
+// operands move 16 bytes per instruction where addresses allow it. 16-bit floats are computed in
+// float32.
 #include "../common/cuda_util.cuh"
+#include "../common/ewise_math_cuda.h"
 
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
-// --- the table as types: apply() is the row's expression, kind says which dtypes it takes ------------------------
+// --- the table as types: apply() is the row's expression, kind says which dtypes it takes
+// ------------------------
 
 enum class Kind { ANY, NUM, FLT, TEST, CMP, LOGIC };
-constexpr bool gives_bool(Kind kind) { return kind == Kind::TEST || kind == Kind::CMP || kind == Kind::LOGIC; }
+constexpr bool gives_bool(Kind kind) {
+  return kind == Kind::TEST || kind == Kind::CMP || kind == Kind::LOGIC;
+}
 
 template <UnaryOp>
 struct Unary;
 template <BinaryOp>
 struct Binary;
-// The result of an expression on small integers is an int; Result is what is stored, before rounding to 16 bits.
-#define NEEDLE_UNARY(name, kind_, expression)                                                      \
-  template <>                                                                                      \
-  struct Unary<UnaryOp::name> {                                                                    \
-    static constexpr Kind kind = Kind::kind_;                                                      \
-    template <class T>                                                                             \
-    __device__ static auto apply(T x) -> typename std::conditional<gives_bool(kind), bool, T>::type { \
-      return typename std::conditional<gives_bool(kind), bool, T>::type(expression);               \
-    }                                                                                              \
+// The result of an expression on small integers is an int; Result is what is stored, before
+// rounding to 16 bits.
+#define NEEDLE_UNARY(name, kind_, expression)                                        \
+  template <>                                                                        \
+  struct Unary<UnaryOp::name> {                                                      \
+    static constexpr Kind kind = Kind::kind_;                                        \
+    template <class T>                                                               \
+    __device__ static auto apply(T x) ->                                             \
+        typename std::conditional<gives_bool(kind), bool, T>::type {                 \
+      return typename std::conditional<gives_bool(kind), bool, T>::type(expression); \
+    }                                                                                \
   };
-#define NEEDLE_BINARY(name, kind_, expression)                                                          \
-  template <>                                                                                           \
-  struct Binary<BinaryOp::name> {                                                                       \
-    static constexpr Kind kind = Kind::kind_;                                                           \
-    template <class T>                                                                                  \
-    __device__ static auto apply(T a, T b) -> typename std::conditional<gives_bool(kind), bool, T>::type { \
-      return typename std::conditional<gives_bool(kind), bool, T>::type(expression);                    \
-    }                                                                                                   \
+#define NEEDLE_BINARY(name, kind_, expression)                                       \
+  template <>                                                                        \
+  struct Binary<BinaryOp::name> {                                                    \
+    static constexpr Kind kind = Kind::kind_;                                        \
+    template <class T>                                                               \
+    __device__ static auto apply(T a, T b) ->                                        \
+        typename std::conditional<gives_bool(kind), bool, T>::type {                 \
+      return typename std::conditional<gives_bool(kind), bool, T>::type(expression); \
+    }                                                                                \
   };
 #include "../common/ewise_ops.def"
 
@@ -55,7 +62,8 @@ __device__ accum_t<T> load(const T* p, int64_t i) {
   return accum_t<T>(p[i]);
 }
 
-// --- kernels ------------------------------------------------------------------------------------------------------------
+// --- kernels
+// ------------------------------------------------------------------------------------------------------------
 
 template <class Op, class T, class R, int N>
 __global__ void ewise_unary_kernel(const T* a, R* out, int64_t n, bool vectors) {
@@ -70,12 +78,14 @@ __global__ void ewise_unary_kernel(const T* a, R* out, int64_t n, bool vectors) 
       reinterpret_cast<Vec<R, N>*>(out)[i] = y;
     }
   }
-  for (int64_t i = done + first_index(); i < n; i += index_step()) out[i] = R(Op::apply(load(a, i)));
+  for (int64_t i = done + first_index(); i < n; i += index_step())
+    out[i] = R(Op::apply(load(a, i)));
 }
 
 template <class Op, class T, class R>
 __global__ void ewise_unary_strided_kernel(const T* a, R* out, Walk<1> walk, int64_t n) {
-  for (int64_t i = first_index(); i < n; i += index_step()) out[i] = R(Op::apply(load(a, walk(i).of[0])));
+  for (int64_t i = first_index(); i < n; i += index_step())
+    out[i] = R(Op::apply(load(a, walk(i).of[0])));
 }
 
 // A null pointer stands for the number beside it.
@@ -103,11 +113,13 @@ __global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, int64_t 
     }
   }
   for (int64_t i = done + first_index(); i < n; i += index_step())
-    out[i] = R(Op::apply(a.data != nullptr ? load(a.data, i) : a.number, b.data != nullptr ? load(b.data, i) : b.number));
+    out[i] = R(Op::apply(a.data != nullptr ? load(a.data, i) : a.number,
+                         b.data != nullptr ? load(b.data, i) : b.number));
 }
 
 template <class Op, class T, class R>
-__global__ void ewise_binary_strided_kernel(Operand<T> a, Operand<T> b, R* out, Walk<2> walk, int64_t n) {
+__global__ void ewise_binary_strided_kernel(Operand<T> a, Operand<T> b, R* out, Walk<2> walk,
+                                            int64_t n) {
   for (int64_t i = first_index(); i < n; i += index_step()) {
     const auto at = walk(i);
     out[i] = R(Op::apply(a.data != nullptr ? load(a.data, at.of[0]) : a.number,
@@ -116,14 +128,16 @@ __global__ void ewise_binary_strided_kernel(Operand<T> a, Operand<T> b, R* out, 
 }
 
 template <class B>
-__global__ void where_kernel(const bool* condition, const B* a, const B* b, B* out, Walk<3> walk, int64_t n) {
+__global__ void where_kernel(const bool* condition, const B* a, const B* b, B* out, Walk<3> walk,
+                             int64_t n) {
   for (int64_t i = first_index(); i < n; i += index_step()) {
     const auto at = walk(i);
     out[i] = condition[at.of[0]] ? a[at.of[1]] : b[at.of[2]];
   }
 }
 
-// --- launchers --------------------------------------------------------------------------------------------------------------
+// --- launchers
+// --------------------------------------------------------------------------------------------------------------
 
 template <class T>
 constexpr int vector_length() {
@@ -141,10 +155,11 @@ void unary(const char* name, const View& a, const Array& out) {
     R* y = out.data<R>();
     if (a.contiguous()) {
       const bool vectors = aligned_for<Vec<T, N>>(x + a.offset) && aligned_for<Vec<R, N>>(y);
-      launch<ewise_unary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x + a.offset, y, n, vectors);
+      launch<ewise_unary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n),
+                                              x + a.offset, y, n, vectors);
     } else {
-      launch<ewise_unary_strided_kernel<Op, T, R>>(grid_stride(n), x, y, make_walk<1>(a.shape, {{&a.strides, a.offset}}),
-                                                   n);
+      launch<ewise_unary_strided_kernel<Op, T, R>>(
+          grid_stride(n), x, y, make_walk<1>(a.shape, {{&a.strides, a.offset}}), n);
     }
   });
 }
@@ -165,12 +180,14 @@ void binary(const char* name, const View* a, const View* b, Scalar number, const
     if ((a == nullptr || a->contiguous()) && (b == nullptr || b->contiguous())) {
       if (a != nullptr) x.data += a->offset;
       if (b != nullptr) y.data += b->offset;
-      const bool vectors =
-          aligned_for<Vec<T, N>>(x.data) && aligned_for<Vec<T, N>>(y.data) && aligned_for<Vec<R, N>>(z);
-      launch<ewise_binary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x, y, z, n, vectors);
+      const bool vectors = aligned_for<Vec<T, N>>(x.data) && aligned_for<Vec<T, N>>(y.data) &&
+                           aligned_for<Vec<R, N>>(z);
+      launch<ewise_binary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x, y, z,
+                                               n, vectors);
     } else {
-      const auto walk = make_walk<2>(shaped.shape, {{a != nullptr ? &a->strides : nullptr, a != nullptr ? a->offset : 0},
-                                                    {b != nullptr ? &b->strides : nullptr, b != nullptr ? b->offset : 0}});
+      const auto walk = make_walk<2>(
+          shaped.shape, {{a != nullptr ? &a->strides : nullptr, a != nullptr ? a->offset : 0},
+                         {b != nullptr ? &b->strides : nullptr, b != nullptr ? b->offset : 0}});
       launch<ewise_binary_strided_kernel<Op, T, R>>(grid_stride(n), x, y, z, walk, n);
     }
   });
@@ -213,13 +230,14 @@ void rscalar_binary(BinaryOp op, Scalar a, const View& b, const Array& out) {
 void where(const View& condition, const View& a, const View& b, const Array& out) {
   const int64_t n = out.size();
   if (n == 0) return;
-  const auto walk = make_walk<3>(a.shape, {{&condition.strides, condition.offset},
-                                           {&a.strides, a.offset},
-                                           {&b.strides, b.offset}});
+  const auto walk = make_walk<3>(
+      a.shape,
+      {{&condition.strides, condition.offset}, {&a.strides, a.offset}, {&b.strides, b.offset}});
   dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
     using B = typename decltype(tag)::type;
-    launch<where_kernel<B>>(grid_stride(n), condition.array.data<bool>(), static_cast<const B*>(a.array.ptr()),
-                            static_cast<const B*>(b.array.ptr()), static_cast<B*>(out.ptr()), walk, n);
+    launch<where_kernel<B>>(
+        grid_stride(n), condition.array.data<bool>(), static_cast<const B*>(a.array.ptr()),
+        static_cast<const B*>(b.array.ptr()), static_cast<B*>(out.ptr()), walk, n);
   });
 }
 

@@ -1,8 +1,9 @@
 // Layer norm over the last axis on a GPU: a warp per short row, a block per long one.
 //
 // normal = (x - mean) rstd, y = normal weight + bias, rstd = 1 / sqrt(variance + eps)
-// g = dy weight: dx = rstd (g - mean(g) - normal mean(g normal)); dweight = sum(dy normal), dbias = sum(dy) over rows.
-// The row sums go through kLayerNormPartials partial sums, each over a fixed range of rows.
+// g = dy weight: dx = rstd (g - mean(g) - normal mean(g normal)); dweight = sum(dy normal), dbias =
+// sum(dy) over rows. The row sums go through kLayerNormPartials partial sums, each over a fixed
+// range of rows.
 #include "../common/cuda_util.cuh"
 #include "../common/ewise_math_cuda.h"
 
@@ -10,8 +11,9 @@ namespace needle::NEEDLE_DEVICE {
 namespace {
 
 template <int Lanes, class T>
-__global__ void layer_norm_forward_kernel(const T* x, const T* weight, const T* bias, T* y, stat_t<T>* mean,
-                                          stat_t<T>* rstd, int64_t rows, int64_t cols, stat_t<T> eps) {
+__global__ void layer_norm_forward_kernel(const T* x, const T* weight, const T* bias, T* y,
+                                          stat_t<T>* mean, stat_t<T>* rstd, int64_t rows,
+                                          int64_t cols, stat_t<T> eps) {
   using A = stat_t<T>;
   const int lane = int(threadIdx.x) % Lanes;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
@@ -19,7 +21,8 @@ __global__ void layer_norm_forward_kernel(const T* x, const T* weight, const T* 
     A total = 0;
     for (int64_t c = lane; c < cols; c += Lanes) total += A(xr[c]);
     const A m = sum_lanes<Lanes>(total) / A(cols);
-    A squares = 0;  // of the deviations: a second pass over cached data is exact where E[x^2] - m^2 is not
+    A squares =
+        0;  // of the deviations: a second pass over cached data is exact where E[x^2] - m^2 is not
     for (int64_t c = lane; c < cols; c += Lanes) squares += (A(xr[c]) - m) * (A(xr[c]) - m);
     const A r = A(1) / m_sqrt(sum_lanes<Lanes>(squares) / A(cols) + eps);
     for (int64_t c = lane; c < cols; c += Lanes)
@@ -32,8 +35,9 @@ __global__ void layer_norm_forward_kernel(const T* x, const T* weight, const T* 
 }
 
 template <int Lanes, class T>
-__global__ void layer_norm_dx_kernel(const T* dy, const T* x, const T* weight, const stat_t<T>* mean,
-                                     const stat_t<T>* rstd, T* dx, int64_t rows, int64_t cols) {
+__global__ void layer_norm_dx_kernel(const T* dy, const T* x, const T* weight,
+                                     const stat_t<T>* mean, const stat_t<T>* rstd, T* dx,
+                                     int64_t rows, int64_t cols) {
   using A = stat_t<T>;
   const int lane = int(threadIdx.x) % Lanes;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
@@ -54,11 +58,13 @@ __global__ void layer_norm_dx_kernel(const T* dy, const T* x, const T* weight, c
   }
 }
 
-// Block (column tile, partial): the 32 columns of a tile are neighbouring threads, the 8 lines of threads share the rows.
+// Block (column tile, partial): the 32 columns of a tile are neighbouring threads, the 8 lines of
+// threads share the rows.
 constexpr int kColumns = 32, kLines = kBlock / kColumns;
 template <class T>
-__global__ void layer_norm_partials_kernel(const T* dy, const T* x, const stat_t<T>* mean, const stat_t<T>* rstd,
-                                           stat_t<T>* workspace, int64_t rows, int64_t cols) {
+__global__ void layer_norm_partials_kernel(const T* dy, const T* x, const stat_t<T>* mean,
+                                           const stat_t<T>* rstd, stat_t<T>* workspace,
+                                           int64_t rows, int64_t cols) {
   using A = stat_t<T>;
   NEEDLE_SHARED(A, weight_sums, kLines, kColumns);
   NEEDLE_SHARED(A, bias_sums, kLines, kColumns);
@@ -88,7 +94,8 @@ __global__ void layer_norm_partials_kernel(const T* dy, const T* x, const stat_t
 }
 
 template <class T>
-__global__ void layer_norm_dparams_kernel(const stat_t<T>* workspace, T* dweight, T* dbias, int64_t cols) {
+__global__ void layer_norm_dparams_kernel(const stat_t<T>* workspace, T* dweight, T* dbias,
+                                          int64_t cols) {
   using A = stat_t<T>;
   for (int64_t i = first_index(); i < 2 * cols; i += index_step()) {
     A total = 0;  // i runs over dweight's columns, then dbias's, as each partial does
@@ -103,23 +110,24 @@ __global__ void layer_norm_dparams_kernel(const stat_t<T>* workspace, T* dweight
 
 }  // namespace
 
-void layer_norm_forward(const Array& x, const Array& weight, const Array& bias, const Array& y, const Array& mean,
-                        const Array& rstd, int64_t rows, int64_t cols, double eps) {
+void layer_norm_forward(const Array& x, const Array& weight, const Array& bias, const Array& y,
+                        const Array& mean, const Array& rstd, int64_t rows, int64_t cols,
+                        double eps) {
   if (rows * cols == 0) return;
   dispatch_float(x.dtype(), "layer_norm", [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_row_lanes(cols, [&](auto lanes) {
       constexpr int kLanes = decltype(lanes)::value;
-      launch<layer_norm_forward_kernel<kLanes, T>>(rows_config(rows, kLanes), x.data<T>(), weight.data<T>(),
-                                                   bias.data<T>(), y.data<T>(), mean.data<stat_t<T>>(),
-                                                   rstd.data<stat_t<T>>(), rows, cols, stat_t<T>(eps));
+      launch<layer_norm_forward_kernel<kLanes, T>>(
+          rows_config(rows, kLanes), x.data<T>(), weight.data<T>(), bias.data<T>(), y.data<T>(),
+          mean.data<stat_t<T>>(), rstd.data<stat_t<T>>(), rows, cols, stat_t<T>(eps));
     });
   });
 }
 
-void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, const Array& mean, const Array& rstd,
-                         const Array& dx, const Array& dweight, const Array& dbias, const Array& workspace,
-                         int64_t rows, int64_t cols) {
+void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, const Array& mean,
+                         const Array& rstd, const Array& dx, const Array& dweight,
+                         const Array& dbias, const Array& workspace, int64_t rows, int64_t cols) {
   if (cols == 0) return;
   dispatch_float(x.dtype(), "layer_norm_backward", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -127,15 +135,17 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
     if (rows > 0) {
       dispatch_row_lanes(cols, [&](auto lanes) {
         constexpr int kLanes = decltype(lanes)::value;
-        launch<layer_norm_dx_kernel<kLanes, T>>(rows_config(rows, kLanes), dy.data<T>(), x.data<T>(), weight.data<T>(),
-                                                mean.data<A>(), rstd.data<A>(), dx.data<T>(), rows, cols);
+        launch<layer_norm_dx_kernel<kLanes, T>>(rows_config(rows, kLanes), dy.data<T>(),
+                                                x.data<T>(), weight.data<T>(), mean.data<A>(),
+                                                rstd.data<A>(), dx.data<T>(), rows, cols);
       });
     }
-    const LaunchConfig tiles{dim3(unsigned(ceil_div(cols, kColumns)), kLayerNormPartials), dim3(kBlock), 0, stream()};
-    launch<layer_norm_partials_kernel<T>>(tiles, dy.data<T>(), x.data<T>(), mean.data<A>(), rstd.data<A>(),
-                                          workspace.data<A>(), rows, cols);
-    launch<layer_norm_dparams_kernel<T>>(grid_stride(2 * cols), workspace.data<A>(), dweight.data<T>(),
-                                         dbias.data<T>(), cols);
+    const LaunchConfig tiles{dim3(unsigned(ceil_div(cols, kColumns)), kLayerNormPartials),
+                             dim3(kBlock), 0, stream()};
+    launch<layer_norm_partials_kernel<T>>(tiles, dy.data<T>(), x.data<T>(), mean.data<A>(),
+                                          rstd.data<A>(), workspace.data<A>(), rows, cols);
+    launch<layer_norm_dparams_kernel<T>>(grid_stride(2 * cols), workspace.data<A>(),
+                                         dweight.data<T>(), dbias.data<T>(), cols);
   });
 }
 

@@ -1,7 +1,8 @@
 // out[batch] = op(a[batch]) @ op(b[batch]) on a GPU, or += with accumulate.
 //
-// One block of threads forms one tile of one matrix of the batch (tile_product_cuda.cuh). Sums run over k in ascending
-// order in float32 (float64 for float64), so neither the tile size nor the grid changes a result.
+// One block of threads forms one tile of one matrix of the batch (tile_product_cuda.cuh). Sums run
+// over k in ascending order in float32 (float64 for float64), so neither the tile size nor the grid
+// changes a result.
 #include "tile_product_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
@@ -27,7 +28,8 @@ __device__ void matmul_tiles(const MatmulArguments<typename Product::T>& g) {
     const auto at = g.batch(item);
     Product product;
     product.add(submatrix(matrix_ref(g.a + at.of[0], g.lda, g.trans_a), row0, 0),
-                submatrix(matrix_ref(g.b + at.of[1], g.ldb, g.trans_b), 0, col0), g.m - row0, g.n - col0, g.k);
+                submatrix(matrix_ref(g.b + at.of[1], g.ldb, g.trans_b), 0, col0), g.m - row0,
+                g.n - col0, g.k);
     T* out = g.out + (item * g.m + row0) * g.n + col0;
     product.for_each([&](int row, int col, typename Product::A value) {
       if (row0 + row >= g.m || col0 + col >= g.n) return;
@@ -38,7 +40,8 @@ __device__ void matmul_tiles(const MatmulArguments<typename Product::T>& g) {
 }
 
 template <class Product>
-__global__ void __launch_bounds__(Product::kThreads) matmul_kernel(MatmulArguments<typename Product::T> g) {
+__global__ void __launch_bounds__(Product::kThreads)
+    matmul_kernel(MatmulArguments<typename Product::T> g) {
   matmul_tiles<Product>(g);
 }
 
@@ -54,20 +57,22 @@ void run(const MatmulArguments<typename Product::T>& g) {
 
 }  // namespace
 
-void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda, bool trans_a, const Array& b,
-            int64_t b_offset, const Dims& b_batch_strides, int64_t ldb, bool trans_b, const Array& out,
-            const Dims& batch_shape, int64_t m, int64_t k, int64_t n, bool accumulate) {
+void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda,
+            bool trans_a, const Array& b, int64_t b_offset, const Dims& b_batch_strides,
+            int64_t ldb, bool trans_b, const Array& out, const Dims& batch_shape, int64_t m,
+            int64_t k, int64_t n, bool accumulate) {
   if (out.size() == 0) return;
   int64_t batches = 1;
   for (int64_t d : batch_shape) batches *= d;
-  const auto batch = make_walk<2>(batch_shape, {{&a_batch_strides, a_offset}, {&b_batch_strides, b_offset}});
+  const auto batch =
+      make_walk<2>(batch_shape, {{&a_batch_strides, a_offset}, {&b_batch_strides, b_offset}});
   dispatch_num(out.dtype(), "matmul", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const MatmulArguments<T> g{a.data<T>(), b.data<T>(), out.data<T>(), lda,     ldb,        m,    k, n,
+    const MatmulArguments<T> g{a.data<T>(), b.data<T>(), out.data<T>(), lda,        ldb,  m, k, n,
                                batches,     trans_a,     trans_b,       accumulate, batch};
     // The largest tile that still gives every multiprocessor one.
-    if (sizeof(T) <= 4 && !std::is_integral<T>::value && tiles_of(m, n, batches, 128) >= multiprocessors() && m > 64 &&
-        n > 64) {
+    if (sizeof(T) <= 4 && !std::is_integral<T>::value &&
+        tiles_of(m, n, batches, 128) >= multiprocessors() && m > 64 && n > 64) {
       if constexpr (sizeof(T) <= 4 && !std::is_integral<T>::value) run<TileProduct<T, 128>>(g);
     } else if (m > 32 && n > 32) {
       run<TileProduct<T, 64>>(g);

@@ -1,7 +1,8 @@
 // Moving data on a GPU: fill, arange, and strided copies that convert.
 //
-// out[out_strides . i + out_offset] = convert(a[a_strides . i + a_offset]). Data of one dtype is moved by its size alone.
-// A transposing copy goes through a tile in shared memory, so that reads and writes are both coalesced.
+// out[out_strides . i + out_offset] = convert(a[a_strides . i + a_offset]). Data of one dtype is
+// moved by its size alone. A transposing copy goes through a tile in shared memory, so that reads
+// and writes are both coalesced.
 #include "../common/cuda_util.cuh"
 
 namespace needle::NEEDLE_DEVICE {
@@ -30,7 +31,8 @@ __global__ void fill_kernel(B* out, B value, int64_t n) {
 
 template <class T>
 __global__ void arange_kernel(T* out, double start, double step, int64_t n) {
-  for (int64_t i = first_index(); i < n; i += index_step()) out[i] = T(accum_t<T>(start + double(i) * step));
+  for (int64_t i = first_index(); i < n; i += index_step())
+    out[i] = T(accum_t<T>(start + double(i) * step));
 }
 
 template <class T>
@@ -51,11 +53,13 @@ __global__ void strided_copy_kernel(const B* a, B* out, Walk<2> walk, int64_t n)
   }
 }
 
-// A batch of (rows, cols) matrices whose columns are contiguous in `out` and whose rows are contiguous in `a`.
+// A batch of (rows, cols) matrices whose columns are contiguous in `out` and whose rows are
+// contiguous in `a`.
 constexpr int kTile = 32, kTileRows = 8;
 template <class B>
-__global__ void transpose_copy_kernel(const B* a, B* out, Walk<2> batch, int64_t batches, int64_t rows, int64_t cols,
-                                      int64_t a_col_stride, int64_t out_row_stride) {
+__global__ void transpose_copy_kernel(const B* a, B* out, Walk<2> batch, int64_t batches,
+                                      int64_t rows, int64_t cols, int64_t a_col_stride,
+                                      int64_t out_row_stride) {
   NEEDLE_SHARED(B, tile, kTile, kTile + 1);
   const int64_t row_tiles = ceil_div(rows, kTile), col_tiles = ceil_div(cols, kTile);
   const int lane = int(threadIdx.x) % kTile, line = int(threadIdx.x) / kTile;
@@ -98,11 +102,14 @@ int64_t elements(const Dims& shape) {
   return n;
 }
 
-// Copies by tiles when the last dimension of `out` is contiguous and another dimension is contiguous in `a`.
+// Copies by tiles when the last dimension of `out` is contiguous and another dimension is
+// contiguous in `a`.
 template <class B>
 bool transpose_copy(const B* a, B* out, const Walk<2>& walk, int64_t n) {
   const int last = walk.ndim - 1;
-  if (walk.ndim < 2 || walk.strides[1][last] != 1 || walk.strides[0][last] == 1 || walk.shape[last] < 8) return false;
+  if (walk.ndim < 2 || walk.strides[1][last] != 1 || walk.strides[0][last] == 1 ||
+      walk.shape[last] < 8)
+    return false;
   int row_dim = -1;
   for (int d = 0; d < last; ++d)
     if (walk.strides[0][d] == 1 && walk.shape[d] >= 8) row_dim = d;
@@ -118,8 +125,9 @@ bool transpose_copy(const B* a, B* out, const Walk<2>& walk, int64_t n) {
   const auto batch =
       make_walk<2>(batch_shape, {{&a_strides, walk.offset[0]}, {&out_strides, walk.offset[1]}});
   const int64_t tiles = batches * ceil_div(rows, kTile) * ceil_div(cols, kTile);
-  launch<transpose_copy_kernel<B>>(grid_of(blocks_for(tiles), kTile * kTileRows), a, out, batch, batches, rows, cols,
-                                   walk.strides[0][last], walk.strides[1][row_dim]);
+  launch<transpose_copy_kernel<B>>(grid_of(blocks_for(tiles), kTile * kTileRows), a, out, batch,
+                                   batches, rows, cols, walk.strides[0][last],
+                                   walk.strides[1][row_dim]);
   return true;
 }
 
@@ -130,7 +138,8 @@ void fill(const Array& out, Scalar value) {
   const uint64_t bits = scalar_bits(out.dtype(), value);
   dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
     using B = typename decltype(tag)::type;
-    launch<fill_kernel<B>>(grid_stride(out.size()), static_cast<B*>(out.ptr()), B(bits), out.size());
+    launch<fill_kernel<B>>(grid_stride(out.size()), static_cast<B*>(out.ptr()), B(bits),
+                           out.size());
   });
 }
 
@@ -139,15 +148,16 @@ void arange(const Array& out, Scalar start, Scalar step) {
   dispatch_num(out.dtype(), "arange", [&](auto tag) {
     using T = typename decltype(tag)::type;
     if constexpr (std::is_integral<T>::value) {
-      launch<arange_integer_kernel<T>>(grid_stride(out.size()), out.data<T>(), start.i, step.i, out.size());
+      launch<arange_integer_kernel<T>>(grid_stride(out.size()), out.data<T>(), start.i, step.i,
+                                       out.size());
     } else {
       launch<arange_kernel<T>>(grid_stride(out.size()), out.data<T>(), start.d, step.d, out.size());
     }
   });
 }
 
-void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out, const Dims& out_strides,
-                  int64_t out_offset, const Dims& shape) {
+void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,
+                  const Dims& out_strides, int64_t out_offset, const Dims& shape) {
   const int64_t n = elements(shape);
   if (n == 0) return;
   const auto walk = make_walk<2>(shape, {{&a_strides, a_offset}, {&out_strides, out_offset}});
@@ -156,7 +166,8 @@ void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const
       using B = typename decltype(tag)::type;
       const B* source = static_cast<const B*>(a.ptr());
       B* target = static_cast<B*>(out.ptr());
-      const bool flat = walk.ndim == 0 || (walk.ndim == 1 && walk.strides[0][0] == 1 && walk.strides[1][0] == 1);
+      const bool flat =
+          walk.ndim == 0 || (walk.ndim == 1 && walk.strides[0][0] == 1 && walk.strides[1][0] == 1);
       if (flat) {
         copy_on_device(target + out_offset, source + a_offset, n * int64_t(sizeof(B)));
       } else if (!transpose_copy(source, target, walk, n)) {
@@ -170,12 +181,14 @@ void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const
       using From = typename decltype(from)::type;
       using To = typename decltype(to)::type;
       if constexpr (!std::is_same<From, To>::value)
-        launch<convert_copy_kernel<From, To>>(grid_stride(n), a.data<From>(), out.data<To>(), walk, n);
+        launch<convert_copy_kernel<From, To>>(grid_stride(n), a.data<From>(), out.data<To>(), walk,
+                                              n);
     });
   });
 }
 
-void strided_fill(const Array& out, const Dims& strides, int64_t offset, const Dims& shape, Scalar value) {
+void strided_fill(const Array& out, const Dims& strides, int64_t offset, const Dims& shape,
+                  Scalar value) {
   const int64_t n = elements(shape);
   if (n == 0) return;
   const uint64_t bits = scalar_bits(out.dtype(), value);

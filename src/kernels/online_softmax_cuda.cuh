@@ -1,4 +1,5 @@
-// Maximum and sum of exponentials of a row in one pass (Milakov & Gimelshein 2018, arXiv:1805.02867).
+// Maximum and sum of exponentials of a row in one pass (Milakov & Gimelshein 2018,
+// arXiv:1805.02867).
 #pragma once
 
 #include "../common/cuda_util.cuh"
@@ -6,7 +7,8 @@
 
 namespace needle::NEEDLE_DEVICE {
 
-// sum = sum of exp(x - max) over the elements seen. A NaN makes `sum` NaN; a row of -inf leaves max at -inf.
+// sum = sum of exp(x - max) over the elements seen. A NaN makes `sum` NaN; a row of -inf leaves max
+// at -inf.
 template <class A>
 struct OnlineSoftmax {
   A max, sum;

@@ -1,6 +1,7 @@
 // AdamW on a GPU (Loshchilov & Hutter 2019), in place, one thread per element:
 // g = grad grad_scale; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
-// param = param (1 - lr weight_decay) - lr m_hat / (sqrt(v_hat) + eps), with m_hat = m / (1 - beta1^step), v_hat likewise.
+// param = param (1 - lr weight_decay) - lr m_hat / (sqrt(v_hat) + eps), with m_hat = m / (1 -
+// beta1^step), v_hat likewise.
 #include "../common/cuda_util.cuh"
 #include "../common/ewise_math_cuda.h"
 
@@ -13,8 +14,8 @@ struct AdamWNumbers {
 };
 
 template <class T>
-__global__ void adamw_step_kernel(T* param, const T* grad, stat_t<T>* m, stat_t<T>* v, const float* grad_scale,
-                                  AdamWNumbers<stat_t<T>> h, int64_t n) {
+__global__ void adamw_step_kernel(T* param, const T* grad, stat_t<T>* m, stat_t<T>* v,
+                                  const float* grad_scale, AdamWNumbers<stat_t<T>> h, int64_t n) {
   using A = stat_t<T>;
   const A scale = A(*grad_scale);
   for (int64_t i = first_index(); i < n; i += index_step()) {
@@ -23,14 +24,16 @@ __global__ void adamw_step_kernel(T* param, const T* grad, stat_t<T>* m, stat_t<
     const A vi = h.beta2 * v[i] + h.one_minus_beta2 * g * g;
     m[i] = mi;
     v[i] = vi;
-    param[i] = T(A(param[i]) * h.decay - h.lr * (mi / h.correction1) / (m_sqrt(vi / h.correction2) + h.eps));
+    param[i] = T(A(param[i]) * h.decay -
+                 h.lr * (mi / h.correction1) / (m_sqrt(vi / h.correction2) + h.eps));
   }
 }
 
 }  // namespace
 
-void adamw_step(const Array& param, const Array& grad, const Array& m, const Array& v, const Array& grad_scale,
-                double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step) {
+void adamw_step(const Array& param, const Array& grad, const Array& m, const Array& v,
+                const Array& grad_scale, double lr, double beta1, double beta2, double eps,
+                double weight_decay, int64_t step) {
   if (param.size() == 0) return;
   dispatch_float(param.dtype(), "adamw_step", [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -44,8 +47,9 @@ void adamw_step(const Array& param, const Array& grad, const Array& m, const Arr
                                   A(1 - lr * weight_decay),
                                   A(1 - std::pow(beta1, double(step))),
                                   A(1 - std::pow(beta2, double(step)))};
-    launch<adamw_step_kernel<T>>(grid_stride(param.size()), param.data<T>(), grad.data<T>(), m.data<A>(), v.data<A>(),
-                                 grad_scale.data<float>(), numbers, param.size());
+    launch<adamw_step_kernel<T>>(grid_stride(param.size()), param.data<T>(), grad.data<T>(),
+                                 m.data<A>(), v.data<A>(), grad_scale.data<float>(), numbers,
+                                 param.size());
   });
 }
 

@@ -1,7 +1,9 @@
-// Counter-based random numbers on a GPU: Philox 4x32-10 (Salmon et al. 2011), one thread per counter, four elements each.
+// Counter-based random numbers on a GPU: Philox 4x32-10 (Salmon et al. 2011), one thread per
+// counter, four elements each.
 //
-// Element i depends on (seed, offset + i / 4, i % 4) alone. uniform: 24 bits of the element's word; in float64 53 bits, the
-// low 21 from the neighbouring word. normal: Box-Muller on elements (0, 1) and (2, 3) of a counter.
+// Element i depends on (seed, offset + i / 4, i % 4) alone. uniform: 24 bits of the element's word;
+// in float64 53 bits, the low 21 from the neighbouring word. normal: Box-Muller on elements (0, 1)
+// and (2, 3) of a counter.
 #include "../common/cuda_util.cuh"
 #include "../common/ewise_math_cuda.h"
 
@@ -40,7 +42,8 @@ template <class T>
 __global__ void random_uniform_kernel(T* out, int64_t n, uint64_t seed, uint64_t offset) {
   for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
     const FourWords words = philox(offset + uint64_t(q), seed);
-    for (int j = 0; j < 4 && q * 4 + j < n; ++j) out[q * 4 + j] = T(uniform_of<accum_t<T>>(words, j));
+    for (int j = 0; j < 4 && q * 4 + j < n; ++j)
+      out[q * 4 + j] = T(uniform_of<accum_t<T>>(words, j));
   }
 }
 
@@ -59,8 +62,8 @@ __global__ void random_normal_kernel(T* out, int64_t n, uint64_t seed, uint64_t 
 }
 
 template <class T>
-__global__ void dropout_kernel(const T* x, T* out, int64_t n, float p, accum_t<T> keep_probability, uint64_t seed,
-                               uint64_t offset) {
+__global__ void dropout_kernel(const T* x, T* out, int64_t n, float p, accum_t<T> keep_probability,
+                               uint64_t seed, uint64_t offset) {
   using A = accum_t<T>;
   for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
     const FourWords words = philox(offset + uint64_t(q), seed);
@@ -77,7 +80,8 @@ void random_uniform(const Array& out, uint64_t seed, uint64_t offset) {
   if (out.size() == 0) return;
   dispatch_float(out.dtype(), "random_uniform", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch<random_uniform_kernel<T>>(grid_stride(ceil_div(out.size(), 4)), out.data<T>(), out.size(), seed, offset);
+    launch<random_uniform_kernel<T>>(grid_stride(ceil_div(out.size(), 4)), out.data<T>(),
+                                     out.size(), seed, offset);
   });
 }
 
@@ -85,7 +89,8 @@ void random_normal(const Array& out, uint64_t seed, uint64_t offset) {
   if (out.size() == 0) return;
   dispatch_float(out.dtype(), "random_normal", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch<random_normal_kernel<T>>(grid_stride(ceil_div(out.size(), 4)), out.data<T>(), out.size(), seed, offset);
+    launch<random_normal_kernel<T>>(grid_stride(ceil_div(out.size(), 4)), out.data<T>(), out.size(),
+                                    seed, offset);
   });
 }
 
@@ -93,8 +98,8 @@ void dropout(const Array& x, const Array& out, double p, uint64_t seed, uint64_t
   if (out.size() == 0) return;
   dispatch_float(out.dtype(), "dropout", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch<dropout_kernel<T>>(grid_stride(ceil_div(out.size(), 4)), x.data<T>(), out.data<T>(), out.size(), float(p),
-                              accum_t<T>(1 - p), seed, offset);
+    launch<dropout_kernel<T>>(grid_stride(ceil_div(out.size(), 4)), x.data<T>(), out.data<T>(),
+                              out.size(), float(p), accum_t<T>(1 - p), seed, offset);
   });
 }
 

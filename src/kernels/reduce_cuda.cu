@@ -1,9 +1,10 @@
 // Reductions over the middle axis of (outer, reduce, inner) on a GPU.
 //
-// A block of 256 threads is split into `lanes` threads per output; each lane takes every lanes-th element, then the lanes
-// are combined by a tree in shared memory. When there are few outputs, the axis is cut into `splits` parts, whose results
-// go to scratch memory and are combined by a second kernel. Lanes and splits depend on the shape alone, so results
-// repeat bit by bit. max, min, argmax and argmin: NaN wins, the first of equals is taken.
+// A block of 256 threads is split into `lanes` threads per output; each lane takes every lanes-th
+// element, then the lanes are combined by a tree in shared memory. When there are few outputs, the
+// axis is cut into `splits` parts, whose results go to scratch memory and are combined by a second
+// kernel. Lanes and splits depend on the shape alone, so results repeat bit by bit. max, min,
+// argmax and argmin: NaN wins, the first of equals is taken.
 #include "../common/cuda_util.cuh"
 
 namespace needle::NEEDLE_DEVICE {
@@ -11,7 +12,8 @@ namespace {
 
 constexpr int kThreads = kBlock;
 
-// The type a sum or product is formed in. Integers are summed in 64 bits, unsigned so that they wrap around.
+// The type a sum or product is formed in. Integers are summed in 64 bits, unsigned so that they
+// wrap around.
 template <class T>
 using total_t = typename std::conditional<std::is_integral<T>::value, uint64_t, accum_t<T>>::type;
 
@@ -68,26 +70,31 @@ struct ExtremePosition : Extreme<T, Largest> {
   }
 };
 
-// Combines the `lanes` states of each output of a block; the first lane of each has the result. Lanes of one output are
-// `stride` threads apart.
+// Combines the `lanes` states of each output of a block; the first lane of each has the result.
+// Lanes of one output are `stride` threads apart.
 template <class Op>
-__device__ typename Op::State combine_lanes(typename Op::State state, int lane, int lanes, int stride) {
+__device__ typename Op::State combine_lanes(typename Op::State state, int lane, int lanes,
+                                            int stride) {
   NEEDLE_SHARED(typename Op::State, states, kThreads);
   states[threadIdx.x] = state;
   for (int half = lanes / 2; half > 0; half /= 2) {
     __syncthreads();
-    if (lane < half) states[threadIdx.x] = Op::combine(states[threadIdx.x], states[int(threadIdx.x) + half * stride]);
+    if (lane < half)
+      states[threadIdx.x] =
+          Op::combine(states[threadIdx.x], states[int(threadIdx.x) + half * stride]);
   }
   state = states[threadIdx.x];
   __syncthreads();
   return state;
 }
 
-// One tile: kThreads / lanes neighbouring outputs of one split. When inner is 1 neighbouring threads are lanes of one
-// output, otherwise they are neighbouring outputs; either way they read neighbouring elements.
+// One tile: kThreads / lanes neighbouring outputs of one split. When inner is 1 neighbouring
+// threads are lanes of one output, otherwise they are neighbouring outputs; either way they read
+// neighbouring elements.
 template <class Op, class T, class Out>
-__global__ void reduce_kernel(const T* a, Out* out, typename Op::State* partial, int64_t outputs, int64_t reduce,
-                              int64_t inner, int lanes, int64_t splits, int64_t split_length) {
+__global__ void reduce_kernel(const T* a, Out* out, typename Op::State* partial, int64_t outputs,
+                              int64_t reduce, int64_t inner, int lanes, int64_t splits,
+                              int64_t split_length) {
   const int per_tile = kThreads / lanes;
   const int lane = inner == 1 ? int(threadIdx.x) % lanes : int(threadIdx.x) / per_tile;
   const int slot = inner == 1 ? int(threadIdx.x) / lanes : int(threadIdx.x) % per_tile;
@@ -114,7 +121,8 @@ __global__ void reduce_kernel(const T* a, Out* out, typename Op::State* partial,
 }
 
 template <class Op, class Out>
-__global__ void reduce_partials_kernel(const typename Op::State* partial, Out* out, int64_t outputs, int64_t splits) {
+__global__ void reduce_partials_kernel(const typename Op::State* partial, Out* out, int64_t outputs,
+                                       int64_t splits) {
   for (int64_t o = first_index(); o < outputs; o += index_step()) {
     typename Op::State state = partial[o];
     for (int64_t s = 1; s < splits; ++s) state = Op::combine(state, partial[s * outputs + o]);
@@ -143,24 +151,30 @@ void reduce_as(const Array& a, const Array& out, int64_t outer, int64_t reduce, 
   const int64_t tiles = ceil_div(outputs, kThreads / lanes);
   int64_t splits = ceil_div(reduce * (kThreads / lanes), kLeastSplitLength);
   if (splits > kWantedTiles / tiles) splits = kWantedTiles / tiles;
-  if (splits > kScratchBytes / int64_t(sizeof(State)) / outputs) splits = kScratchBytes / int64_t(sizeof(State)) / outputs;
+  if (splits > kScratchBytes / int64_t(sizeof(State)) / outputs)
+    splits = kScratchBytes / int64_t(sizeof(State)) / outputs;
   if (splits < 1) splits = 1;
-  const int64_t split_length = splits == 1 ? reduce : ceil_div(ceil_div(reduce, splits), lanes) * lanes;
+  const int64_t split_length =
+      splits == 1 ? reduce : ceil_div(ceil_div(reduce, splits), lanes) * lanes;
   if (splits > 1) splits = ceil_div(reduce, split_length);
 
-  State* partial = splits == 1 ? nullptr : static_cast<State*>(scratch(splits * outputs * int64_t(sizeof(State))));
-  launch<reduce_kernel<Op, T, Out>>(grid_of(blocks_for(tiles * splits), kThreads), a.data<T>(), out.data<Out>(), partial,
-                                    outputs, reduce, inner, lanes, splits, split_length);
+  State* partial = splits == 1
+                       ? nullptr
+                       : static_cast<State*>(scratch(splits * outputs * int64_t(sizeof(State))));
+  launch<reduce_kernel<Op, T, Out>>(grid_of(blocks_for(tiles * splits), kThreads), a.data<T>(),
+                                    out.data<Out>(), partial, outputs, reduce, inner, lanes, splits,
+                                    split_length);
   if (splits > 1)
-    launch<reduce_partials_kernel<Op, Out>>(grid_stride(outputs), static_cast<const State*>(partial), out.data<Out>(),
-                                            outputs, splits);
+    launch<reduce_partials_kernel<Op, Out>>(
+        grid_stride(outputs), static_cast<const State*>(partial), out.data<Out>(), outputs, splits);
 }
 
 // Results are stored in the dtype of `a`, or for integers and bools in int64 too.
 template <template <class> class Op, class T>
 void reduce_values(const Array& a, const Array& out, int64_t outer, int64_t reduce, int64_t inner) {
   if constexpr (std::is_integral<T>::value && !std::is_same<T, int64_t>::value) {
-    if (out.dtype() == DType::kInt64) return reduce_as<Op<T>, T, int64_t>(a, out, outer, reduce, inner);
+    if (out.dtype() == DType::kInt64)
+      return reduce_as<Op<T>, T, int64_t>(a, out, outer, reduce, inner);
   }
   reduce_as<Op<T>, T, T>(a, out, outer, reduce, inner);
 }
@@ -171,8 +185,10 @@ using Smallest = Extreme<T, false>;
 
 }  // namespace
 
-void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_t reduce, int64_t inner) {
-  if (reduce == 0 && op != ReduceOp::sum && op != ReduceOp::sumsq && op != ReduceOp::prod && outer * inner > 0)
+void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_t reduce,
+            int64_t inner) {
+  if (reduce == 0 && op != ReduceOp::sum && op != ReduceOp::sumsq && op != ReduceOp::prod &&
+      outer * inner > 0)
     throw std::invalid_argument("[reduce] an empty axis has no largest or smallest element");
   dispatch_any(a.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -193,7 +209,8 @@ void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_
         if constexpr (!std::is_integral<T>::value) {
           return reduce_as<SumOfSquares<T>, T, accum_t<T>>(a, out, outer, reduce, inner);
         } else {
-          throw std::invalid_argument(std::string("[reduce_sumsq] needs a floating dtype, got ") + dtype_name(a.dtype()));
+          throw std::invalid_argument(std::string("[reduce_sumsq] needs a floating dtype, got ") +
+                                      dtype_name(a.dtype()));
         }
     }
   });

@@ -1,15 +1,18 @@
-// The inner part of every matrix product on a GPU: one block of threads forms one Tile x Tile piece of C += A B.
+// The inner part of every matrix product on a GPU: one block of threads forms one Tile x Tile piece
+// of C += A B.
 //
-// Slices of A and B, kDepth deep, are staged in shared memory; each thread keeps a square of C in registers, so that an
-// element read from shared memory is used several times. The next slice is fetched from global memory while the present
-// one is multiplied. matmul and BlockSparseMatmulKernel differ only in which A and B they pass.
+// Slices of A and B, kDepth deep, are staged in shared memory; each thread keeps a square of C in
+// registers, so that an element read from shared memory is used several times. The next slice is
+// fetched from global memory while the present one is multiplied. matmul and
+// BlockSparseMatmulKernel differ only in which A and B they pass.
 #pragma once
 
 #include "../common/cuda_util.cuh"
 
 namespace needle::NEEDLE_DEVICE {
 
-// A matrix in global memory: element (r, c) is data[r * row_stride + c * col_stride]; one of the strides is 1.
+// A matrix in global memory: element (r, c) is data[r * row_stride + c * col_stride]; one of the
+// strides is 1.
 template <class T>
 struct MatrixRef {
   const T* data;
@@ -58,7 +61,8 @@ class TileProduct {
       for (int j = 0; j < kSide; ++j) sum_[i][j] = A(0);
   }
 
-  // += a b, where a is (rows, depth) and b is (depth, cols), rows and cols at most Tile. Has barriers.
+  // += a b, where a is (rows, depth) and b is (depth, cols), rows and cols at most Tile. Has
+  // barriers.
   __device__ void add(MatrixRef<T> a, MatrixRef<T> b, int64_t rows, int64_t cols, int64_t depth) {
     NEEDLE_SHARED(A, a_slice, kDepth, kTile + kPad);
     NEEDLE_SHARED(A, b_slice, kDepth, kTile + kPad);
@@ -96,7 +100,8 @@ class TileProduct {
 #pragma unroll
     for (int i = 0; i < kSide; ++i)
 #pragma unroll
-      for (int j = 0; j < kSide; ++j) f(place(int(threadIdx.x) / 16, i), place(int(threadIdx.x) % 16, j), sum_[i][j]);
+      for (int j = 0; j < kSide; ++j)
+        f(place(int(threadIdx.x) / 16, i), place(int(threadIdx.x) % 16, j), sum_[i][j]);
   }
 
  private:
@@ -105,10 +110,14 @@ class TileProduct {
   static constexpr int kGroup = kSide < 4 ? kSide : 4;
   static constexpr int kPad = 4;
   static constexpr int kPerThread = kTile * kDepth / kThreads;
-  static_assert(kTile % 16 == 0 && kTile * kDepth % kThreads == 0, "every thread stages the same number of elements");
+  static_assert(kTile % 16 == 0 && kTile * kDepth % kThreads == 0,
+                "every thread stages the same number of elements");
 
-  // Row or column i of thread t: groups of four neighbours, read by one instruction, interleaved over the 16 threads.
-  __device__ static int place(int t, int i) { return i / kGroup * (16 * kGroup) + t * kGroup + i % kGroup; }
+  // Row or column i of thread t: groups of four neighbours, read by one instruction, interleaved
+  // over the 16 threads.
+  __device__ static int place(int t, int i) {
+    return i / kGroup * (16 * kGroup) + t * kGroup + i % kGroup;
+  }
 
   // Where this thread's element e of a slice stands; neighbouring threads go along the unit stride.
   __device__ static void position(const MatrixRef<T>& m, int e, int& line, int& k) {
@@ -118,17 +127,20 @@ class TileProduct {
     k = along_depth ? at % kDepth : at / kTile;
   }
 
-  __device__ static void fetch(const MatrixRef<T>& m, int64_t lines, int64_t depth, int64_t k0, A (&next)[kPerThread]) {
+  __device__ static void fetch(const MatrixRef<T>& m, int64_t lines, int64_t depth, int64_t k0,
+                               A (&next)[kPerThread]) {
 #pragma unroll
     for (int e = 0; e < kPerThread; ++e) {
       int line, k;
       position(m, e, line, k);
       const bool inside = line < lines && k0 + k < depth;
-      next[e] = inside ? A(accum_t<T>(m.data[line * m.row_stride + (k0 + k) * m.col_stride])) : A(0);
+      next[e] =
+          inside ? A(accum_t<T>(m.data[line * m.row_stride + (k0 + k) * m.col_stride])) : A(0);
     }
   }
 
-  __device__ static void store(const MatrixRef<T>& m, const A (&next)[kPerThread], A (&slice)[kDepth][kTile + kPad]) {
+  __device__ static void store(const MatrixRef<T>& m, const A (&next)[kPerThread],
+                               A (&slice)[kDepth][kTile + kPad]) {
 #pragma unroll
     for (int e = 0; e < kPerThread; ++e) {
       int line, k;
