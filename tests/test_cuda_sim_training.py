@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import usable
+from devices import usable
 
 import needle as ndl
 from needle.models import Pythia, PythiaConfig

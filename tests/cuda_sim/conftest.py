@@ -39,7 +39,7 @@ MODES = {
 NEEDED = [
     *[("semantics", mode) for mode in MODES],
     *[("tensor_cores", mode) for mode in ("plain", "asan", "race")],
-    *[("lifecycle", mode) for mode in ("plain", "arm64")],
+    ("lifecycle", "plain"),
     *[("faults", mode) for mode in ("plain", "clang")],
     ("overruns", "asan"),
     ("races", "race"),

@@ -84,9 +84,9 @@ def test_lazy_streams_keep_the_meaning(programs):
         expect_ok(programs.run(program, "plain", NEEDLE_SIM_STREAMS="lazy"))
 
 
-@pytest.mark.parametrize("mode", ["plain", "arm64"])
-def test_threads_forks_and_errors(programs, mode):
-    expect_ok(programs.run("lifecycle", mode))
+def test_threads_forks_and_errors(programs):
+    """Not under qemu-user, which fails assertions of its own when a program with threads forks."""
+    expect_ok(programs.run("lifecycle", "plain"))
 
 
 @pytest.mark.parametrize("mode", ["plain", "clang"])
