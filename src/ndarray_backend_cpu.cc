@@ -16,8 +16,8 @@ constexpr int64_t kHugePage = 2 << 20;
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// Small blocks from the heap; large ones as pages, which go back to the system when released. From 4 MiB on they start
-// at a huge page's boundary and ask for huge pages: 512 times fewer faults.
+// Small blocks from the heap; large ones as pages, which go back to the system when released. From
+// 4 MiB on they start at a huge page's boundary and ask for huge pages: 512 times fewer faults.
 class HostMemory : public MemorySource {
  public:
   void* allocate(int64_t bytes) override {
@@ -41,7 +41,8 @@ class HostMemory : public MemorySource {
 
  private:
   static void* map(int64_t bytes) {
-    void* p = mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* p =
+        mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return p == MAP_FAILED ? nullptr : p;
   }
 #ifdef __SANITIZE_ADDRESS__
@@ -58,7 +59,8 @@ Allocator& allocator() {
 #ifdef __SANITIZE_ADDRESS__
   static auto* instance = new Allocator(memory, false);
 #else
-  static auto* instance = new Allocator(memory, true);  // never destroyed: arrays may outlive statics
+  static auto* instance =
+      new Allocator(memory, true);  // never destroyed: arrays may outlive statics
 #endif
   return *instance;
 }
@@ -72,8 +74,10 @@ void copy_from_host(const void* from, const Array& to) {
   std::memcpy(to.ptr(), from, size_t(to.nbytes()));
 }
 
-// out (m/8, p/8, 8, 8) = a (m/8, n/8, 8, 8) @ b (n/8, p/8, 8, 8), all in tiles; in kernels/matmul_cpu.cc.
-void matmul_tiled(const Array& a, const Array& b, const Array& out, int64_t m, int64_t n, int64_t p);
+// out (m/8, p/8, 8, 8) = a (m/8, n/8, 8, 8) @ b (n/8, p/8, 8, 8), all in tiles; in
+// kernels/matmul_cpu.cc.
+void matmul_tiled(const Array& a, const Array& b, const Array& out, int64_t m, int64_t n,
+                  int64_t p);
 
 }  // namespace needle::cpu
 

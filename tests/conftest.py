@@ -1,6 +1,7 @@
 """Devices as fixtures."""
 
 import pytest
+
 from devices import DEVICES, usable
 
 

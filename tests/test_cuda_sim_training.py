@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from devices import usable
 
 import needle as ndl
+from devices import usable
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
 

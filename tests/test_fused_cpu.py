@@ -165,6 +165,19 @@ def test_cross_entropy(dtype, ids, rows, cols):
     assert (f64(to_host(handles[0], logits)) == got).all()
 
 
+def test_confident_rows_need_no_subnormals():
+    """Logits far apart: probabilities beyond float32's range are 0, the others as exact as ever."""
+    rng = np.random.default_rng(5)
+    x, targets = draw(rng, (20, 1000), "float32", 60), rng.integers(0, 1000, 20)
+    lse = logsumexp(f64(x))
+    p, blank_x = np.exp(f64(x) - lse), blank(x.shape, "float32")
+    assert ((p > 0) & (p < 1e-40)).any()
+    check(call("softmax_forward", x, blank_x, 20, 1000, outputs=[1]), p, "float32")
+    lse32, dloss = lse[:, 0].astype(np.float32), np.full(20, 1e-3, np.float32)
+    got = call("cross_entropy_backward", x, targets, lse32, dloss, blank_x, 20, 1000, IGNORE, outputs=[4])
+    check(got * 1e3, p - np.eye(1000)[targets], "float32")
+
+
 def test_bad_ids_are_named_before_anything_is_written():
     weight, ids = np.ones((50, 4), np.float32), np.array([1, 2, 49, 51], np.int64)
     out = to_device(np.full((4, 4), 7, np.float32))

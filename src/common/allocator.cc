@@ -1,6 +1,7 @@
-// Policy: small blocks go straight to the source, whose own caching is good at them. Large blocks are kept when freed, because
-// fresh pages cost more than most kernels; a block serves requests down to 7/8 of its size. What is reserved stays close
-// to the peak of what was ever live: a request that would carry it past that first gives cached blocks back.
+// Policy: small blocks go straight to the source, whose own caching is good at them. Large blocks
+// are kept when freed, because fresh pages cost more than most kernels; a block serves requests
+// down to 7/8 of its size. What is reserved stays close to the peak of what was ever live: a
+// request that would carry it past that first gives cached blocks back.
 #include "allocator.h"
 
 #include <algorithm>
@@ -11,7 +12,8 @@ namespace {
 
 constexpr int64_t kLarge = 256 << 10;  // bytes from which blocks are cached
 constexpr int64_t kPage = 4096;
-constexpr int64_t kHeadroom = 32 << 20;  // how far reserved may exceed the peak of live, beside 1/16 of it
+constexpr int64_t kHeadroom =
+    32 << 20;  // how far reserved may exceed the peak of live, beside 1/16 of it
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

@@ -1,4 +1,5 @@
-// The one place where a device's memory comes from: it counts every byte, keeps freed blocks for reuse, and can be given a limit.
+// The one place where a device's memory comes from: it counts every byte, keeps freed blocks for
+// reuse, and can be given a limit.
 #pragma once
 
 #include <array>
@@ -14,7 +15,8 @@
 
 namespace needle {
 
-// Where raw memory comes from: the heap on a CPU, the driver on a GPU. allocate returns nullptr when there is none.
+// Where raw memory comes from: the heap on a CPU, the driver on a GPU. allocate returns nullptr
+// when there is none.
 struct MemorySource {
   virtual ~MemorySource() = default;
   virtual void* allocate(int64_t bytes) = 0;
@@ -24,7 +26,8 @@ struct MemorySource {
 
 constexpr int kCategories = 8;  // numbering and names: needle.memory
 
-// All in bytes. live: held by arrays; reserved: taken from the source, live or cached; borrowed: made elsewhere (DLPack).
+// All in bytes. live: held by arrays; reserved: taken from the source, live or cached; borrowed:
+// made elsewhere (DLPack).
 struct MemoryStats {
   int64_t live = 0, peak = 0, reserved = 0, peak_reserved = 0, borrowed = 0, limit = 0;
   int64_t allocations = 0;  // how many there have been
@@ -43,11 +46,13 @@ struct OutOfMemory : std::bad_alloc {
 
 class Allocator {
  public:
-  // caching: keep large freed blocks here (allocator.cc says how); false where the source does so itself.
+  // caching: keep large freed blocks here (allocator.cc says how); false where the source does so
+  // itself.
   explicit Allocator(MemorySource& source, bool caching = false)
       : source_(source), caching_(caching) {}
 
-  // Zero bytes gives a valid, unique-enough pointer. Throws OutOfMemory when the source or the limit refuses.
+  // Zero bytes gives a valid, unique-enough pointer. Throws OutOfMemory when the source or the
+  // limit refuses.
   void* allocate(int64_t bytes);
   void deallocate(void* ptr, int64_t bytes) noexcept;
 

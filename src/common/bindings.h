@@ -1,5 +1,6 @@
-// The Python face of a compiled backend: Array, the kernels of kernel_api.h by their own names, the course's names on top.
-// Included once per device, by src/ndarray_backend_<device>, whose PYBIND11_MODULE calls bind_backend(m).
+// The Python face of a compiled backend: Array, the kernels of kernel_api.h by their own names, the
+// course's names on top. Included once per device, by src/ndarray_backend_<device>, whose
+// PYBIND11_MODULE calls bind_backend(m).
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -21,9 +22,10 @@ namespace needle::NEEDLE_DEVICE {
 
 namespace py = pybind11;
 
-// --- calling kernels -----------------------------------------------------------------------------------------------
+// --- calling kernels -----------------------------------------------------------------------------
 
-// Lets other Python threads run during large work; for small work the hand-over costs more than the kernel.
+// Lets other Python threads run during large work; for small work the hand-over costs more than the
+// kernel.
 class Unlocked {
  public:
   explicit Unlocked(int64_t elements)
@@ -45,7 +47,8 @@ int64_t elements_of(const T&) {
   return 0;
 }
 
-// Bound<kernel>::call is the kernel with the interpreter's lock released when one of its arrays is large.
+// Bound<kernel>::call is the kernel with the interpreter's lock released when one of its arrays is
+// large.
 template <auto kernel>
 struct Bound;
 template <class... Args, void (*kernel)(Args...)>
@@ -58,7 +61,8 @@ struct Bound<kernel> {
   }
 };
 
-// A view whose every element lies inside its array; anything else is an IndexError rather than a crash.
+// A view whose every element lies inside its array; anything else is an IndexError rather than a
+// crash.
 inline View checked(const Array& array, const Dims& shape, const Dims& strides, int64_t offset) {
   if (strides.size() != shape.size())
     throw std::invalid_argument("a view has " + std::to_string(shape.size()) + " dimensions and " +
@@ -91,7 +95,7 @@ inline Dims compact_strides(const Dims& shape) {
   return strides;
 }
 
-// --- binding, family by family -----------------------------------------------------------------------------------------
+// --- binding, family by family -------------------------------------------------------------------
 
 inline void bind_array(py::module_& m) {
   py::class_<Array>(m, "Array", py::module_local())
@@ -131,8 +135,8 @@ inline py::dict stats_dict(const MemoryStats& s) {
   return d;
 }
 
-// OutOfMemory becomes the package's OutOfMemoryError(message, requested_bytes, stats); MemoryError where the module was
-// imported alone.
+// OutOfMemory becomes the package's OutOfMemoryError(message, requested_bytes, stats); MemoryError
+// where the module was imported alone.
 inline void bind_memory(py::module_& m) {
   m.def("memory_stats", [] { return stats_dict(allocator().stats()); });
   m.def("reset_peak", [] { allocator().reset_peak(); });
@@ -224,12 +228,12 @@ inline void bind_movement(py::module_& m) {
           Unlocked unlocked(from.size());
           strided_copy(a, a_strides, a_offset, out, out_strides, out_offset, shape);
         });
-  m.def("strided_fill", [](const Array& out, const Dims& strides, int64_t offset, const Dims& shape,
-                           Scalar value) {
-    const View to = checked(out, shape, strides, offset);
-    Unlocked unlocked(to.size());
-    strided_fill(out, strides, offset, shape, value);
-  });
+  m.def("strided_fill",
+        [](const Array& out, const Dims& strides, int64_t offset, const Dims& shape, Scalar value) {
+          const View to = checked(out, shape, strides, offset);
+          Unlocked unlocked(to.size());
+          strided_fill(out, strides, offset, shape, value);
+        });
   // The course's names for the same.
   m.def("compact", [](const Array& a, const Array& out, const Dims& shape, const Dims& strides,
                       int64_t offset) {
@@ -278,14 +282,14 @@ inline void bind_binary(py::module_& m, const std::string& name, BinaryOp op) {
     Unlocked unlocked(out.size());
     ewise_binary(op, x, y, out);
   });
-  m.def(ewise.c_str(), [op](const Array& a, const Dims& a_strides, int64_t a_offset, const Array& b,
-                            const Dims& b_strides, int64_t b_offset, const Array& out,
-                            const Dims& shape) {
-    const View x = checked(a, shape, a_strides, a_offset);
-    const View y = checked(b, shape, b_strides, b_offset);
-    Unlocked unlocked(out.size());
-    ewise_binary(op, x, y, out);
-  });
+  m.def(ewise.c_str(),
+        [op](const Array& a, const Dims& a_strides, int64_t a_offset, const Array& b,
+             const Dims& b_strides, int64_t b_offset, const Array& out, const Dims& shape) {
+          const View x = checked(a, shape, a_strides, a_offset);
+          const View y = checked(b, shape, b_strides, b_offset);
+          Unlocked unlocked(out.size());
+          ewise_binary(op, x, y, out);
+        });
   m.def(scalar.c_str(), [op](const Array& a, Scalar b, const Array& out) {
     const Dims shape{out.size()};
     const View x = whole(a, shape);

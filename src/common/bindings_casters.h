@@ -10,7 +10,8 @@
 
 namespace pybind11::detail {
 
-// A Python number fills both members: exact as int64, and as double. Floats beyond int64 saturate, NaN is 0 there.
+// A Python number fills both members: exact as int64, and as double. Floats beyond int64 saturate,
+// NaN is 0 there.
 template <>
 struct type_caster<needle::Scalar> {
   PYBIND11_TYPE_CASTER(needle::Scalar, const_name("int | float | bool"));
@@ -40,7 +41,7 @@ struct type_caster<needle::Scalar> {
  private:
   void set(double d) {
     value.d = d;
-    value.i = d != d ? 0
+    value.i = d != d        ? 0
               : d >= 0x1p63 ? std::numeric_limits<int64_t>::max()
               : d < -0x1p63 ? std::numeric_limits<int64_t>::min()
                             : int64_t(d);

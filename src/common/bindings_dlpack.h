@@ -41,7 +41,8 @@ inline DType dtype_from_dlpack(DLDataType wanted) {
       " bits (float16/32/64, bfloat16, int32, int64, uint8 and bool are accepted)");
 }
 
-// What an exported tensor holds on to: its memory, and the shape and strides that the struct points at.
+// What an exported tensor holds on to: its memory, and the shape and strides that the struct points
+// at.
 struct DLPackExport {
   DLManagedTensor managed;
   std::shared_ptr<Storage> storage;
@@ -84,11 +85,10 @@ inline pybind11::tuple dlpack_import(pybind11::capsule capsule, Allocator& alloc
   auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
   const DLTensor& t = managed->dl_tensor;
   if (t.device.device_type != device.device_type || t.device.device_id != device.device_id)
-    throw std::invalid_argument("[from_dlpack] memory of device type " +
-                                std::to_string(t.device.device_type) + ", id " +
-                                std::to_string(t.device.device_id) + " (this device is type " +
-                                std::to_string(device.device_type) + ", id " +
-                                std::to_string(device.device_id) + ")");
+    throw std::invalid_argument(
+        "[from_dlpack] memory of device type " + std::to_string(t.device.device_type) + ", id " +
+        std::to_string(t.device.device_id) + " (this device is type " +
+        std::to_string(device.device_type) + ", id " + std::to_string(device.device_id) + ")");
   const DType dtype = dtype_from_dlpack(t.dtype);
   const Dims shape(t.shape, t.shape + t.ndim);
   Dims strides(shape.size());

@@ -1,4 +1,5 @@
-// The part of DLPack's ABI that needle speaks (https://dmlc.github.io/dlpack, Apache-2.0): unversioned managed tensors.
+// The part of DLPack's ABI that needle speaks (https://dmlc.github.io/dlpack, Apache-2.0):
+// unversioned managed tensors.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,7 @@
-// The functions that ewise_ops.def calls, for CPU code. The float versions are free of branches and table look-ups, so
-// that g++ vectorizes loops over them; each says its error against float64 in units of the last place (ulp). float64 goes
-// through libm. NaN, infinities and signed zeros come out as numpy's do.
+// The functions that ewise_ops.def calls, for CPU code. The float versions are free of branches and
+// table look-ups, so that g++ vectorizes loops over them; each says its error against float64 in
+// units of the last place (ulp). float64 goes through libm. NaN, infinities and signed zeros come
+// out as numpy's do.
 #pragma once
 
 #include <cmath>
@@ -14,7 +15,8 @@ namespace needle::cpu {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer that stands in the low bits of the sum.
+// x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer that stands in the
+// low bits of the sum.
 struct ExpParts {
   int32_t n;
   float r;
@@ -35,7 +37,9 @@ inline float exp_tail(float r) {
   q = q * r + 0.5f;
   return q * r * r;
 }
-inline float power_of_two(int32_t n) { return bit_cast<float>((n + 127) << 23); }  // -126 <= n <= 127
+inline float power_of_two(int32_t n) {
+  return bit_cast<float>((n + 127) << 23);
+}  // -126 <= n <= 127
 
 // 1 ulp. 2^n is applied in two halves, so that the smallest and the largest results come out right.
 inline float m_exp(float x) {

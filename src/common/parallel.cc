@@ -19,7 +19,8 @@
 namespace needle::cpu {
 namespace {
 
-// Long enough to catch the next job of a busy stretch, short enough to cost nothing where another process wants the core.
+// Long enough to catch the next job of a busy stretch, short enough to cost nothing where another
+// process wants the core.
 constexpr auto kSpin = std::chrono::microseconds(10);
 
 void relax() {
@@ -64,8 +65,8 @@ void run_tasks(Job& job) {
   inside_task = false;
 }
 
-// Workers sleep on `wake_`. A job lives on its caller's stack: a worker may touch it only between enter and leave, which
-// the caller waits for.
+// Workers sleep on `wake_`. A job lives on its caller's stack: a worker may touch it only between
+// enter and leave, which the caller waits for.
 class Pool {
  public:
   explicit Pool(int threads) : threads_(threads) {
@@ -122,7 +123,8 @@ class Pool {
       }
       run_tasks(*job);
       if (active_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        std::lock_guard<std::mutex> lock(mutex_);  // the caller is either before its check or asleep
+        std::lock_guard<std::mutex> lock(
+            mutex_);  // the caller is either before its check or asleep
         done_.notify_one();
       }
     }
@@ -193,8 +195,8 @@ int num_threads() {
 
 void set_num_threads(int n) {
   if (n < 1)
-    throw std::invalid_argument("[set_num_threads] no such number of threads: " +
-                                std::to_string(n) + " (1 or more)");
+    throw std::invalid_argument(
+        "[set_num_threads] no such number of threads: " + std::to_string(n) + " (1 or more)");
   std::lock_guard<std::mutex> lock(pool_mutex);
   wanted_threads.store(n);
   if (pool != nullptr && pool->threads() != n) {

@@ -6,16 +6,18 @@
 
 namespace needle::cpu {
 
-// Size of the pool, the caller included; set from NEEDLE_NUM_THREADS, else the cores this process may use.
+// Size of the pool, the caller included; set from NEEDLE_NUM_THREADS, else the cores this process
+// may use.
 int num_threads();
 void set_num_threads(int n);
 
-// Runs task(i) for 0 <= i < n_tasks, each once, on the pool; returns when all are done. The first exception is rethrown
-// here. Called from inside a task it runs in the calling thread.
+// Runs task(i) for 0 <= i < n_tasks, each once, on the pool; returns when all are done. The first
+// exception is rethrown here. Called from inside a task it runs in the calling thread.
 void parallel_for(int64_t n_tasks, const std::function<void(int64_t)>& task);
 
-// Splits 0 .. n into pieces of `grain` (the last shorter), a split that does not depend on the number of threads, so that
-// per-piece partial results are reproducible. One piece runs in the caller without touching the pool.
+// Splits 0 .. n into pieces of `grain` (the last shorter), a split that does not depend on the
+// number of threads, so that per-piece partial results are reproducible. One piece runs in the
+// caller without touching the pool.
 template <class F>
 void parallel_ranges(int64_t n, int64_t grain, F&& body) {
   const int64_t pieces = (n + grain - 1) / grain;

@@ -1,5 +1,5 @@
-// Philox 4x32-10 (Salmon, Moraes, Dror & Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"): ten rounds that turn a
-// counter and a key into four random words.
+// Philox 4x32-10 (Salmon, Moraes, Dror & Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"):
+// ten rounds that turn a counter and a key into four random words.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,5 @@
-// Walking arrays by shape and strides on the CPU: neighbouring dimensions that can be one are made one, then rows.
+// Walking arrays by shape and strides on the CPU: neighbouring dimensions that can be one are made
+// one, then rows.
 #pragma once
 
 #include <algorithm>
@@ -45,7 +46,8 @@ struct Walk {
     }
   }
 
-  // body(count, offsets) for each innermost row, or part of one, of the elements begin .. end in C order.
+  // body(count, offsets) for each innermost row, or part of one, of the elements begin .. end in C
+  // order.
   template <class Body>
   void rows(int64_t begin, int64_t end, Body&& body) const {
     std::array<int64_t, kMaxRank> index{};

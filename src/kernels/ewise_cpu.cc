@@ -1,8 +1,10 @@
-// Elementwise ops: out[i] = f(a[i]) and out[i] = f(a[i], b[i]), one row of ewise_ops.def each, and `where`.
+// Elementwise ops: out[i] = f(a[i]) and out[i] = f(a[i], b[i]), one row of ewise_ops.def each, and
+// `where`.
 //
-// For each row and each type that arithmetic is done in there is one loop over contiguous memory, which g++ vectorizes. Everything
-// else is brought to that form in pieces of kChunk elements that stay in the first cache: strided operands are gathered,
-// 16-bit floats converted, a scalar repeated.
+// For each row and each type that arithmetic is done in there is one loop over contiguous memory,
+// which g++ vectorizes. Everything else is brought to that form in pieces of kChunk elements that
+// stay in the first cache: strided operands are gathered, 16-bit floats converted, a scalar
+// repeated.
 #include <algorithm>
 #include <type_traits>
 
@@ -17,8 +19,8 @@ namespace needle::cpu {
 namespace {
 
 constexpr int64_t kChunk = 1024;
-constexpr int64_t kGrain = 1 << 15;           // elements per task of cheap ops ...
-constexpr int64_t kExpensiveGrain = 1 << 13;  // ... and of those that take a function's time per element
+// Elements per task: of cheap ops, and of those that take a function's time per element.
+constexpr int64_t kGrain = 1 << 15, kExpensiveGrain = 1 << 13;
 
 enum class Kind { ANY, NUM, FLT, TEST, CMP, LOGIC };
 constexpr bool gives_bool(Kind k) { return k == Kind::TEST || k == Kind::CMP || k == Kind::LOGIC; }
@@ -28,7 +30,7 @@ constexpr bool accepts() {
   return kind != Kind::NUM || !std::is_same_v<C, bool>;
 }
 
-// --- one loop per row and arithmetic type ---------------------------------------------------------------------------------
+// --- one loop per row and arithmetic type --------------------------------------------------------
 
 using UnaryLoop = void (*)(const void* x, void* out, int64_t n);
 using BinaryLoop = void (*)(const void* a, const void* b, void* out, int64_t n);
@@ -109,7 +111,7 @@ Row<BinaryLoop> binary_row(BinaryOp op) {
   throw std::invalid_argument("unknown binary op");
 }
 
-// --- operands --------------------------------------------------------------------------------------------------------------
+// --- operands ------------------------------------------------------------------------------------
 
 // An input of storage type S seen as contiguous pieces of the arithmetic type C.
 template <class S, class C>
@@ -175,27 +177,28 @@ void check_out(const char* name, DType in, const Array& out, bool bool_out, int6
                                 std::to_string(n));
 }
 
-// step(at, n, to) computes elements at .. at + n into `to`, of the loop's own output type; S -> C says whether pieces are rounded
-// to 16 bits on their way out.
+// step(at, n, to) computes elements at .. at + n into `to`, of the loop's own output type; S -> C
+// says whether pieces are rounded to 16 bits on their way out.
 template <class S, class C, class Step>
 void for_chunks(const Array& out, bool bool_out, bool whole, bool expensive, const Step& step) {
   const int64_t item = bool_out ? 1 : int64_t(sizeof(S));
   char* const base = static_cast<char*>(out.ptr());
   const bool rounds = !bool_out && !std::is_same_v<S, C>;
-  parallel_ranges(out.size(), expensive ? kExpensiveGrain : kGrain, [&](int64_t begin, int64_t end) {
-    if (whole && !rounds) return step(begin, end - begin, base + begin * item);
-    for (int64_t at = begin; at < end; at += kChunk) {
-      const int64_t n = std::min(kChunk, end - at);
-      if (!rounds) {
-        step(at, n, base + at * item);
-        continue;
-      }
-      alignas(64) C piece[kChunk];
-      step(at, n, reinterpret_cast<char*>(piece));
-      S* to = reinterpret_cast<S*>(base) + at;
-      for (int64_t i = 0; i < n; ++i) to[i] = S(piece[i]);
-    }
-  });
+  parallel_ranges(out.size(), expensive ? kExpensiveGrain : kGrain,
+                  [&](int64_t begin, int64_t end) {
+                    if (whole && !rounds) return step(begin, end - begin, base + begin * item);
+                    for (int64_t at = begin; at < end; at += kChunk) {
+                      const int64_t n = std::min(kChunk, end - at);
+                      if (!rounds) {
+                        step(at, n, base + at * item);
+                        continue;
+                      }
+                      alignas(64) C piece[kChunk];
+                      step(at, n, reinterpret_cast<char*>(piece));
+                      S* to = reinterpret_cast<S*>(base) + at;
+                      for (int64_t i = 0; i < n; ++i) to[i] = S(piece[i]);
+                    }
+                  });
 }
 
 template <class S, class C, class A, class B>
@@ -321,7 +324,8 @@ void where(const View& condition, const View& a, const View& b, const Array& out
   check_same("where", a, b);
   check_out("where", a.array.dtype(), out, false, a.size());
   dispatch_any(out.dtype(), [&](auto tag) {
-    using T = typename decltype(tag)::type;  // moved, not computed with: 16-bit floats stay as they are
+    // Moved, not computed with: 16-bit floats stay as they are.
+    using T = typename decltype(tag)::type;
     const Operand<bool, bool> c(condition);
     const Operand<T, T> x(a), y(b);
     for_chunks<T, T>(out, false, false, false, [&](int64_t at, int64_t n, char* to_) {

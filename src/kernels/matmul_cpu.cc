@@ -1,7 +1,8 @@
 // Matrix products: out[batch] = op(a[batch]) @ op(b[batch]), or += with accumulate.
 //
-// The product is cut into tiles of `out`, by the shape alone, and the pool hands them out; each is one single-threaded GEMM
-// (gemm_cpu.h). 16-bit floats are converted to float32 piece by piece in buffers of fixed size, one set per thread.
+// The product is cut into tiles of `out`, by the shape alone, and the pool hands them out; each is
+// one single-threaded GEMM (gemm_cpu.h). 16-bit floats are converted to float32 piece by piece in
+// buffers of fixed size, one set per thread.
 #include <algorithm>
 
 #include "../common/backend.h"
@@ -13,8 +14,8 @@ namespace {
 
 constexpr int64_t kTaskFlops = 4 << 20;  // below this a task is not worth handing out
 constexpr int64_t kEnoughTiles = 16;     // tiles that keep a pool of usual size evenly busy
-constexpr int64_t kWidest = 1024;         // side of the largest tile
-constexpr int64_t kHalfSide = 256;       // the same for 16-bit floats, and the depth of their pieces
+constexpr int64_t kWidest = 1024;        // side of the largest tile
+constexpr int64_t kHalfSide = 256;  // the same for 16-bit floats, and the depth of their pieces
 
 int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
@@ -23,14 +24,14 @@ struct Product {
   bool trans_a, trans_b, accumulate;
 };
 
-// Large tiles spend less time on packing, many tiles balance better: halve the longer side while there are too few.
+// Large tiles spend less time on packing, many tiles balance better: halve the longer side while
+// there are too few.
 struct Tiling {
   int64_t rows, cols, down, across;
   Tiling(const Product& p, int64_t batch, int64_t widest)
       : rows(std::min(p.m, widest)), cols(std::min(p.n, widest)) {
     const auto count = [&] { return batch * ceil_div(p.m, rows) * ceil_div(p.n, cols); };
-    while (count() < kEnoughTiles && std::max(rows, cols) > 64 &&
-           rows * cols * p.k >= kTaskFlops) {
+    while (count() < kEnoughTiles && std::max(rows, cols) > 64 && rows * cols * p.k >= kTaskFlops) {
       int64_t& side = rows > cols ? rows : cols;
       side = ceil_div(ceil_div(side, 2), 32) * 32;
     }
@@ -40,7 +41,9 @@ struct Tiling {
 };
 
 // Element (i, j) of op(x): where it is stored.
-int64_t place(bool trans, int64_t i, int64_t j, int64_t ld) { return trans ? j * ld + i : i * ld + j; }
+int64_t place(bool trans, int64_t i, int64_t j, int64_t ld) {
+  return trans ? j * ld + i : i * ld + j;
+}
 
 // to (rows, cols), packed = the part of x (row stride ld) that starts at `from`.
 template <class T>
@@ -59,7 +62,8 @@ void tile(const Product& p, const T* a, const T* b, T* out, int64_t i0, int64_t 
               out + i0 * p.n + j0, p.n);
   } else if constexpr (sizeof(T) == 2) {
     static thread_local struct {
-      alignas(64) float a[kHalfSide * kHalfSide], b[kHalfSide * kHalfSide], c[kHalfSide * kHalfSide];
+      alignas(64) float a[kHalfSide * kHalfSide], b[kHalfSide * kHalfSide],
+          c[kHalfSide * kHalfSide];
     } wide;
     if (p.accumulate) widen(out + i0 * p.n + j0, p.n, rows, cols, wide.c);
     for (int64_t k0 = 0; k0 < p.k; k0 += kHalfSide) {
@@ -119,8 +123,7 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
   }
   const Tiling tiling(p, batch, sizeof(T) == 2 ? kHalfSide : kWidest);
   const int64_t per_item = tiling.down * tiling.across;
-  const int64_t grain =
-      std::max<int64_t>(1, kTaskFlops / (2 * tiling.rows * tiling.cols * p.k));
+  const int64_t grain = std::max<int64_t>(1, kTaskFlops / (2 * tiling.rows * tiling.cols * p.k));
   parallel_ranges(batch * per_item, grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t item = task / per_item, at = task % per_item;
@@ -135,10 +138,10 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
 
 }  // namespace
 
-void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda, bool trans_a,
-            const Array& b, int64_t b_offset, const Dims& b_batch_strides, int64_t ldb, bool trans_b,
-            const Array& out, const Dims& batch_shape, int64_t m, int64_t k, int64_t n,
-            bool accumulate) {
+void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda,
+            bool trans_a, const Array& b, int64_t b_offset, const Dims& b_batch_strides,
+            int64_t ldb, bool trans_b, const Array& out, const Dims& batch_shape, int64_t m,
+            int64_t k, int64_t n, bool accumulate) {
   if (a_batch_strides.size() != batch_shape.size() || b_batch_strides.size() != batch_shape.size())
     throw std::invalid_argument("[matmul] batch strides and batch shape differ in length");
   // BLAS wants a row stride of at least the row's length, even where there is one row only.
@@ -160,9 +163,11 @@ void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64
   });
 }
 
-// The course's tiled product: out (m/8, p/8, 8, 8) = a (m/8, n/8, 8, 8) @ b (n/8, p/8, 8, 8); m, n, p are multiples of 8. One
-// tile of out stays in registers while the tiles of a row of a and a column of b go by.
-void matmul_tiled(const Array& a, const Array& b, const Array& out, int64_t m, int64_t n, int64_t p) {
+// The course's tiled product: out (m/8, p/8, 8, 8) = a (m/8, n/8, 8, 8) @ b (n/8, p/8, 8, 8); m, n,
+// p are multiples of 8. One tile of out stays in registers while the tiles of a row of a and a
+// column of b go by.
+void matmul_tiled(const Array& a, const Array& b, const Array& out, int64_t m, int64_t n,
+                  int64_t p) {
   constexpr int64_t kSide = 8, kTile = kSide * kSide;
   if (m % kSide || n % kSide || p % kSide)
     throw std::invalid_argument("[matmul_tiled] sizes are no multiples of 8: " + std::to_string(m) +

@@ -1,7 +1,8 @@
-// Moving data: fill, arange, and copies between strided views with conversion between any two dtypes.
+// Moving data: fill, arange, and copies between strided views with conversion between any two
+// dtypes.
 //
-// out[out_strides . i + out_offset] = convert(a[a_strides . i + a_offset]). Copies of one dtype move bits; a transposition goes by
-// square blocks, so that both sides use whole cache lines.
+// out[out_strides . i + out_offset] = convert(a[a_strides . i + a_offset]). Copies of one dtype
+// move bits; a transposition goes by square blocks, so that both sides use whole cache lines.
 #include <algorithm>
 #include <cstring>
 
@@ -58,8 +59,8 @@ void copy_row(const From* from, int64_t from_stride, To* to, int64_t to_stride, 
   }
 }
 
-// Both walked in C order of shape; when the source's unit stride is in another dimension than the target's, those two are
-// walked by blocks and the others one by one.
+// Both walked in C order of shape; when the source's unit stride is in another dimension than the
+// target's, those two are walked by blocks and the others one by one.
 template <class T>
 bool copy_transposed(const T* from, T* to, const Walk<2>& walk) {
   if (walk.strides[1][0] != 1 || walk.strides[0][0] == 1) return false;
@@ -123,9 +124,7 @@ void fill_walk(T* to, const Walk<1>& walk, T value) {
 
 }  // namespace
 
-void fill(const Array& out, Scalar value) {
-  strided_fill(out, {1}, 0, {out.size()}, value);
-}
+void fill(const Array& out, Scalar value) { strided_fill(out, {1}, 0, {out.size()}, value); }
 
 void arange(const Array& out, Scalar start, Scalar step) {
   dispatch_any(out.dtype(), [&](auto tag) {

@@ -1,7 +1,9 @@
-// Random numbers by counter: element i is made of word i % 4 of Philox 4x32-10 with counter offset + i / 4 and key seed.
+// Random numbers by counter: element i is made of word i % 4 of Philox 4x32-10 with counter offset
+// + i / 4 and key seed.
 //
-// uniform = (word >> 8) 2^-24; in float64 (word 2^21 + next word >> 11) 2^-53, next in the ring of four. normal: Box-Muller on the
-// pairs (u0, u1), (u2, u3): sqrt(-2 ln(1 - u0)) times cos and sin of 2 pi u1.
+// uniform = (word >> 8) 2^-24; in float64 (word 2^21 + next word >> 11) 2^-53, next in the ring of
+// four. normal: Box-Muller on the pairs (u0, u1), (u2, u3): sqrt(-2 ln(1 - u0)) times cos and sin
+// of 2 pi u1.
 #include <algorithm>
 #include <cmath>
 
@@ -13,7 +15,8 @@
 namespace needle::cpu {
 namespace {
 
-constexpr int64_t kGroups = 128;   // groups of four made at once, in buffers that stay in the first cache
+constexpr int64_t kGroups =
+    128;  // groups of four made at once, in buffers that stay in the first cache
 constexpr int64_t kGrain = 1 << 14;  // elements per task, a multiple of 4 * kGroups
 
 // Uniform numbers of type C for groups first .. first + n, four to a group, in order.
@@ -50,9 +53,11 @@ inline void turn(float u, float& cosine, float& sine) {
   const float quarter = std::floor(4.f * u + 0.5f);
   const float x = (u - 0.25f * quarter) * 6.28318530718f;  // |x| <= pi / 4, the difference exact
   const float s = x * x;
-  const float sin_x = x + x * s * (-1.6666654611e-1f + s * (8.3321608736e-3f - s * 1.9515295891e-4f));
+  const float sin_x =
+      x + x * s * (-1.6666654611e-1f + s * (8.3321608736e-3f - s * 1.9515295891e-4f));
   const float cos_x =
-      1.f - 0.5f * s + s * s * (4.166664568298827e-2f + s * (-1.388731625493765e-3f + s * 2.443315711809948e-5f));
+      1.f - 0.5f * s +
+      s * s * (4.166664568298827e-2f + s * (-1.388731625493765e-3f + s * 2.443315711809948e-5f));
   const int32_t q = int32_t(quarter) & 3;
   const float c = q & 1 ? sin_x : cos_x, d = q & 1 ? cos_x : sin_x;
   cosine = q == 1 || q == 2 ? -c : c;
@@ -97,7 +102,8 @@ void random_normal(const Array& out, uint64_t seed, uint64_t offset) {
 
 void dropout(const Array& x, const Array& out, double p, uint64_t seed, uint64_t offset) {
   if (!(p >= 0 && p <= 1))
-    throw std::invalid_argument("[dropout] p is no probability: " + std::to_string(p) + " (0 to 1)");
+    throw std::invalid_argument("[dropout] p is no probability: " + std::to_string(p) +
+                                " (0 to 1)");
   if (x.size() < out.size())
     throw std::out_of_range("[dropout] x has " + std::to_string(x.size()) + " elements, out has " +
                             std::to_string(out.size()));

@@ -1,8 +1,9 @@
 // Reductions over the middle axis: out[o, i] = reduce over r of a[o, r, i].
 //
-// Rows (inner == 1) are cut into segments, each reduced in kLanes running values that g++ keeps in vector registers; columns are
-// reduced in strips of kStrip neighbours, kGroup rows at a time. The cuts depend on the shape alone. Partial sums of
-// segments and groups are added in float64, so that the error of a float32 sum does not grow with its length.
+// Rows (inner == 1) are cut into segments, each reduced in kLanes running values that g++ keeps in
+// vector registers; columns are reduced in strips of kStrip neighbours, kGroup rows at a time. The
+// cuts depend on the shape alone. Partial sums of segments and groups are added in float64, so that
+// the error of a float32 sum does not grow with its length.
 #include <algorithm>
 #include <limits>
 
@@ -19,7 +20,8 @@ constexpr int64_t kGroup = 64;      // rows of a strip reduced before their resu
 constexpr int64_t kWork = 1 << 15;  // elements per task
 constexpr int64_t kMaxPieces = 64;  // of one row, or one strip, when there are few of them
 
-// Each operation: R is the type of running values, W that of combined ones, `take` adds an element, `join` a partial result.
+// Each operation: R is the type of running values, W that of combined ones, `take` adds an element,
+// `join` a partial result.
 template <class C, class RunningT, class WideT>
 struct Types {
   using R = RunningT;
@@ -69,7 +71,7 @@ struct Min : Types<C, C, C> {
   static C join(C a, C b) { return take(a, b); }
 };
 
-// --- rows -------------------------------------------------------------------------------------------------------------------
+// --- rows ----------------------------------------------------------------------------------------
 
 template <class Op, class S, class C>
 typename Op::W reduce_segment(const S* x, int64_t n) {
@@ -119,7 +121,7 @@ void reduce_rows(const S* x, Out* out, int64_t rows, int64_t n) {
   });
 }
 
-// --- columns ----------------------------------------------------------------------------------------------------------------
+// --- columns -------------------------------------------------------------------------------------
 
 // total[j] = reduction of x[r * stride + j] over `rows` rows, for j < cols <= kStrip.
 template <class Op, class S, class C>
@@ -155,10 +157,11 @@ void reduce_columns(const S* x, Out* out, int64_t outer, int64_t rows, int64_t i
       out[unit / strips * inner + j0 + j] = Out(accum_t<Out>(total[j]));
   };
   // Few strips of many rows: cut the rows as well.
-  const int64_t pieces_wanted = std::min(kMaxPieces / std::max<int64_t>(units, 1),
-                                         rows * std::min(inner, kStrip) / kWork);
+  const int64_t pieces_wanted =
+      std::min(kMaxPieces / std::max<int64_t>(units, 1), rows * std::min(inner, kStrip) / kWork);
   if (pieces_wanted > 1) {
-    const int64_t piece = ((rows + pieces_wanted - 1) / pieces_wanted + kGroup - 1) / kGroup * kGroup;
+    const int64_t piece =
+        ((rows + pieces_wanted - 1) / pieces_wanted + kGroup - 1) / kGroup * kGroup;
     const int64_t pieces = (rows + piece - 1) / piece;
     W partial[kMaxPieces][kStrip];
     parallel_for(units * pieces, [&](int64_t task) {
@@ -193,14 +196,12 @@ void reduce_all(const S* x, Out* out, int64_t outer, int64_t n, int64_t inner) {
     reduce_columns<Op, S, C>(x, out, outer, n, inner);
 }
 
-// --- the index of the largest or smallest: the first of equals, and the first NaN before anything else ---------------------
+// --- the index of the largest or smallest: the first of equals, and the first NaN before anything
 
 template <bool largest, class S, class C>
 void reduce_arg(const S* x, int64_t* out, int64_t outer, int64_t n, int64_t inner) {
   const int64_t grain = std::max<int64_t>(1, kWork / n);
-  const auto beats = [](C a, C b) {
-    return (largest ? a > b : a < b) || (a != a && b == b);
-  };
+  const auto beats = [](C a, C b) { return (largest ? a > b : a < b) || (a != a && b == b); };
   if (inner == 1) {
     using Op = std::conditional_t<largest, Max<C>, Min<C>>;
     parallel_ranges(outer, grain, [&](int64_t begin, int64_t end) {
@@ -226,8 +227,9 @@ void reduce_arg(const S* x, int64_t* out, int64_t outer, int64_t n, int64_t inne
 }
 
 const char* reduce_name(ReduceOp op) {
-  static const char* const names[] = {"reduce_sum",   "reduce_max",    "reduce_min",   "reduce_prod",
-                                      "reduce_sumsq", "reduce_argmax", "reduce_argmin"};
+  static const char* const names[] = {"reduce_sum",   "reduce_max",   "reduce_min",
+                                      "reduce_prod",  "reduce_sumsq", "reduce_argmax",
+                                      "reduce_argmin"};
   return names[int(op)];
 }
 
