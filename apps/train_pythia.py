@@ -14,17 +14,19 @@ from pathlib import Path
 from needle.data.text import TextData, load_text, unigram_entropy
 from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
 from pythia_app import checkpoint
-from pythia_app.options import check, device, parse, writable_folder
+from pythia_app.options import device, parse, writable_folder
 from pythia_app.report import Reporter, duration, loss_picture, mib, table
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
-
-SAVED_OPTIONS = ("model", "vocab_size", "seq_len", "sparse")
 
 
 def main(argv: list[str] | None = None) -> int:
     try:
         options = parse(argv)
-        return run(options)
+        if options.load_checkpoint is None:
+            return run(options)
+        saved = checkpoint.find(Path(options.load_checkpoint))
+        state = checkpoint.read_state(saved)
+        return run(parse(argv, state["options"]), saved, state)
     except (ShapeError, DataError, DeviceError, CheckpointError, IndexError) as error:
         print(f"train_pythia.py: error: {error}", file=sys.stderr)
         return 2
@@ -33,15 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def run(options) -> int:
+def run(options, saved: Path | None = None, state: dict | None = None) -> int:
+    """saved, state: the checkpoint to go on from and what it says; ``options`` are made with it."""
     where = device(options.device)
-    saved = None
-    if options.load_checkpoint:
-        saved = checkpoint.find(Path(options.load_checkpoint))
-        state = checkpoint.read_state(saved)
-        for name in SAVED_OPTIONS:  # the model is what it was; how far to go may change
-            setattr(options, name, state[name])
-        check(options)
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=options.tokenizer)
     unigram = unigram_entropy(text.train, text.heldout, text.vocab_size)
     print(
@@ -55,7 +51,7 @@ def run(options) -> int:
         print(table(rows, list(rows[0])))
         return 130 if stop.asked else 0
     trainer = Trainer(options, text, where, options.sparse)
-    if saved is not None:
+    if saved is not None and state is not None:
         if not options.max_steps and not options.epochs:
             trainer.steps = state["steps"]
         checkpoint.load(saved, trainer.model, None if options.eval_only else trainer.optimizer)
@@ -104,7 +100,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         if stop.asked:
             report.say(
                 f"stopped after step {trainer.step}; saved {saved}\n"
-                f"go on with: python apps/train_pythia.py --load_checkpoint {folder} --dataset {options.dataset}"
+                f"go on with: python apps/train_pythia.py --load_checkpoint {folder}"
             )
             return 130
         held = trainer.held_out_loss(text)

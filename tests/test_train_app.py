@@ -79,6 +79,28 @@ def test_resuming_is_bitwise(text, tmp_path):
     assert losses(parts) == losses(whole)
 
 
+def test_resuming_keeps_what_made_the_run(text, tmp_path):
+    """Pattern, rate, batch and seed come from the checkpoint: the command that Ctrl-C prints gives none of them."""
+    flags = ["--sparse", "--pattern", "global", "--lr", "3e-3", "--batch_size", 3, "--seed", 5, "--max_tokens", 5000]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(text, *flags, "--max_steps", 5, "--checkpoint_dir", whole).returncode == 0
+    line = [sys.executable, "apps/train_pythia.py", "--load_checkpoint", str(parts)]
+    with subprocess.Popen(
+        command(text, *flags, "--max_steps", 5, "--checkpoint_dir", parts), cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        env=environment(),
+    ) as first:  # fmt: skip
+        for said in first.stdout:
+            if said.startswith("step     1/"):
+                first.send_signal(signal.SIGINT)
+                break
+        first.stdout.read()
+    assert len(losses(parts)) < 5
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert "global attention" in done.stdout and "3 x 64 tokens" in done.stdout
+    assert losses(parts) == losses(whole)
+
+
 def test_accumulation_eval_only_and_comparison(text, tmp_path):
     assert run(text, "--max_steps", 2, "--accumulation-steps", 2, "--checkpoint_dir", tmp_path).returncode == 0
     only = run(text, "--load_checkpoint", tmp_path, "--eval_only")
@@ -102,6 +124,7 @@ WRONG = [
     (("--checkpoint_dir", "/proc/none"), "/proc/none"),
     (("--tokenizer", "README.md"), "README.md"),
     (("--epochs", "many"), "--epochs"),
+    (("--epochs", "nan"), "[epochs]"),
 ]
 
 

@@ -13,16 +13,18 @@ from needle.backend_ndarray import NDArray
 from needle.errors import CheckpointError
 from needle.models import Pythia, load_published, published_state
 from needle.optim import AdamW
+from pythia_app.options import CHANGEABLE, FIXED
 
 LATEST = "latest"
 
 
 def _safetensors():
     try:
+        import safetensors
         import safetensors.numpy
     except ModuleNotFoundError:
         raise CheckpointError("[checkpoint] package missing: safetensors (pip install 'needle[train]')") from None
-    return safetensors.numpy
+    return safetensors
 
 
 def save(folder: Path, model: Pythia, optimizer: AdamW, state: dict) -> Path:
@@ -38,20 +40,21 @@ def save(folder: Path, model: Pythia, optimizer: AdamW, state: dict) -> Path:
         if p in optimizer.m:
             moments[f"m.{p_name}"] = optimizer.m[p].numpy()
             moments[f"v.{p_name}"] = optimizer.v[p].numpy()
+    library = _safetensors()
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        _safetensors().save_file(published_state(model), partial / "model.safetensors")
-        _safetensors().save_file(moments or {"none": np.zeros(0, np.float32)}, partial / "optimizer.safetensors")
+        library.numpy.save_file(published_state(model), partial / "model.safetensors")
+        library.numpy.save_file(moments or {"none": np.zeros(0, np.float32)}, partial / "optimizer.safetensors")
         (partial / "state.json").write_text(json.dumps({**state, "optimizer_steps": optimizer.t}))
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
         pointer = folder / f".{LATEST}.partial"
         pointer.write_text(name)
         os.replace(pointer, folder / LATEST)
-    except OSError as error:
+    except (OSError, library.SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(f"[checkpoint] cannot write {target}: {error.strerror or error}") from error
+        raise CheckpointError(f"[checkpoint] cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
     if before and before != name:
         shutil.rmtree(folder / before, ignore_errors=True)
     return target
@@ -70,9 +73,16 @@ def find(path: Path) -> Path:
 def read_state(path: Path) -> dict:
     """What was saved beside the weights. raises: CheckpointError for a damaged file."""
     try:
-        return json.loads((path / "state.json").read_text())
+        state = json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"[load_checkpoint] cannot read {path / 'state.json'}: {error}") from error
+    state = state if isinstance(state, dict) else {}
+    options = state.get("options")
+    missing = {"step", "steps", "data", "optimizer_steps"} - set(state)
+    missing |= set(CHANGEABLE + FIXED) - set(options) if isinstance(options, dict) else {"options"}
+    if missing:
+        raise CheckpointError(f"[load_checkpoint] {path / 'state.json'} lacks {', '.join(sorted(missing))}")
+    return state
 
 
 def load(path: Path, model: Pythia, optimizer: AdamW | None) -> None:
@@ -90,8 +100,8 @@ def load(path: Path, model: Pythia, optimizer: AdamW | None) -> None:
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    reader = _safetensors()
+    library = _safetensors()
     try:
-        return reader.load_file(path)
-    except Exception as error:  # safetensors has an exception class of its own, derived from Exception alone
+        return library.numpy.load_file(path)
+    except (OSError, library.SafetensorError) as error:
         raise CheckpointError(f"[load_checkpoint] cannot read {path}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from needle.models import SIZES
 from needle.nn import PATTERNS
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
+# What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
+CHANGEABLE = ("dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "lr")
+FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 
 
 def _flag(group, name: str, **kwargs) -> None:
@@ -55,10 +59,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The options, checked. Ends with exit code 2 and one line for a wrong one."""
+def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.Namespace:
+    """The options, checked. Ends with exit code 2 and one line for a wrong one.
+
+    saved: a checkpoint's options, which replace the defaults; the ones that make the model replace what was given, too.
+    """
     parser = _parser()
+    if saved is not None:
+        parser.set_defaults(**{name: saved[name] for name in CHANGEABLE})
     options = parser.parse_args(argv)
+    if saved is not None:
+        for name in FIXED:
+            setattr(options, name, saved[name])
     check(options)
     return options
 
@@ -70,7 +82,7 @@ def check(options: argparse.Namespace) -> None:
             raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: at least 1)")
     for name in ("max_tokens", "max_steps", "epochs"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             raise ShapeError(f"[{name}] is {value} (accepted: above 0)")
     if not 0 < options.lr < float("inf"):
         raise ShapeError(f"[lr] is {options.lr} (accepted: above 0)")

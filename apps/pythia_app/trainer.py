@@ -14,6 +14,7 @@ from needle import ops
 from needle.data.text import TextData, TokenBatches
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
+from pythia_app.options import CHANGEABLE, FIXED
 
 EVAL_TOKENS = 32_768
 
@@ -69,16 +70,8 @@ class Trainer:
         self.step = 0
 
     def state(self) -> dict:
-        options = self.options
-        return {
-            "step": self.step,
-            "steps": self.steps,
-            "data": self.batches.state_dict(),
-            "model": options.model,
-            "vocab_size": self.config.vocab_size,
-            "seq_len": options.seq_len,
-            "sparse": self.config.pattern is not None,
-        }
+        options = {name: getattr(self.options, name) for name in CHANGEABLE + FIXED}
+        return {"step": self.step, "steps": self.steps, "data": self.batches.state_dict(), "options": options}
 
     def tensors(self, batch) -> list[ndl.Tensor]:
         return [ndl.Tensor(x, device=self.device, dtype="int32", requires_grad=False) for x in batch]
