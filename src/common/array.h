@@ -1,4 +1,5 @@
-// Array: a flat, typed, shared piece of device memory; View: an array seen through shape, strides and offset.
+// Array: a flat, typed, shared piece of device memory; View: an array seen through shape, strides
+// and offset.
 #pragma once
 
 #include <memory>
@@ -14,11 +15,14 @@ namespace needle {
 
 using Dims = std::vector<int64_t>;
 
-// The memory behind one or more Arrays. `last_write` is a stamp that Python sets when it writes in place: a recomputation
-// compares it with the time its node was made.
+// The memory behind one or more Arrays. `last_write` is a stamp that Python sets when it writes in
+// place: a recomputation compares it with the time its node was made.
 struct Storage {
   Storage(Allocator& owner, int64_t bytes)
-      : allocator(&owner), ptr(owner.allocate(bytes)), nbytes(bytes), category(owner.current_category()) {
+      : allocator(&owner),
+        ptr(owner.allocate(bytes)),
+        nbytes(bytes),
+        category(owner.current_category()) {
     allocator->count(category, nbytes);
   }
   // Memory that came from outside (DLPack): counted as borrowed, released by `release`.
@@ -73,15 +77,16 @@ class Array {
 
   // The elements offset .. offset + size of this array, sharing its memory.
   Array view(int64_t offset, int64_t size) const {
-    if (offset < 0 || size < 0 || offset + size > size_) throw std::out_of_range("view outside its array");
+    if (offset < 0 || size < 0 || offset + size > size_)
+      throw std::out_of_range("view outside its array");
     return Array(storage_, static_cast<char*>(ptr_) + offset * dtype_size(dtype_), size, dtype_);
   }
 
   template <class T>
   T* data() const {
     if (DTypeOf<T>::value != dtype_)
-      throw std::invalid_argument(std::string("array is ") + dtype_name(dtype_) + ", kernel wants " +
-                                  dtype_name(DTypeOf<T>::value));
+      throw std::invalid_argument(std::string("array is ") + dtype_name(dtype_) +
+                                  ", kernel wants " + dtype_name(DTypeOf<T>::value));
     return static_cast<T*>(ptr_);
   }
 

@@ -1,5 +1,6 @@
-// What a kernel's translation unit includes: arrays, the op enums, and the contract of kernel_api.h declared in the namespace
-// of the device being compiled (the build defines NEEDLE_DEVICE as cpu, cuda or cuda_sim).
+// What a kernel's translation unit includes: arrays, the op enums, and the contract of kernel_api.h
+// declared in the namespace of the device being compiled (the build defines NEEDLE_DEVICE as cpu,
+// cuda or cuda_sim).
 #pragma once
 
 #include "array.h"
@@ -24,8 +25,9 @@ namespace NEEDLE_DEVICE {
 // What a device has beside its kernels, in src/ndarray_backend_<device>.
 Allocator& allocator();
 DLDevice dlpack_device();
-void sync();  // returns when everything asked so far is done, and raises what went wrong on the device
-void copy_to_host(const Array& from, void* to);          // all of `from`; both wait until the copy is done
+void sync();  // returns when everything asked so far is done, and raises what went wrong on the
+              // device
+void copy_to_host(const Array& from, void* to);  // all of `from`; both wait until the copy is done
 void copy_from_host(const void* from, const Array& to);  // all of `to`
 
 #include "kernel_api.h"

@@ -1,4 +1,5 @@
-// Element types: one row each, the 16-bit floats, and the dispatch from a run-time dtype to a C++ type.
+// Element types: one row each, the 16-bit floats, and the dispatch from a run-time dtype to a C++
+// type.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +25,8 @@ NEEDLE_HD inline To bit_cast(const From& from) {
   return to;
 }
 
-// bfloat16: the upper half of a float32; conversion rounds to nearest even and keeps NaN. Device code converts by the
-// hardware's instructions, which round alike.
+// bfloat16: the upper half of a float32; conversion rounds to nearest even and keeps NaN. Device
+// code converts by the hardware's instructions, which round alike.
 struct bfloat16 {
   uint16_t bits;
   bfloat16() = default;
@@ -34,7 +35,8 @@ struct bfloat16 {
     bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 #else
     const uint32_t u = bit_cast<uint32_t>(value);
-    bits = value != value ? uint16_t((u >> 16) | 0x40u) : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+    bits = value != value ? uint16_t((u >> 16) | 0x40u)
+                          : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 #endif
   }
   NEEDLE_HD operator float() const { return bit_cast<float>(uint32_t(bits) << 16); }
@@ -57,7 +59,8 @@ struct float16 {
     } else if (magnitude >= 0x477ff000u) {
       half = 0x7c00u;  // rounds past the largest half
     } else if (magnitude < 0x38800000u) {
-      // Subnormal: adding 0.5 puts the half's bits, rounded to nearest even, at the bottom of the word.
+      // Subnormal: adding 0.5 puts the half's bits, rounded to nearest even, at the bottom of the
+      // word.
       half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
     } else {
       half = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
@@ -77,7 +80,8 @@ struct float16 {
     } else if (magnitude >= 0x00800000u) {
       u = magnitude + 0x38000000u;
     } else {
-      u = bit_cast<uint32_t>(bit_cast<float>(magnitude + 0x38800000u) - bit_cast<float>(0x38800000u));
+      u = bit_cast<uint32_t>(bit_cast<float>(magnitude + 0x38800000u) -
+                             bit_cast<float>(0x38800000u));
     }
     return bit_cast<float>(sign | u);
 #endif
@@ -85,15 +89,11 @@ struct float16 {
 };
 
 // NEEDLE_DTYPES(row): row(enumerator, C++ type, Python name). The order is the numbering.
-#define NEEDLE_FLOAT_DTYPES(row)      \
-  row(kFloat32, float, "float32")     \
-  row(kFloat16, needle::float16, "float16") \
-  row(kBFloat16, needle::bfloat16, "bfloat16") \
-  row(kFloat64, double, "float64")
-#define NEEDLE_INT_DTYPES(row)     \
-  row(kInt32, int32_t, "int32")    \
-  row(kInt64, int64_t, "int64")    \
-  row(kUInt8, uint8_t, "uint8")
+#define NEEDLE_FLOAT_DTYPES(row)                                            \
+  row(kFloat32, float, "float32") row(kFloat16, needle::float16, "float16") \
+      row(kBFloat16, needle::bfloat16, "bfloat16") row(kFloat64, double, "float64")
+#define NEEDLE_INT_DTYPES(row) \
+  row(kInt32, int32_t, "int32") row(kInt64, int64_t, "int64") row(kUInt8, uint8_t, "uint8")
 #define NEEDLE_DTYPES(row) NEEDLE_FLOAT_DTYPES(row) NEEDLE_INT_DTYPES(row) row(kBool, bool, "bool")
 
 enum class DType : uint8_t {
@@ -104,10 +104,10 @@ enum class DType : uint8_t {
 
 template <class T>
 struct DTypeOf;
-#define ROW(e, type, name)                          \
-  template <>                                       \
-  struct DTypeOf<type> {                            \
-    static constexpr DType value = DType::e;        \
+#define ROW(e, type, name)                   \
+  template <>                                \
+  struct DTypeOf<type> {                     \
+    static constexpr DType value = DType::e; \
   };
 NEEDLE_DTYPES(ROW)
 #undef ROW
@@ -183,7 +183,8 @@ void dispatch_num(DType dtype, const char* op, F&& f) {
     NEEDLE_FLOAT_DTYPES(ROW)
     NEEDLE_INT_DTYPES(ROW)
     default:
-      throw std::invalid_argument(std::string("[") + op + "] no kernel for dtype " + dtype_name(dtype));
+      throw std::invalid_argument(std::string("[") + op + "] no kernel for dtype " +
+                                  dtype_name(dtype));
   }
 }
 template <class F>
@@ -191,7 +192,8 @@ void dispatch_float(DType dtype, const char* op, F&& f) {
   switch (dtype) {
     NEEDLE_FLOAT_DTYPES(ROW)
     default:
-      throw std::invalid_argument(std::string("[") + op + "] needs a floating dtype, got " + dtype_name(dtype));
+      throw std::invalid_argument(std::string("[") + op + "] needs a floating dtype, got " +
+                                  dtype_name(dtype));
   }
 }
 #undef ROW

@@ -12,8 +12,8 @@
 namespace needle::cpu {
 namespace {
 
-// Subnormal numbers count as zero inside a product: each one costs a hundred cycles, and the gradients of a confident softmax
-// are full of them.
+// Subnormal numbers count as zero inside a product: each one costs a hundred cycles, and the
+// gradients of a confident softmax are full of them.
 struct FlushSubnormals {
 #ifdef __SSE__
   static constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
@@ -31,8 +31,9 @@ constexpr int kVectorBytes = 32, kRows = 6;
 constexpr int kVectorBytes = 16, kRows = 4;
 #endif
 
-// C (m x n) in blocks of kRows x kCols registers: kRows * 2 accumulators, two vectors of B, one broadcast of A. Panels of
-// A (kM x kK) and B (kK x kN) are packed so that the inner loop reads both in order: A stays in L2, a panel of B in L1.
+// C (m x n) in blocks of kRows x kCols registers: kRows * 2 accumulators, two vectors of B, one
+// broadcast of A. Panels of A (kM x kK) and B (kK x kN) are packed so that the inner loop reads
+// both in order: A stays in L2, a panel of B in L1.
 template <class T>
 struct Own {
   typedef T Vector __attribute__((vector_size(kVectorBytes), aligned(sizeof(T)), may_alias));

@@ -46,16 +46,17 @@ void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_
 // out[batch] (m, n) = op(a[batch]) @ op(b[batch]), or += with accumulate; out contiguous.
 // op(a) is (m, k): a is stored with row stride lda and unit column stride, as (m, k), or as
 // (k, m) when trans_a. Batch strides may be 0 (broadcast). Every numeric dtype. k == 0 gives zeros.
-void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda, bool trans_a,
-            const Array& b, int64_t b_offset, const Dims& b_batch_strides, int64_t ldb, bool trans_b,
-            const Array& out, const Dims& batch_shape, int64_t m, int64_t k, int64_t n,
-            bool accumulate);
+void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda,
+            bool trans_a, const Array& b, int64_t b_offset, const Dims& b_batch_strides,
+            int64_t ldb, bool trans_b, const Array& out, const Dims& batch_shape, int64_t m,
+            int64_t k, int64_t n, bool accumulate);
 
 // --- softmax family: rows x cols ----------------------------------------------------------------
 void softmax_forward(const Array& x, const Array& y, int64_t rows, int64_t cols);
 void softmax_backward(const Array& y, const Array& dy, const Array& dx, int64_t rows, int64_t cols);
 void log_softmax_forward(const Array& x, const Array& y, int64_t rows, int64_t cols);
-void log_softmax_backward(const Array& y, const Array& dy, const Array& dx, int64_t rows, int64_t cols);
+void log_softmax_backward(const Array& y, const Array& dy, const Array& dx, int64_t rows,
+                          int64_t cols);
 // lse, dlse: (rows). A row of all -inf gives -inf (and a zero gradient).
 void logsumexp_forward(const Array& x, const Array& lse, int64_t rows, int64_t cols);
 void logsumexp_backward(const Array& x, const Array& lse, const Array& dlse, const Array& dx,
@@ -64,97 +65,117 @@ void logsumexp_backward(const Array& x, const Array& lse, const Array& dlse, con
 // --- layer norm over the last axis ---------------------------------------------------------------
 // mean, rstd: (rows), float32 (float64 for float64). Biased variance.
 void layer_norm_forward(const Array& x, const Array& weight, const Array& bias, const Array& y,
-                        const Array& mean, const Array& rstd, int64_t rows, int64_t cols, double eps);
+                        const Array& mean, const Array& rstd, int64_t rows, int64_t cols,
+                        double eps);
 // workspace: LAYER_NORM_PARTIALS x 2 x cols of mean's dtype (partial sums of dweight and dbias).
 void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, const Array& mean,
-                         const Array& rstd, const Array& dx, const Array& dweight, const Array& dbias,
-                         const Array& workspace, int64_t rows, int64_t cols);
+                         const Array& rstd, const Array& dx, const Array& dweight,
+                         const Array& dbias, const Array& workspace, int64_t rows, int64_t cols);
 
-// --- rotary embedding (GPT-NeoX halves) ------------------------------------------------------------
-// x: (B, H, T, D) with strides x_strides (4) and offset, out contiguous or strided likewise; the first `rot` of D are
-// rotated: with h = rot/2, (x[i], x[i+h]) -> (x[i] c - x[i+h] s, x[i+h] c + x[i] s), i < h.
-// cos, sin: (>= T, rot/2) float32, row t for position t. inverse rotates back (the gradient).
-void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array& cos, const Array& sin,
-            const Array& out, const Dims& out_strides, int64_t B, int64_t H, int64_t T, int64_t D,
-            int64_t rot, bool inverse);
+// --- rotary embedding (GPT-NeoX halves)
+// ------------------------------------------------------------ x: (B, H, T, D) with strides
+// x_strides (4) and offset, out contiguous or strided likewise; the first `rot` of D are rotated:
+// with h = rot/2, (x[i], x[i+h]) -> (x[i] c - x[i+h] s, x[i+h] c + x[i] s), i < h. cos, sin: (>= T,
+// rot/2) float32, row t for position t. inverse rotates back (the gradient).
+void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array& cos,
+            const Array& sin, const Array& out, const Dims& out_strides, int64_t B, int64_t H,
+            int64_t T, int64_t D, int64_t rot, bool inverse);
 
-// --- embedding: one_hot(ids) @ weight ---------------------------------------------------------------
-// weight (vocab, dim), ids (n) int32 or int64, out (n, dim). CPU: IndexError names the first bad id.
-// cuda: sets the device's error flag, read at the next sync; the row is filled with NaN.
-void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n, int64_t vocab,
-                       int64_t dim);
+// --- embedding: one_hot(ids) @ weight
+// --------------------------------------------------------------- weight (vocab, dim), ids (n)
+// int32 or int64, out (n, dim). CPU: IndexError names the first bad id. cuda: sets the device's
+// error flag, read at the next sync; the row is filled with NaN.
+void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
+                       int64_t vocab, int64_t dim);
 // dweight (vocab, dim) += or = the sum of dy rows by id, in ascending position order.
 // workspace int32: n + vocab + 1.
-void embedding_backward(const Array& dy, const Array& ids, const Array& dweight, const Array& workspace,
-                        int64_t n, int64_t vocab, int64_t dim, bool accumulate);
+void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
+                        const Array& workspace, int64_t n, int64_t vocab, int64_t dim,
+                        bool accumulate);
 // out (n, depth) of any dtype; ids int32 or int64; an id outside 0..depth-1 is an IndexError.
 void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth);
 
-// --- cross entropy -----------------------------------------------------------------------------------
-// logits (rows, cols), targets (rows) int32 or int64, loss and lse (rows) float32 (float64 for
-// float64). A row whose target is ignore_index has loss 0 and gradient 0.
-void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss, const Array& lse,
-                           int64_t rows, int64_t cols, int64_t ignore_index);
+// --- cross entropy
+// ----------------------------------------------------------------------------------- logits (rows,
+// cols), targets (rows) int32 or int64, loss and lse (rows) float32 (float64 for float64). A row
+// whose target is ignore_index has loss 0 and gradient 0.
+void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss,
+                           const Array& lse, int64_t rows, int64_t cols, int64_t ignore_index);
 // dlogits = (softmax(logits) - one_hot(targets)) * dloss[row]; dlogits may be logits (in place).
 void cross_entropy_backward(const Array& logits, const Array& targets, const Array& lse,
                             const Array& dloss, const Array& dlogits, int64_t rows, int64_t cols,
                             int64_t ignore_index);
 
-// --- optimizer ------------------------------------------------------------------------------------------
-// Decoupled weight decay (Loshchilov & Hutter 2019), in place on param, m, v. m, v float32 (float64 for
-// float64). grad_scale: one float32 on the device that multiplies every gradient (clipping, unscaling).
+// --- optimizer
+// ------------------------------------------------------------------------------------------
+// Decoupled weight decay (Loshchilov & Hutter 2019), in place on param, m, v. m, v float32 (float64
+// for float64). grad_scale: one float32 on the device that multiplies every gradient (clipping,
+// unscaling).
 void adamw_step(const Array& param, const Array& grad, const Array& m, const Array& v,
                 const Array& grad_scale, double lr, double beta1, double beta2, double eps,
                 double weight_decay, int64_t step);
 
-// --- attention over a block layout -------------------------------------------------------------------------
-// softmax(scale * q k^T + mask) v without a T x S array. q, out: (B, H, T, D); k, v: (B, H, S, D); last axis
-// contiguous, the other three strides are given as (B, H, T). lse: (B, H, T) float32 (float64 for float64).
-// The layout names the key blocks of each query block: for head h (h % layout_heads), query block i, the entries
-// row_ptr[hh * nq + i] .. row_ptr[hh * nq + i + 1] of col_idx (int32, ascending), with partial (uint8) = 1 where elements
-// must be masked by `key <= q_start + query`. nq = ceil(T / block), nk = ceil(S / block); tails are cut.
-// Queries with no key at all give out = 0 and lse = -inf.
+// --- attention over a block layout
+// ------------------------------------------------------------------------- softmax(scale * q k^T +
+// mask) v without a T x S array. q, out: (B, H, T, D); k, v: (B, H, S, D); last axis contiguous,
+// the other three strides are given as (B, H, T). lse: (B, H, T) float32 (float64 for float64). The
+// layout names the key blocks of each query block: for head h (h % layout_heads), query block i,
+// the entries row_ptr[hh * nq + i] .. row_ptr[hh * nq + i + 1] of col_idx (int32, ascending), with
+// partial (uint8) = 1 where elements must be masked by `key <= q_start + query`. nq = ceil(T /
+// block), nk = ceil(S / block); tails are cut. Queries with no key at all give out = 0 and lse =
+// -inf.
 void attention_forward(const Array& q, const Dims& q_strides, const Array& k, const Dims& k_strides,
-                       const Array& v, const Dims& v_strides, const Array& out, const Dims& out_strides,
-                       const Array& lse, const Array& row_ptr, const Array& col_idx, const Array& partial,
-                       int64_t B, int64_t H, int64_t T, int64_t S, int64_t D, int64_t layout_heads,
-                       int64_t block, int64_t q_start, double scale);
-// delta: workspace (B, H, T), dtype of lse: sum_d dout * out. The transposed index: for key block j of head hh the entries
-// col_ptr[hh * nk + j] .. of row_idx (query blocks, ascending) and t_partial.
-void attention_backward(const Array& dout, const Dims& dout_strides, const Array& q, const Dims& q_strides,
-                        const Array& k, const Dims& k_strides, const Array& v, const Dims& v_strides,
-                        const Array& out, const Dims& out_strides, const Array& lse, const Array& delta,
-                        const Array& dq, const Dims& dq_strides, const Array& dk, const Dims& dk_strides,
-                        const Array& dv, const Dims& dv_strides, const Array& row_ptr, const Array& col_idx,
-                        const Array& partial, const Array& col_ptr, const Array& row_idx,
-                        const Array& t_partial, int64_t B, int64_t H, int64_t T, int64_t S, int64_t D,
-                        int64_t layout_heads, int64_t block, int64_t q_start, double scale);
+                       const Array& v, const Dims& v_strides, const Array& out,
+                       const Dims& out_strides, const Array& lse, const Array& row_ptr,
+                       const Array& col_idx, const Array& partial, int64_t B, int64_t H, int64_t T,
+                       int64_t S, int64_t D, int64_t layout_heads, int64_t block, int64_t q_start,
+                       double scale);
+// delta: workspace (B, H, T), dtype of lse: sum_d dout * out. The transposed index: for key block j
+// of head hh the entries col_ptr[hh * nk + j] .. of row_idx (query blocks, ascending) and
+// t_partial.
+void attention_backward(const Array& dout, const Dims& dout_strides, const Array& q,
+                        const Dims& q_strides, const Array& k, const Dims& k_strides,
+                        const Array& v, const Dims& v_strides, const Array& out,
+                        const Dims& out_strides, const Array& lse, const Array& delta,
+                        const Array& dq, const Dims& dq_strides, const Array& dk,
+                        const Dims& dk_strides, const Array& dv, const Dims& dv_strides,
+                        const Array& row_ptr, const Array& col_idx, const Array& partial,
+                        const Array& col_ptr, const Array& row_idx, const Array& t_partial,
+                        int64_t B, int64_t H, int64_t T, int64_t S, int64_t D, int64_t layout_heads,
+                        int64_t block, int64_t q_start, double scale);
 
-// --- block-sparse products -----------------------------------------------------------------------------------
-// A block-sparse (m, n) matrix is blocks (batch, nnz, block, block) and an index. Batch item b uses layout head
-// b % layout_heads. Head hh owns blocks row_ptr[hh * nb_rows] .. row_ptr[(hh + 1) * nb_rows] (entries of heads follow each
-// other in one numbering, 0 .. nnz_total-1); the blocks of batch item b are stored at blocks[b, e - first(hh)] with nnz the
-// largest number of entries of any head.
-// sdd: blocks = op(a) @ op(b) at the layout's blocks only. a (batch, m, k), b (batch, k, n), transposed in storage
-// when trans. m = nb_rows * block, n = nb_cols * block.
-void blocksparse_sdd(const Array& a, bool trans_a, const Array& b, bool trans_b, const Array& blocks,
-                     const Array& row_ptr, const Array& col_idx, int64_t batch, int64_t m, int64_t n,
-                     int64_t k, int64_t nnz, int64_t layout_heads, int64_t block);
-// dsd: out (batch, m, n) = op(S) @ op(b). op(S) is (m, k). The index given is that of op(S)'s block rows: row_ptr (heads *
-// m/block + 1), col_idx, and `entry` (int32), the storage position of each entry (for S itself entry[e] = e; for S^T the
-// transposed index), where trans_s says that each stored block is used transposed.
-void blocksparse_dsd(const Array& blocks, bool trans_s, const Array& b, bool trans_b, const Array& out,
-                     const Array& row_ptr, const Array& col_idx, const Array& entry, int64_t batch,
-                     int64_t m, int64_t n, int64_t k, int64_t nnz, int64_t layout_heads, int64_t block);
-// dds: out (batch, m, n) = op(a) @ op(S). op(S) is (k, n). The index given is that of op(S)'s block columns: col_ptr (heads *
-// n/block + 1), row_idx (block rows, ascending), entry as above.
-void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool trans_s, const Array& out,
-                     const Array& col_ptr, const Array& row_idx, const Array& entry, int64_t batch,
-                     int64_t m, int64_t n, int64_t k, int64_t nnz, int64_t layout_heads, int64_t block);
+// --- block-sparse products
+// ----------------------------------------------------------------------------------- A
+// block-sparse (m, n) matrix is blocks (batch, nnz, block, block) and an index. Batch item b uses
+// layout head b % layout_heads. Head hh owns blocks row_ptr[hh * nb_rows] .. row_ptr[(hh + 1) *
+// nb_rows] (entries of heads follow each other in one numbering, 0 .. nnz_total-1); the blocks of
+// batch item b are stored at blocks[b, e - first(hh)] with nnz the largest number of entries of any
+// head. sdd: blocks = op(a) @ op(b) at the layout's blocks only. a (batch, m, k), b (batch, k, n),
+// transposed in storage when trans. m = nb_rows * block, n = nb_cols * block.
+void blocksparse_sdd(const Array& a, bool trans_a, const Array& b, bool trans_b,
+                     const Array& blocks, const Array& row_ptr, const Array& col_idx, int64_t batch,
+                     int64_t m, int64_t n, int64_t k, int64_t nnz, int64_t layout_heads,
+                     int64_t block);
+// dsd: out (batch, m, n) = op(S) @ op(b). op(S) is (m, k). The index given is that of op(S)'s block
+// rows: row_ptr (heads * m/block + 1), col_idx, and `entry` (int32), the storage position of each
+// entry (for S itself entry[e] = e; for S^T the transposed index), where trans_s says that each
+// stored block is used transposed.
+void blocksparse_dsd(const Array& blocks, bool trans_s, const Array& b, bool trans_b,
+                     const Array& out, const Array& row_ptr, const Array& col_idx,
+                     const Array& entry, int64_t batch, int64_t m, int64_t n, int64_t k,
+                     int64_t nnz, int64_t layout_heads, int64_t block);
+// dds: out (batch, m, n) = op(a) @ op(S). op(S) is (k, n). The index given is that of op(S)'s block
+// columns: col_ptr (heads * n/block + 1), row_idx (block rows, ascending), entry as above.
+void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool trans_s,
+                     const Array& out, const Array& col_ptr, const Array& row_idx,
+                     const Array& entry, int64_t batch, int64_t m, int64_t n, int64_t k,
+                     int64_t nnz, int64_t layout_heads, int64_t block);
 
-// --- counter-based random numbers: Philox 4x32-10 (Salmon et al. 2011) ------------------------------------------
-// Element i depends on (seed, offset + i / 4, i % 4) alone, so any device and any split gives the same bits.
-void random_uniform(const Array& out, uint64_t seed, uint64_t offset);  // [0, 1), 24 bits (53 in float64)
-void random_normal(const Array& out, uint64_t seed, uint64_t offset);   // Box-Muller on pairs
+// --- counter-based random numbers: Philox 4x32-10 (Salmon et al. 2011)
+// ------------------------------------------ Element i depends on (seed, offset + i / 4, i % 4)
+// alone, so any device and any split gives the same bits.
+void random_uniform(const Array& out, uint64_t seed,
+                    uint64_t offset);  // [0, 1), 24 bits (53 in float64)
+void random_normal(const Array& out, uint64_t seed, uint64_t offset);  // Box-Muller on pairs
 // out = keep ? x / (1 - p) : 0, keep iff uniform(seed, offset, i) >= p. Its own gradient.
 void dropout(const Array& x, const Array& out, double p, uint64_t seed, uint64_t offset);
