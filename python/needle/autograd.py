@@ -16,15 +16,19 @@ from typing import Any
 
 import numpy as np
 
+from .backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_ndarray.ndarray import write_stamp
-from .backend_selection import Device, NDArray, array_api
+from .backend_selection import Device, NDArray, array_api, default_device
 from .errors import DTypeError, GraphError, ShapeError
 
 LAZY_MODE = False  # True: ops compute when their value is first asked for
 TENSOR_COUNTER = 0  # live Tensors and TensorTuples
 
 _grad_enabled = True
+
+# Called with each new node while needle.memory wants to know where graphs are made; sets its ``site``.
+_node_made: Callable[[Node], None] | None = None
 
 
 class no_grad:
@@ -133,9 +137,12 @@ class Node:
     spec: (shape, dtype, device) of the value, known also when the array is gone; a tuple of those for tuple ops.
     readers: gradients that have not run yet and will read ``array``; at 0 it is not kept.
     time: tick of the write clock when the value was computed; an input written later must not be used to recompute.
+    site: where it was made, for needle.memory; None unless that was asked for.
     """
 
-    __slots__ = ("op", "inputs", "array", "spec", "readers", "requires_grad", "released", "time", "handle", "__weakref__")
+    __slots__ = (
+        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "time", "handle", "site", "__weakref__",
+    )  # fmt: skip
 
     def __init__(self, op: Op | None, inputs: tuple[Node, ...], requires_grad: bool):
         self.op = op
@@ -147,6 +154,7 @@ class Node:
         self.released = False
         self.time = 0
         self.handle: weakref.ref[Value] | None = None
+        self.site: Any = None
 
     def live_handle(self) -> Value | None:
         return self.handle() if self.handle is not None else None
@@ -215,7 +223,7 @@ def realize(node: Node) -> Any:
         arrays = [fresh[n] if n in fresh else n.peek() for n in top.inputs]
         if top.time:
             _check_unchanged(top, arrays)
-        value = top.op.compute(*arrays)  # type: ignore[union-attr]
+        value = _recompute(top, arrays)
         if not top.time:
             top.time = write_stamp()
         fresh[top] = value
@@ -223,6 +231,20 @@ def realize(node: Node) -> Any:
             top.array = value
         stack.pop()
     return fresh[node]
+
+
+def _recompute(node: Node, arrays: Sequence[Any]) -> Any:
+    """The op on ``arrays``, as an activation also in the middle of backward, where all else is gradients."""
+    device = _first_part(arrays[0])._device if arrays else default_device()
+    before = device.set_current_category(ACTIVATION)
+    try:
+        return node.op.compute(*arrays)  # type: ignore[union-attr]
+    finally:
+        device.set_current_category(before)
+
+
+def _first_part(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value
 
 
 def _spec_of(value: Any) -> Any:
@@ -350,6 +372,8 @@ class Value:
         self._replace(array)
 
     def _replace(self, array) -> None:
+        if isinstance(array, NDArray) and isinstance(self._data, NDArray):
+            array.category = self._data.category
         self._data = array
         if self._node is not None and self._node.op is None:
             self._node.array = array
@@ -411,6 +435,8 @@ class Value:
                 node.array = out
             node.handle = weakref.ref(value)
             value._node = node
+            if _node_made is not None:
+                _node_made(node)
         return value
 
 
@@ -621,6 +647,14 @@ class Tensor(Value):
             raise GraphError("[backward] this tensor has no history: no input required a gradient, or it was detached")
         if out_grad is not None and tuple(out_grad.shape) != tuple(self.shape):
             raise ShapeError(f"[backward] out_grad is {out_grad.shape} (accepted: {self.shape}, the shape of the tensor)")
+        device = self.device
+        before = device.set_current_category(GRADIENT)
+        try:
+            self._set_gradients(out_grad, retain_graph, accumulate, create_graph)
+        finally:
+            device.set_current_category(before)
+
+    def _set_gradients(self, out_grad: Tensor | None, retain_graph: bool, accumulate: bool, create_graph: bool) -> None:
         root = self._as_node()
         found = _run_backward(root, out_grad, retain_graph, create_graph)
         given = [] if out_grad is None else [out_grad.realize_cached_data()]

@@ -1,5 +1,10 @@
 """needle's exceptions. Each derives from the builtin that a numpy user would catch."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
 
 class ShapeError(ValueError):
     """Shapes or axes do not fit."""
@@ -35,10 +40,15 @@ class OutOfMemoryError(MemoryError):
     ``requested_bytes`` is what was asked; ``stats`` is the allocator's account at that moment.
     """
 
+    # Adds to the text who holds the memory and what would fit: needle.memory puts it here.
+    explain: ClassVar[Callable[[OutOfMemoryError, str], str] | None] = None
+
     def __init__(self, message: str, requested_bytes: int = 0, stats: dict | None = None):
-        super().__init__(message)
         self.requested_bytes = requested_bytes
         self.stats = stats or {}
+        if OutOfMemoryError.explain is not None and stats is not None:
+            message = OutOfMemoryError.explain(self, message)
+        super().__init__(message)
 
 
 class NeedleTestError(AssertionError):

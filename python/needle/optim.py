@@ -8,6 +8,7 @@ from typing import Any
 
 from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
+from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
 
 
@@ -42,6 +43,11 @@ def _global_sumsq(grads: Sequence[Tensor]) -> NDArray:
     return total
 
 
+def _as_state(array: NDArray) -> NDArray:
+    array.category = OPTIMIZER_STATE
+    return array
+
+
 class SGD(Optimizer):
     """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u."""
 
@@ -60,7 +66,7 @@ class SGD(Optimizer):
             if self.momentum:
                 g = g * (1 - self.momentum)
                 before = self.u.get(p)
-                self.u[p] = g = g if before is None else before * self.momentum + g
+                self.u[p] = g = _as_state(g if before is None else before * self.momentum + g)
             p.data = Tensor.make_const((w - g * self.lr).astype(w.dtype, copy=False))
 
 
@@ -83,8 +89,9 @@ class Adam(Optimizer):
             if self.weight_decay:
                 g = g + w * self.weight_decay
             m, v = self.m.get(p), self.v.get(p)
-            self.m[p] = m = g * (1 - self.beta1) if m is None else m * self.beta1 + g * (1 - self.beta1)
-            self.v[p] = v = g * g * (1 - self.beta2) if v is None else v * self.beta2 + g * g * (1 - self.beta2)
+            self.m[p] = m = _as_state(g * (1 - self.beta1) if m is None else m * self.beta1 + g * (1 - self.beta1))
+            squares = g * g * (1 - self.beta2)
+            self.v[p] = v = _as_state(squares if v is None else v * self.beta2 + squares)
             m_hat, v_hat = m / (1 - self.beta1**self.t), v / (1 - self.beta2**self.t)
             p.data = Tensor.make_const((w - m_hat / (v_hat.sqrt() + self.eps) * self.lr).astype(w.dtype, copy=False))
 
@@ -127,7 +134,16 @@ class AdamW(Optimizer):
         self._scale = (max_norm / (norm + 1e-6)).minimum(1.0).astype("float32", copy=False)
         return norm
 
+    def _make_states(self) -> None:
+        """All at once and before the first update, so that a step which runs out of memory has changed nothing."""
+        for p in self.params:
+            if p.grad is not None and p not in self.m:
+                wide = "float64" if p.dtype == "float64" else "float32"
+                m = _as_state(full(p.shape, 0, wide, p.device))
+                self.m[p], self.v[p] = m, _as_state(full(p.shape, 0, wide, p.device))
+
     def step(self) -> None:
+        self._make_states()
         self.t += 1
         scale, (beta1, beta2) = self._scale, self.betas
         for g in self.groups:
@@ -138,10 +154,6 @@ class AdamW(Optimizer):
                 if not w.is_compact():
                     w = w.compact()
                     p.data = Tensor.make_const(w)
-                if p not in self.m:
-                    wide = "float64" if w.dtype == "float64" else "float32"
-                    self.m[p] = full(w.shape, 0, wide, w.device)
-                    self.v[p] = full(w.shape, 0, wide, w.device)
                 if scale is None:
                     scale = full((1,), 1, "float32", w.device)
                 kernels.adamw_step(w, grad, self.m[p], self.v[p], scale, g["lr"], beta1, beta2, self.eps, g["weight_decay"], self.t)

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <utility>
 
 namespace needle {
 namespace {
@@ -41,9 +42,73 @@ OutOfMemory::OutOfMemory(int64_t requested_, const MemoryStats& stats_)
   if (stats.limit > 0) text += ", limit " + readable(stats.limit);
 }
 
-void* Allocator::allocate(int64_t bytes) {
-  const int64_t size = block_size(bytes);
+void Allocator::hold(Holder& holder, int64_t bytes, int64_t site) {
   std::lock_guard<std::mutex> lock(mutex_);
+  holder.ptr = take(bytes);
+  holder.nbytes = bytes;
+  holder.category = current_category_;
+  holder.serial = ++stats_.allocations;
+  holder.site = site;
+  holder.older = newest_;
+  (newest_ ? newest_->newer : oldest_) = &holder;
+  newest_ = &holder;
+  ++stats_.live_arrays;
+  count(holder.category, bytes);
+  if (logging_) record(MemoryEvent::kMade, holder);
+}
+
+void Allocator::let_go(Holder& holder) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  (holder.older ? holder.older->newer : oldest_) = holder.newer;
+  (holder.newer ? holder.newer->older : newest_) = holder.older;
+  --stats_.live_arrays;
+  count(holder.category, -holder.nbytes);
+  if (logging_) record(MemoryEvent::kFreed, holder);
+  give_back(holder.ptr, holder.nbytes);
+}
+
+void Allocator::set_category(Holder& holder, int category) {
+  if (category < 0 || category >= kCategories) category = 0;
+  if (category == holder.category) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.by_category[holder.category] -= holder.nbytes;
+  stats_.by_category[category] += holder.nbytes;
+  holder.category = category;
+  if (logging_) record(MemoryEvent::kRetagged, holder);
+}
+
+int Allocator::set_current_category(int category) {
+  const int before = current_category_;
+  current_category_ = category < 0 || category >= kCategories ? 0 : category;
+  return before;
+}
+
+void Allocator::record(MemoryEvent::Kind kind, const Holder& holder) {
+  log_.push_back({kind, holder.serial, holder.nbytes, holder.site, holder.category});
+}
+
+std::vector<MemoryEvent> Allocator::holders() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<MemoryEvent> found;
+  for (const Holder* h = oldest_; h != nullptr; h = h->newer)
+    found.push_back({MemoryEvent::kMade, h->serial, h->nbytes, h->site, h->category});
+  return found;
+}
+
+void Allocator::start_log() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  log_.clear();
+  logging_ = true;
+}
+
+std::vector<MemoryEvent> Allocator::take_log() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  logging_ = false;
+  return std::exchange(log_, {});
+}
+
+void* Allocator::take(int64_t bytes) {
+  const int64_t size = block_size(bytes);
   if (stats_.limit > 0 && stats_.live + bytes > stats_.limit) throw OutOfMemory(bytes, stats_);
   void* ptr = nullptr;
   if (caching_ && size >= kLarge) {
@@ -70,15 +135,11 @@ void* Allocator::allocate(int64_t bytes) {
   }
   stats_.peak_reserved = std::max(stats_.peak_reserved, stats_.reserved);
   top_ = std::max(top_, stats_.reserved - cached_bytes_);
-  ++stats_.allocations;
-  ++stats_.live_arrays;
   return ptr;
 }
 
-void Allocator::deallocate(void* ptr, int64_t bytes) noexcept {
+void Allocator::give_back(void* ptr, int64_t bytes) noexcept {
   const int64_t size = block_size(bytes);
-  std::lock_guard<std::mutex> lock(mutex_);
-  --stats_.live_arrays;
   if (caching_ && size >= kLarge) {
     const int64_t real = block_bytes_.at(ptr);
     cache_.emplace(real, ptr);
@@ -102,8 +163,6 @@ void Allocator::release_cached(int64_t reserved) {
 }
 
 void Allocator::count(int category, int64_t bytes) {
-  if (category < 0 || category >= kCategories) category = 0;
-  std::lock_guard<std::mutex> lock(mutex_);
   stats_.live += bytes;
   stats_.by_category[category] += bytes;
   if (stats_.live > stats_.peak) {

@@ -1,5 +1,5 @@
-// The one place where a device's memory comes from: it counts every byte, keeps freed blocks for
-// reuse, and can be given a limit.
+// The one place where a device's memory comes from: it counts every byte, knows who holds it, keeps
+// freed blocks for reuse, and can be given a limit.
 #pragma once
 
 #include <array>
@@ -44,6 +44,24 @@ struct OutOfMemory : std::bad_alloc {
   std::string text;
 };
 
+// A piece of memory that is held. Holders of one allocator form a list, the oldest first.
+struct Holder {
+  void* ptr = nullptr;
+  int64_t nbytes = 0;
+  int category = 0;
+  int64_t serial = 0;  // how many allocations there had been
+  int64_t site = 0;    // who asked, as needle.memory numbers it; 0: not recorded
+  Holder *older = nullptr, *newer = nullptr;
+};
+
+// What happened to a holder while the log was on.
+struct MemoryEvent {
+  enum Kind : int { kFreed = -1, kRetagged = 0, kMade = 1 };
+  Kind kind;
+  int64_t serial, nbytes, site;
+  int category;
+};
+
 class Allocator {
  public:
   // caching: keep large freed blocks here (allocator.cc says how); false where the source does so
@@ -51,15 +69,22 @@ class Allocator {
   explicit Allocator(MemorySource& source, bool caching = false)
       : source_(source), caching_(caching) {}
 
-  // Zero bytes gives a valid, unique-enough pointer. Throws OutOfMemory when the source or the
-  // limit refuses.
-  void* allocate(int64_t bytes);
-  void deallocate(void* ptr, int64_t bytes) noexcept;
-
-  void count(int category, int64_t bytes);
+  // Fills in the holder. Zero bytes gives a valid, unique-enough pointer. Throws OutOfMemory when
+  // the source or the limit refuses.
+  void hold(Holder& holder, int64_t bytes, int64_t site);
+  void let_go(Holder& holder) noexcept;
+  void set_category(Holder& holder, int category);
   void count_borrowed(int64_t bytes);
-  int current_category() const { return current_category_; }
-  void set_current_category(int category) { current_category_ = category; }
+
+  // Asks Python for a site only where an allocation is at least this large.
+  int64_t site_bytes() const { return site_bytes_; }
+  void set_site_bytes(int64_t bytes) { site_bytes_ = bytes; }
+  std::vector<MemoryEvent> holders() const;  // as if each had just been made, the oldest first
+  void start_log();
+  std::vector<MemoryEvent> take_log();  // and stops it
+
+  // The category of what is allocated from now on; gives the one before.
+  int set_current_category(int category);
 
   MemoryStats stats() const;
   void reset_peak();
@@ -67,6 +92,10 @@ class Allocator {
   void set_limit(int64_t bytes);  // of live bytes; 0 lifts it
 
  private:
+  void* take(int64_t bytes);
+  void give_back(void* ptr, int64_t bytes) noexcept;
+  void count(int category, int64_t bytes);
+  void record(MemoryEvent::Kind kind, const Holder& holder);
   void release_cached(int64_t reserved);
 
   MemorySource& source_;
@@ -74,6 +103,10 @@ class Allocator {
   mutable std::mutex mutex_;
   MemoryStats stats_;
   int current_category_ = 0;
+  int64_t site_bytes_ = INT64_MAX;
+  Holder *oldest_ = nullptr, *newest_ = nullptr;
+  bool logging_ = false;
+  std::vector<MemoryEvent> log_;
   std::multimap<int64_t, void*> cache_;  // free blocks by their real size
   int64_t cached_bytes_ = 0;
   int64_t top_ = 0;  // the most bytes ever in blocks that were in use

@@ -17,17 +17,15 @@ using Dims = std::vector<int64_t>;
 
 // The memory behind one or more Arrays. `last_write` is a stamp that Python sets when it writes in
 // place: a recomputation compares it with the time its node was made.
-struct Storage {
-  Storage(Allocator& owner, int64_t bytes)
-      : allocator(&owner),
-        ptr(owner.allocate(bytes)),
-        nbytes(bytes),
-        category(owner.current_category()) {
-    allocator->count(category, nbytes);
+struct Storage : Holder {
+  Storage(Allocator& owner, int64_t bytes, int64_t site_ = 0) : allocator(&owner) {
+    owner.hold(*this, bytes, site_);
   }
   // Memory that came from outside (DLPack): counted as borrowed, released by `release`.
   Storage(Allocator& owner, void* borrowed, int64_t bytes, std::function<void()> release_)
-      : allocator(&owner), ptr(borrowed), nbytes(bytes), release(std::move(release_)) {
+      : allocator(&owner), release(std::move(release_)) {
+    ptr = borrowed;
+    nbytes = bytes;
     allocator->count_borrowed(nbytes);
   }
   ~Storage() {
@@ -35,33 +33,28 @@ struct Storage {
       allocator->count_borrowed(-nbytes);
       release();
     } else {
-      allocator->count(category, -nbytes);
-      allocator->deallocate(ptr, nbytes);
+      allocator->let_go(*this);
     }
   }
   Storage(const Storage&) = delete;
   Storage& operator=(const Storage&) = delete;
 
   void set_category(int wanted) {
-    if (!release) {
-      allocator->count(category, -nbytes);
-      allocator->count(wanted, nbytes);
-    }
-    category = wanted;
+    if (release)
+      category = wanted;
+    else
+      allocator->set_category(*this, wanted);
   }
 
   Allocator* allocator;
-  void* ptr;
-  int64_t nbytes;
-  int category = 0;
   int64_t last_write = 0;
   std::function<void()> release;
 };
 
 class Array {
  public:
-  Array(Allocator& allocator, int64_t size, DType dtype)
-      : storage_(std::make_shared<Storage>(allocator, checked_bytes(size, dtype))),
+  Array(Allocator& allocator, int64_t size, DType dtype, int64_t site = 0)
+      : storage_(std::make_shared<Storage>(allocator, checked_bytes(size, dtype), site)),
         ptr_(storage_->ptr),
         size_(size),
         dtype_(dtype) {}

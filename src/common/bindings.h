@@ -97,16 +97,28 @@ inline Dims compact_strides(const Dims& shape) {
 
 // --- binding, family by family -------------------------------------------------------------------
 
+// Python's answer to who asks for an array, a number; where it is large enough to be asked for.
+inline py::object& site_hook() {
+  static auto* hook = new py::object(py::none());  // never destroyed: the interpreter goes first
+  return *hook;
+}
+inline int64_t site_of(int64_t size, DType dtype) {
+  if (size < allocator().site_bytes() / dtype_size(dtype)) return 0;
+  return site_hook()(size * dtype_size(dtype)).cast<int64_t>();
+}
+
 inline void bind_array(py::module_& m) {
   py::class_<Array>(m, "Array", py::module_local())
       .def(py::init([](int64_t size, const std::string& dtype) {
-             return std::make_unique<Array>(allocator(), size, dtype_from_name(dtype));
+             const DType type = dtype_from_name(dtype);
+             return std::make_unique<Array>(allocator(), size, type, site_of(size, type));
            }),
            py::arg("size"), py::arg("dtype") = "float32")
       .def_property_readonly("size", &Array::size)
       .def_property_readonly("dtype", [](const Array& a) { return dtype_name(a.dtype()); })
       .def_property_readonly("nbytes", &Array::nbytes)
       .def_property_readonly("itemsize", [](const Array& a) { return dtype_size(a.dtype()); })
+      .def_property_readonly("serial", [](const Array& a) { return a.storage().serial; })
       .def("ptr", [](const Array& a) { return reinterpret_cast<uintptr_t>(a.ptr()); })
       .def("view", &Array::view, py::arg("offset"), py::arg("size"))
       .def_property(
@@ -119,6 +131,7 @@ inline void bind_array(py::module_& m) {
 
 inline py::dict stats_dict(const MemoryStats& s) {
   py::dict d;
+  d["device"] = NEEDLE_STRING(NEEDLE_DEVICE);
   d["live"] = s.live;
   d["peak"] = s.peak;
   d["reserved"] = s.reserved;
@@ -135,6 +148,14 @@ inline py::dict stats_dict(const MemoryStats& s) {
   return d;
 }
 
+inline py::list event_list(const std::vector<MemoryEvent>& events) {
+  py::list list(events.size());
+  size_t i = 0;
+  for (const MemoryEvent& e : events)
+    list[i++] = py::make_tuple(int(e.kind), e.serial, e.nbytes, e.category, e.site);
+  return list;
+}
+
 // OutOfMemory becomes the package's OutOfMemoryError(message, requested_bytes, stats); MemoryError
 // where the module was imported alone.
 inline void bind_memory(py::module_& m) {
@@ -145,7 +166,17 @@ inline void bind_memory(py::module_& m) {
     allocator().empty_cache();
   });
   m.def("set_limit", [](int64_t bytes) { allocator().set_limit(bytes); });
-  m.def("set_current_category", [](int category) { allocator().set_current_category(category); });
+  m.def("set_current_category",
+        [](int category) { return allocator().set_current_category(category); });
+  // From min_bytes on, hook(nbytes) is called before an array is made, and names who makes it.
+  m.def("set_site_hook", [](py::object hook, int64_t min_bytes) {
+    site_hook() = hook;
+    allocator().set_site_bytes(hook.is_none() ? INT64_MAX : min_bytes);
+  });
+  // Lists of (kind, serial, nbytes, category, site); kind: 1 made, -1 freed, 0 retagged.
+  m.def("memory_holders", [] { return event_list(allocator().holders()); });
+  m.def("start_memory_log", [] { allocator().start_log(); });
+  m.def("take_memory_log", [] { return event_list(allocator().take_log()); });
 
   const auto name = m.attr("__name__").cast<std::string>();
   const auto parent = name.rfind('.');

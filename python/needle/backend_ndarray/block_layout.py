@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
 from ..errors import ShapeError
-from .device import BackendDevice
+from .device import BackendDevice, device_cache
 from .ndarray import NDArray
 
 MIN_BLOCK, MAX_BLOCK = 16, 128
@@ -117,7 +116,7 @@ def _pointers(lines: np.ndarray, n_lines: int) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.bincount(lines, minlength=n_lines))]).astype(np.int32)
 
 
-@lru_cache(maxsize=64)
+@device_cache(maxsize=64)
 def dense_layout(rows: int, cols: int, block: int = 64, causal: bool = True, q_start: int = 0) -> BlockLayout:
     """Every block of a (rows, cols) matrix in elements, tails included; causal drops the future."""
     mask = np.ones((-(-rows // block), -(-cols // block)), bool)

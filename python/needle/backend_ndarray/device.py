@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,25 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError
+
+_device_caches: list[Any] = []
+
+
+def device_cache(maxsize: int) -> Callable[[Callable], Any]:
+    """lru_cache for a function whose values hold device memory. ``drop_device_caches`` empties them all."""
+
+    def wrap(function: Callable) -> Any:
+        cached = lru_cache(maxsize=maxsize)(function)
+        _device_caches.append(cached)
+        return cached
+
+    return wrap
+
+
+def drop_device_caches() -> None:
+    """Gives back what needle keeps on devices between calls: the indices of block layouts, tables of angles."""
+    for cached in _device_caches:
+        cached.cache_clear()
 
 
 class BackendDevice:

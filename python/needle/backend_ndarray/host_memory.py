@@ -2,44 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..errors import OutOfMemoryError
 
-CATEGORIES = ("other", "parameter", "gradient", "optimizer state", "activation", "workspace", "data")
+# What an array is for: the number is its place here. 0 is what nobody has said anything else about.
+CATEGORIES = ("activation", "parameter", "gradient", "optimizer state", "workspace", "data")
+ACTIVATION, PARAMETER, GRADIENT, OPTIMIZER_STATE, WORKSPACE, DATA = range(len(CATEGORIES))
+MADE, RETAGGED, FREED = 1, 0, -1  # kinds of a memory event: MemoryEvent in allocator.h
 
 
 class HostAllocator:
-    """Counts what Storage objects take and give back. All figures are in bytes."""
+    """Counts what Storage objects take and give back, and knows them. All figures are in bytes."""
 
     def __init__(self, device_name: str):
         self.device_name = device_name
         self.live = self.peak = self.borrowed = self.limit = 0
-        self.allocations = self.live_arrays = 0
+        self.allocations = 0
         self.current_category = 0
         self.by_category = [0] * 8
         self.by_category_at_peak = [0] * 8
+        self.held: dict[int, tuple] = {}  # serial: (MADE, serial, nbytes, category, site)
+        self.log: list[tuple] | None = None
+        self.site_hook: Callable[[int], int] | None = None
+        self.site_bytes = 0
 
-    def take(self, nbytes: int, category: int) -> None:
+    def take(self, storage: Storage, nbytes: int) -> None:
         if self.limit and self.live + nbytes > self.limit:
             raise OutOfMemoryError(
-                f"[{self.device_name}] out of memory: {nbytes} bytes asked, {self.live} live (limit {self.limit})",
+                f"[{self.device_name}] out of memory: {nbytes} bytes requested, {self.live} live, limit {self.limit}",
                 nbytes,
                 self.memory_stats(),
             )
+        site = self.site_hook(nbytes) if self.site_hook is not None and nbytes >= self.site_bytes else 0
         self.allocations += 1
-        self.live_arrays += 1
+        storage.serial, storage.nbytes, storage.category, storage.site = self.allocations, nbytes, self.current_category, site
+        self._put(storage)
         self.live += nbytes
-        self.by_category[category] += nbytes
+        self.by_category[storage.category] += nbytes
         if self.live > self.peak:
             self.peak = self.live
             self.by_category_at_peak = list(self.by_category)
 
-    def give_back(self, nbytes: int, category: int) -> None:
-        self.live_arrays -= 1
-        self.live -= nbytes
-        self.by_category[category] -= nbytes
+    def give_back(self, storage: Storage) -> None:
+        self.live -= storage.nbytes
+        self.by_category[storage.category] -= storage.nbytes
+        _, *rest = self.held.pop(storage.serial)
+        if self.log is not None:
+            self.log.append((FREED, *rest))
+
+    def retag(self, storage: Storage, category: int) -> None:
+        self.by_category[storage.category] -= storage.nbytes
+        self.by_category[category] += storage.nbytes
+        storage.category = category
+        self._put(storage, RETAGGED)
+
+    def _put(self, storage: Storage, kind: int = MADE) -> None:
+        rest = storage.serial, storage.nbytes, storage.category, storage.site
+        self.held[storage.serial] = (MADE, *rest)
+        if self.log is not None:
+            self.log.append((kind, *rest))
 
     def memory_stats(self) -> dict:
         return {
+            "device": self.device_name,
             "live": self.live,
             "peak": self.peak,
             "reserved": self.live,
@@ -47,7 +73,7 @@ class HostAllocator:
             "borrowed": self.borrowed,
             "limit": self.limit,
             "allocations": self.allocations,
-            "live_arrays": self.live_arrays,
+            "live_arrays": len(self.held),
             "by_category": list(self.by_category),
             "by_category_at_peak": list(self.by_category_at_peak),
         }
@@ -62,26 +88,48 @@ class HostAllocator:
     def set_limit(self, nbytes: int) -> None:
         self.limit = int(nbytes)
 
-    def set_current_category(self, category: int) -> None:
-        self.current_category = category
+    def set_current_category(self, category: int) -> int:
+        before, self.current_category = self.current_category, category
+        return before
+
+    def set_site_hook(self, hook: Callable[[int], int] | None, min_bytes: int) -> None:
+        self.site_hook, self.site_bytes = hook, min_bytes
+
+    def memory_holders(self) -> list[tuple]:
+        return list(self.held.values())
+
+    def start_memory_log(self) -> None:
+        self.log = []
+
+    def take_memory_log(self) -> list[tuple]:
+        log, self.log = self.log or [], None
+        return log
+
+
+# What a module of kernels offers of its allocator, under these names.
+ALLOCATOR_FUNCTIONS = (
+    "memory_stats", "reset_peak", "empty_cache", "set_limit", "set_current_category", "set_site_hook", "memory_holders",
+    "start_memory_log", "take_memory_log",
+)  # fmt: skip
 
 
 class Storage:
     """Memory with an owner: taken from an allocator when made, given back when the last array on it goes."""
 
-    __slots__ = ("allocator", "nbytes", "category", "last_write")
+    __slots__ = ("allocator", "nbytes", "category", "serial", "site", "last_write")
+    nbytes: int
+    category: int
+    serial: int
+    site: int
 
     def __init__(self, allocator: HostAllocator, nbytes: int):
-        self.nbytes = 0  # so that __del__ is right when take() refuses
-        self.category = allocator.current_category
-        allocator.take(nbytes, self.category)
+        allocator.take(self, nbytes)
         self.allocator = allocator
-        self.nbytes = nbytes
         self.last_write = 0
 
     def __del__(self):
-        if hasattr(self, "allocator"):
-            self.allocator.give_back(self.nbytes, self.category)
+        if hasattr(self, "allocator"):  # not where take() refused
+            self.allocator.give_back(self)
 
 
 class HostArray:
@@ -112,7 +160,8 @@ class HostArray:
 
     @category.setter
     def category(self, category: int) -> None:
-        storage = self.storage
-        storage.allocator.by_category[storage.category] -= storage.nbytes
-        storage.allocator.by_category[category] += storage.nbytes
-        storage.category = category
+        self.storage.allocator.retag(self.storage, category)
+
+    @property
+    def serial(self) -> int:
+        return self.storage.serial

@@ -10,6 +10,7 @@ import math
 from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError
 from .block_layout import BlockLayout
+from .host_memory import WORKSPACE
 from .ndarray import NDArray, _new, full, matmul
 
 LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
@@ -19,6 +20,13 @@ DEFAULT_CHUNK_BYTES = 64 << 20
 def _wide(dtype: str) -> str:
     """What sums and statistics of a dtype are kept in."""
     return "float64" if dtype == "float64" else "float32"
+
+
+def _workspace(shape: tuple[int, ...], dtype: str, device) -> NDArray:
+    """An array that lives for one kernel or one op and holds no result."""
+    out = _new(shape, dtype, device)
+    out.category = WORKSPACE
+    return out
 
 
 def _check(op: str, *arrays: NDArray, floating: bool = True) -> NDArray:
@@ -119,7 +127,7 @@ def layer_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, mean: NDArray,
     device = x._device
     dx = _new(x._shape, x._dtype, device)
     dweight, dbias = _new((cols,), x._dtype, device), _new((cols,), x._dtype, device)
-    workspace = _new((LAYER_NORM_PARTIALS, 2, cols), mean._dtype, device)
+    workspace = _workspace((LAYER_NORM_PARTIALS, 2, cols), mean._dtype, device)
     device.layer_norm_backward(
         dy.contiguous_handle(), x.contiguous_handle(), weight.contiguous_handle(), mean.contiguous_handle(),
         rstd.contiguous_handle(), dx._handle, dweight._handle, dbias._handle, workspace._handle, rows, cols,
@@ -172,7 +180,7 @@ def embedding_backward(dy: NDArray, ids: NDArray, vocab: int, into: NDArray | No
     ids = as_ids("embedding", ids)
     dim = dy._shape[-1]
     dweight = into if into is not None else _new((vocab, dim), dy._dtype, dy._device)
-    workspace = _new((ids.size + vocab + 1,), "int32", dy._device)
+    workspace = _workspace((ids.size + vocab + 1,), "int32", dy._device)
     dy._device.embedding_backward(
         dy.contiguous_handle(), ids.contiguous_handle(), dweight._handle, workspace._handle, ids.size, vocab, dim,
         into is not None,
@@ -253,7 +261,7 @@ def linear_cross_entropy(
         dhidden = _new(hidden._shape, dtype, device)
         dweight = full(weight._shape, 0, dtype, device) if rows == 0 else _new(weight._shape, dtype, device)
         scale = (1.0 / counted).broadcast_to((rows,)).compact()
-    logits_buffer = _new((at_once, vocab), dtype, device)
+    logits_buffer = _workspace((at_once, vocab), dtype, device)
     weight_t = weight.permute((1, 0))
     for start in range(0, rows, at_once):
         part = slice(start, min(start + at_once, rows))
@@ -348,7 +356,7 @@ def attention_backward(
     """(dq, dk, dv), each of memory (B, H, T, D); scores are recomputed block by block from lse."""
     B, H, T, S, D = _check_attention(q, k, v, layout)
     device = q._device
-    delta = _new((B, H, T), lse._dtype, device)
+    delta = _workspace((B, H, T), lse._dtype, device)
     dq, dk, dv = (_new(x._shape, q._dtype, device) for x in (q, k, v))
     index = layout.on(device)
     (do_h, do_s, dout), (o_h, o_s, out) = _rows_form(dout), _rows_form(out)

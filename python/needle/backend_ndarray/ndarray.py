@@ -18,6 +18,7 @@ import numpy as np
 from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError
 from .device import BackendDevice, all_devices, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
+from .host_memory import DATA
 
 __all__ = [
     "NDArray", "BackendDevice", "cpu", "cuda", "cuda_sim", "cpu_numpy", "meta", "default_device", "all_devices",
@@ -162,6 +163,20 @@ class NDArray:
     def nbytes(self) -> int:
         """Bytes of the elements seen through this view."""
         return self.size * dt.ROWS[self._dtype].itemsize
+
+    @property
+    def category(self) -> int:
+        """An index into ``host_memory.CATEGORIES``: what the memory behind this array is for, all of it."""
+        return self._handle.category
+
+    @category.setter
+    def category(self, category: int) -> None:
+        self._handle.category = category
+
+    @property
+    def serial(self) -> int:
+        """The number of the allocation behind this array, counted by its device."""
+        return self._handle.serial
 
     def __repr__(self) -> str:
         return f"NDArray({self.numpy()}, device={self._device})"
@@ -702,6 +717,7 @@ def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArr
     if dtype == "bfloat16" and device.name != "cpu_numpy":
         values = values.view(np.uint16)
     device.mod.from_numpy(values, out._handle)  # type: ignore[union-attr]
+    out.category = DATA
     return out
 
 

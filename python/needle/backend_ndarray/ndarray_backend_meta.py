@@ -9,13 +9,11 @@ import numpy as np
 
 from .. import dtype as dt
 from . import ndarray_backend_numpy as _reference
-from .host_memory import HostAllocator, HostArray, Storage
+from .host_memory import ALLOCATOR_FUNCTIONS, HostAllocator, HostArray, Storage
 
 __device_name__ = "meta"
 _allocator = HostAllocator("meta")
-_OWN = {
-    name: getattr(_allocator, name) for name in ("memory_stats", "reset_peak", "empty_cache", "set_limit", "set_current_category")
-}
+globals().update({name: getattr(_allocator, name) for name in ALLOCATOR_FUNCTIONS})
 _threads = 1
 
 
@@ -59,4 +57,4 @@ def _nothing(*args, **kwargs):
 for _name in dir(_reference):
     _function = getattr(_reference, _name)
     if not _name.startswith("_") and callable(_function) and _name not in globals():
-        globals()[_name] = _OWN.get(_name, _nothing)
+        globals()[_name] = _nothing

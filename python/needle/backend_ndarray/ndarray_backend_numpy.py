@@ -11,15 +11,11 @@ import math
 import numpy as np
 
 from .. import dtype as dt
-from .host_memory import HostAllocator, HostArray, Storage
+from .host_memory import ALLOCATOR_FUNCTIONS, HostAllocator, HostArray, Storage
 
 __device_name__ = "numpy"
 _allocator = HostAllocator("cpu_numpy")
-memory_stats = _allocator.memory_stats
-reset_peak = _allocator.reset_peak
-empty_cache = _allocator.empty_cache
-set_limit = _allocator.set_limit
-set_current_category = _allocator.set_current_category
+globals().update({name: getattr(_allocator, name) for name in ALLOCATOR_FUNCTIONS})
 
 
 def num_threads() -> int:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 
 from .. import backend_selection, init, ops
 from ..autograd import Tensor, no_grad
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
-from ..backend_ndarray.ndarray import NDArray
+from ..backend_ndarray.device import device_cache
+from ..backend_ndarray.ndarray import NDArray, empty
 from ..errors import ShapeError
 from ..nn.nn_basic import LayerNorm, Module, Parameter
 from ..nn.nn_sparse import causal_pattern
@@ -83,7 +83,7 @@ class PythiaConfig:
         return causal_pattern(self.pattern, -(-T // self.block), self.block, self.window)
 
 
-@lru_cache(maxsize=16)
+@device_cache(maxsize=16)
 def rotary_tables(positions: int, rotary_width: int, base: float, device, dtype: str = "float32"):
     """(cos, sin), each (positions, rotary_width / 2): angles position * base^(-2 i / rotary_width)."""
     frequency = base ** (-np.arange(0, rotary_width, 2) / rotary_width)
@@ -104,8 +104,9 @@ class _Affine(Module):
 
 
 def _normal(rng, shape, std: float, device, dtype: str) -> Parameter:
-    values = np.zeros(shape, np.float32) if device.name == "meta" else rng.standard_normal(shape, np.float32) * std
-    return Parameter(values, device=device, dtype=dtype)
+    if device.name == "meta":  # a plan of a large model makes no numbers either
+        return Parameter(Tensor.make_const(empty(shape, dtype, device)))
+    return Parameter(rng.standard_normal(shape, np.float32) * std, device=device, dtype=dtype)
 
 
 class PythiaLayer(Module):

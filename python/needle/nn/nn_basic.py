@@ -9,11 +9,16 @@ import numpy as np
 
 from .. import backend_selection, init, ops
 from ..autograd import Tensor
+from ..backend_ndarray.host_memory import PARAMETER
 from ..errors import CheckpointError, ShapeError
 
 
 class Parameter(Tensor):
-    """A Tensor that a Module's ``parameters()`` finds."""
+    """A Tensor that a Module's ``parameters()`` finds. Its memory counts as ``parameter``."""
+
+    def _setup(self, data, requires_grad: bool) -> None:
+        super()._setup(data, requires_grad)
+        data.category = PARAMETER
 
 
 def _unpack_params(value: object) -> list[Tensor]:

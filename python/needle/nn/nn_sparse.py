@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from .. import backend_selection, init, ops
 from ..autograd import Tensor
 from ..backend_ndarray.block_layout import BlockLayout
+from ..backend_ndarray.device import device_cache
 from ..errors import ShapeError
 from .nn_basic import Module, Parameter
 
 PATTERNS = ("local", "global", "mixed")
 
 
-@lru_cache(maxsize=64)
+@device_cache(maxsize=64)
 def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, stride: int = 4) -> BlockLayout:
     """The (blocks x blocks) layout of a named pattern; never a block of the future.
 
