@@ -7,6 +7,7 @@ code 130). A wrong argument or unusable text ends with one line and exit code 2.
 from __future__ import annotations
 
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -14,8 +15,8 @@ from pathlib import Path
 from needle.data.text import TextData, load_text, unigram_entropy
 from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
 from pythia_app import checkpoint
-from pythia_app.options import device, parse, writable_folder
-from pythia_app.report import Reporter, duration, loss_picture, mib, table
+from pythia_app.options import device, parse, run_folder
+from pythia_app.report import METRICS, Reporter, duration, loss_picture, mib, table, writing
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
 
 
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         saved = checkpoint.find(Path(options.load_checkpoint))
         state = checkpoint.read_state(saved)
         return run(parse(argv, state["options"]), saved, state)
-    except (ShapeError, DataError, DeviceError, CheckpointError, IndexError) as error:
+    except (ShapeError, DataError, DeviceError, CheckpointError, IndexError, MemoryError) as error:
         print(f"train_pythia.py: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     """saved, state: the checkpoint to go on from and what it says; ``options`` are made with it."""
     where = device(options.device)
+    folder = None if options.compare_dense or options.eval_only else run_folder(options, saved)
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=options.tokenizer)
     unigram = unigram_entropy(text.train, text.heldout, text.vocab_size)
     print(
@@ -65,46 +67,46 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         f"{layout.density:.2f}; {options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step",
         flush=True,
     )
-    if options.eval_only:
+    if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
         return 0
-    name = options.checkpoint_dir or options.load_checkpoint or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = writable_folder(Path(name))
+    folder.mkdir(parents=True, exist_ok=True)
     return train(options, trainer, text, unigram, folder)
 
 
 def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path) -> int:
     tokens = options.batch_size * options.seq_len * options.accumulation_steps
     start, first = time.perf_counter(), trainer.step
-    with StopRequest() as stop, Reporter(folder, trainer.steps) as report:
-        while trainer.step < trainer.steps and not stop.asked:
-            before = time.perf_counter()
-            loss = trainer.train_step()
-            if not math.isfinite(loss):
-                report.say(f"step {trainer.step}: the loss is {loss}; stopping (a lower --lr may help)")
-                return 1
-            now, stats = time.perf_counter(), trainer.device.memory_stats()
-            left = (now - start) / (trainer.step - first) * (trainer.steps - trainer.step)
-            report.step(
-                {
-                    "step": trainer.step,
-                    "loss": loss,
-                    "tokens_per_second": tokens / (now - before),
-                    "live_bytes": stats["live"],
-                    "peak_bytes": stats["peak"],
-                    "lr": trainer.optimizer.lr,
-                },
-                left,
-            )
-        saved = checkpoint.save(folder, trainer.model, trainer.optimizer, trainer.state())
+    with Reporter(folder, trainer.steps, first) as report:
+        with StopRequest() as stop:
+            while trainer.step < trainer.steps and not stop.asked:
+                before = time.perf_counter()
+                loss = trainer.train_step()
+                if not math.isfinite(loss):
+                    report.say(f"step {trainer.step}: the loss is {loss}; stopped, nothing saved (a lower --lr may help)")
+                    return 1
+                now, stats = time.perf_counter(), trainer.device.memory_stats()
+                left = (now - start) / (trainer.step - first) * (trainer.steps - trainer.step)
+                report.step(
+                    {
+                        "step": trainer.step,
+                        "loss": loss,
+                        "tokens_per_second": tokens / (now - before),
+                        "live_bytes": stats["live"],
+                        "peak_bytes": stats["peak"],
+                        "lr": trainer.optimizer.lr,
+                    },
+                    left,
+                )
+            saved = checkpoint.save(folder, trainer.model, trainer.optimizer, trainer.state())
         if stop.asked:
             report.say(
                 f"stopped after step {trainer.step}; saved {saved}\n"
-                f"go on with: python apps/train_pythia.py --load_checkpoint {folder}"
+                f"go on with: python apps/train_pythia.py --load_checkpoint {shlex.quote(str(folder))}"
             )
             return 130
         held = trainer.held_out_loss(text)
-        report.held_out({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
+        report.record({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
         say_held_out(report.say, held, unigram)
         seconds = time.perf_counter() - start
         done = (trainer.step - first) * tokens
@@ -114,7 +116,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         )
     write_sample(trainer, text, folder, options.seed)
     drawn = loss_picture(folder / "loss.png", unigram)
-    made = ["checkpoint", "metrics.jsonl", "sample.txt"] + (["loss.png"] if drawn else [])
+    made = ["checkpoint", METRICS, "sample.txt"] + (["loss.png"] if drawn else [])
     print(f"in {folder}: {', '.join(made)}")
     return 0
 
@@ -131,7 +133,8 @@ def write_sample(trainer: Trainer, text: TextData, folder: Path, seed: int, toke
     prompt = [int(i) for i in text.heldout[:16]]
     out = trainer.model.generate([prompt], tokens, temperature=0.8, top_k=40, seed=seed)[0]
     sample = text.tokenizer.decode(out)
-    (folder / "sample.txt").write_text(sample)
+    with writing(folder / "sample.txt"):
+        (folder / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"--- sample, after {len(prompt)} tokens of held-out text ---\n{sample}\n---")
 
 

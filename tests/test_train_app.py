@@ -125,6 +125,16 @@ WRONG = [
     (("--tokenizer", "README.md"), "README.md"),
     (("--epochs", "many"), "--epochs"),
     (("--epochs", "nan"), "[epochs]"),
+    (("--seed", "-1"), "[seed]"),
+    (("--block_size", "40", "--sparse"), "[block_size]"),
+    (("--max_steps", "0"), "[max_steps]"),
+    (("--max_tokens", "60"), "too short for one sequence"),
+    (("--dataset", ""), "unknown data set: ''"),
+    (("--dataset", "/dev/null"), "/dev/null"),
+    (("--checkpoint_dir", "README.md"), "README.md"),
+    (("--checkpoint_dir", "n" * 300), "nnn"),
+    (("--tokenizer", "tests"), "tests"),
+    (("--batch_size", "1000000000"), "[batch_size]"),
 ]
 
 
@@ -159,3 +169,150 @@ def test_second_interrupt_and_damaged_checkpoint(text, tmp_path):
     done = run(text, "--load_checkpoint", tmp_path)
     assert done.returncode == 2 and "model.safetensors" in done.stderr and "Traceback" not in done.stderr
     assert time.monotonic() - start < 300
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_run_leaves_the_first_alone(text, tmp_path):
+    assert run(text, "--max_steps", 2, "--checkpoint_dir", tmp_path).returncode == 0
+    before = contents(tmp_path)
+    done = run(text, "--max_steps", 1, "--checkpoint_dir", tmp_path)
+    assert done.returncode == 2 and "holds a run" in done.stderr and contents(tmp_path) == before
+    # The checkpoint itself may be named; steps logged after it, and a torn line, are dropped.
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 3, "loss": 9}\n{"step": 4, "lo')
+    assert run(text, "--load_checkpoint", tmp_path / "step-000002", "--max_steps", 3).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3] and rows[-2]["loss"] != 9
+    assert (tmp_path / "latest").read_text() == "step-000003" and not (tmp_path / "step-000002").exists()
+
+
+def test_a_loss_that_is_no_number_ends_the_run(text, tmp_path):
+    done = run(text, "--max_steps", 20, "--lr", "1e30", "--checkpoint_dir", tmp_path)
+    assert done.returncode == 1 and "a lower --lr may help" in done.stdout and "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_interrupted_before_training(text, tmp_path):
+    """While the tokenizer is trained: nothing is left, in the cache or the run's folder."""
+    cache, folder = tmp_path / "cache", tmp_path / "run"
+    with subprocess.Popen(
+        [sys.executable, "apps/train_pythia.py", "--vocab_size", "30000", "--checkpoint_dir", str(folder)], cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment(), "NEEDLE_CACHE": str(cache)},
+    ) as process:  # fmt: skip
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        said, complained = process.communicate(timeout=120)
+    assert process.returncode == 130 and "stopped at once" in complained and "Traceback" not in complained and said == ""
+    assert not folder.exists() and not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def limited(megabytes):
+    """Files above a size cannot be written, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (megabytes << 20, megabytes << 20))
+
+
+def test_no_room_for_the_checkpoint(text, tmp_path):
+    assert run(text, "--max_steps", 1, "--checkpoint_dir", tmp_path).returncode == 0
+    before = contents(tmp_path)
+    done = run(text, "--load_checkpoint", tmp_path, "--max_steps", 2, preexec_fn=limited(1))
+    assert done.returncode == 2 and "cannot write" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    after = contents(tmp_path)
+    assert after.pop("metrics.jsonl") != before.pop("metrics.jsonl") and after == before
+
+
+def test_no_room_for_the_tokens(tmp_path):
+    path, cache = tmp_path / "long.txt", tmp_path / "cache"
+    path.write_text("a bee sees the sea\n" * 100_000)
+    environ = {**environment(), "NEEDLE_CACHE": str(cache)}
+    done = subprocess.run(
+        command(path)[:4] + ["--vocab_size", "260"], cwd=ROOT, capture_output=True, text=True, env=environ, preexec_fn=limited(1)
+    )
+    assert done.returncode == 2 and "train.bin" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert [file.name for file in cache.rglob("*") if file.is_file()] == ["tokenizer.json"]
+
+
+@pytest.fixture
+def small_run(tmp_path):
+    """A tiny model with a checkpoint of its first step: (folder, model, optimizer, state)."""
+    import needle as ndl
+    from needle.models import Pythia, PythiaConfig
+    from needle.optim import AdamW
+    from pythia_app import checkpoint
+    from pythia_app.options import CHANGEABLE, FIXED
+
+    config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=20, max_seq_len=16)
+    model = Pythia(config, seed=0)
+    optimizer = AdamW(model.parameter_groups(), lr=0.1)
+    model.loss(*(ndl.Tensor([[1, 2, 3]], dtype="int32", requires_grad=False) for _ in range(2))).backward()
+    optimizer.step()
+    state = {"step": 1, "steps": 2, "data": {}, "options": dict.fromkeys(CHANGEABLE + FIXED)}
+    checkpoint.save(tmp_path, model, optimizer, state)
+    return tmp_path, model, optimizer, state
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("place", ["mkdir", "_flush", "replace", "replace again"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"])
+def test_a_save_that_fails_anywhere_keeps_the_one_before(small_run, monkeypatch, place, error, step):
+    from needle.errors import CheckpointError
+    from pythia_app import checkpoint
+
+    folder, model, optimizer, state = small_run
+    before = contents(folder)
+    target = {"mkdir": Path, "_flush": checkpoint}.get(place, checkpoint.os)
+    real, calls = getattr(target, place.split()[0]), []
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == (2 if "again" in place else 1):
+            raise error
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, place.split()[0], fail)
+        with pytest.raises((CheckpointError, KeyboardInterrupt)):
+            checkpoint.save(folder, model, optimizer, {**state, "step": step})
+    assert contents(folder) == before and len(list(folder.iterdir())) == 2
+    # Saving the same step again replaces it only when the new one is whole.
+    saved = checkpoint.save(folder, model, optimizer, {**state, "step": step})
+    assert checkpoint.find(folder) == saved and len(list(folder.iterdir())) == 2
+
+
+def test_damaged_checkpoints(small_run):
+    import shutil
+
+    from needle.errors import CheckpointError
+    from pythia_app import checkpoint
+
+    folder, model, optimizer, _ = small_run
+    whole, good = contents(folder / "step-000001"), folder / "step-000001"
+
+    def load():
+        path = checkpoint.find(folder)
+        checkpoint.read_state(path)
+        checkpoint.load(path, model, optimizer)
+
+    load()
+    for name, content in whole.items():
+        for damaged in (None, b"", content[: len(content) // 2], content[:-1], b"\xff" * 40, b"{}"):
+            (good / name).unlink() if damaged is None else (good / name).write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=name.split(".")[0]):
+                load()
+        (good / name).write_bytes(content)
+    state = json.loads(whole["state.json"])
+    (good / "state.json").write_text(json.dumps({**state, "optimizer_steps": "1"}))
+    with pytest.raises(CheckpointError, match="optimizer_steps"):
+        load()
+    (good / "state.json").write_bytes(whole["state.json"])
+    for pointer in (b"step-000009", b"\xff\xfe", b"../elsewhere"):
+        (folder / "latest").write_bytes(pointer)
+        with pytest.raises(CheckpointError, match=r"latest|step-000009"):
+            load()
+    shutil.copy(good / "model.safetensors", good / "optimizer.safetensors")
+    (folder / "latest").write_text("step-000001")
+    with pytest.raises(CheckpointError, match=r"m\.\S+ in .* is absent"):
+        load()

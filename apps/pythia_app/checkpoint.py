@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -27,14 +28,28 @@ def _safetensors():
     return safetensors
 
 
-def save(folder: Path, model: Pythia, optimizer: AdamW, state: dict) -> Path:
-    """Writes ``folder``/step-N and points ``folder``/latest at it; the checkpoint before it is removed afterwards.
+def latest(folder: Path) -> str | None:
+    """Name of the run's newest checkpoint, or None. raises: CheckpointError if the pointer to it is damaged."""
+    try:
+        name = (folder / LATEST).read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"[load_checkpoint] cannot read {folder / LATEST}: {error}") from error
+    if Path(name).name != name:
+        raise CheckpointError(f"[load_checkpoint] {folder / LATEST} names no checkpoint: {name!r} (a folder beside it)")
+    return name
 
-    raises: CheckpointError if it cannot be written; the one before then stays.
+
+def save(folder: Path, model: Pythia, optimizer: AdamW, state: dict) -> Path:
+    """Writes ``folder``/step-N and points ``folder``/latest at it; only then is the checkpoint before it removed.
+
+    raises: CheckpointError if it cannot be written; the one before then stays, and nothing of the new one.
     """
-    name = f"step-{state['step']:06d}"
-    target, partial = folder / name, folder / f".{name}.partial"
-    before = (folder / LATEST).read_text().strip() if (folder / LATEST).is_file() else None
+    before, base = latest(folder), f"step-{state['step']:06d}"
+    names = itertools.chain([base], (f"{base}-{n}" for n in itertools.count(2)))
+    target = next(folder / name for name in names if not (folder / name).exists())
+    partial, pointer = folder / f".{target.name}.partial", folder / f".{LATEST}.partial"
     moments = {}
     for p_name, p in model.named_parameters():
         if p in optimizer.m:
@@ -47,24 +62,33 @@ def save(folder: Path, model: Pythia, optimizer: AdamW, state: dict) -> Path:
         library.numpy.save_file(published_state(model), partial / "model.safetensors")
         library.numpy.save_file(moments or {"none": np.zeros(0, np.float32)}, partial / "optimizer.safetensors")
         (partial / "state.json").write_text(json.dumps({**state, "optimizer_steps": optimizer.t}))
-        shutil.rmtree(target, ignore_errors=True)
+        for file in partial.iterdir():
+            _flush(file)  # a machine that stops now must not keep the pointer and lose what it points to
         os.replace(partial, target)
-        pointer = folder / f".{LATEST}.partial"
-        pointer.write_text(name)
+        pointer.write_text(target.name)
+        _flush(pointer)
         os.replace(pointer, folder / LATEST)
     except (OSError, library.SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"[checkpoint] cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
-    if before and before != name:
-        shutil.rmtree(folder / before, ignore_errors=True)
+    finally:  # after Ctrl-C, too
+        shutil.rmtree(partial, ignore_errors=True)
+        pointer.unlink(missing_ok=True)
+        stale = before if latest(folder) == target.name else target.name
+        if stale:
+            shutil.rmtree(folder / stale, ignore_errors=True)
     return target
+
+
+def _flush(path: Path) -> None:
+    """Waits until the file is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def find(path: Path) -> Path:
     """The checkpoint in a run's folder, or ``path`` itself. raises: CheckpointError if there is none."""
-    if (path / LATEST).is_file():
-        path = path / (path / LATEST).read_text().strip()
-    for part in ("state.json", "model.safetensors"):
+    path = path / (latest(path) or "")
+    for part in ("state.json", "model.safetensors", "optimizer.safetensors"):
         if not (path / part).is_file():
             raise CheckpointError(f"[load_checkpoint] no checkpoint in {path}: {part} is missing")
     return path
@@ -80,6 +104,7 @@ def read_state(path: Path) -> dict:
     options = state.get("options")
     missing = {"step", "steps", "data", "optimizer_steps"} - set(state)
     missing |= set(CHANGEABLE + FIXED) - set(options) if isinstance(options, dict) else {"options"}
+    missing |= {name for name in ("step", "steps", "optimizer_steps") if not isinstance(state.get(name), int)}
     if missing:
         raise CheckpointError(f"[load_checkpoint] {path / 'state.json'} lacks {', '.join(sorted(missing))}")
     return state
@@ -90,13 +115,16 @@ def load(path: Path, model: Pythia, optimizer: AdamW | None) -> None:
     load_published(model, _read(path / "model.safetensors"))
     if optimizer is None:
         return
-    moments = _read(path / "optimizer.safetensors")
-    for name, p in model.named_parameters():
+    file, steps = path / "optimizer.safetensors", read_state(path)["optimizer_steps"]
+    moments = _read(file)
+    for name, p in model.named_parameters() if steps else ():
         for letter, kept in (("m", optimizer.m), ("v", optimizer.v)):
             values = moments.get(f"{letter}.{name}")
-            if values is not None:
-                kept[p] = NDArray(values, device=p.device, dtype=str(values.dtype))
-    optimizer.t = read_state(path)["optimizer_steps"]
+            if values is None or values.shape != p.shape:
+                found = "absent" if values is None else values.shape
+                raise CheckpointError(f"[load_checkpoint] {letter}.{name} in {file} is {found} (accepted: {p.shape})")
+            kept[p] = NDArray(values, device=p.device, dtype=str(values.dtype))
+    optimizer.t = steps
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:

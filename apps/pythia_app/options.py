@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
-import os
+import tempfile
+import time
 from pathlib import Path
 
 import needle as ndl
@@ -13,6 +15,7 @@ from needle.models import SIZES
 from needle.nn import PATTERNS
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
+MOST_TOKENS = 1 << 24  # in a micro-batch: the layers' arrays of more would have a TiB
 # What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
 CHANGEABLE = ("dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "lr")
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
@@ -24,11 +27,18 @@ def _flag(group, name: str, **kwargs) -> None:
     group.add_argument(*names, **kwargs)
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Says a default where there is one; the texts of the other flags say what happens without them."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="train_pythia.py",
         description="Train a Pythia language model on text, with dense or block-sparse attention.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_HelpFormatter,
     )
     model = parser.add_argument_group("model")
     _flag(model, "model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
@@ -42,11 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     _flag(sparse, "compare_dense", action="store_true", help="train both on the same batches and print a table")
     data = parser.add_argument_group("data")
     _flag(data, "dataset", default="stdlib", help="stdlib (Python's own source), wikitext-2, or a text file or folder")
-    _flag(data, "max_tokens", type=int, default=None, help="use this much of the training text")
-    _flag(data, "tokenizer", default=None, metavar="FILE", help="a tokenizer.json; without one BPE is trained")
+    _flag(data, "max_tokens", type=int, default=None, help="use this much of the training text (default: all)")
+    _flag(data, "tokenizer", default=None, metavar="FILE", help="a tokenizer.json (default: BPE trained on the text)")
     training = parser.add_argument_group("training")
-    _flag(training, "epochs", type=float, default=None, help="passes over the text, where max_steps is not given")
-    _flag(training, "max_steps", type=int, default=None, help="optimizer steps (150 where epochs is not given either)")
+    _flag(training, "epochs", type=float, default=None, help="passes over the text, if max_steps is not given")
+    _flag(training, "max_steps", type=int, default=None, help="optimizer steps (default: 150, or what epochs says)")
     _flag(training, "batch_size", type=int, default=2, help="sequences in a micro-batch")
     _flag(training, "seq_len", type=int, default=512, help="positions in a sequence")
     _flag(training, "accumulation_steps", type=int, default=1, help="micro-batches in a step")
@@ -77,9 +87,17 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
 
 def check(options: argparse.Namespace) -> None:
     """raises: ShapeError, DataError or DeviceError in one line for what cannot work."""
+    if options.seed < 0:
+        raise ShapeError(f"[seed] is {options.seed} (accepted: 0 or more)")
+    if options.compare_dense and options.load_checkpoint is not None:
+        raise ShapeError("[compare_dense] trains from the start; load_checkpoint was given (accepted: one of the two)")
     for name in ("vocab_size", "block_size", "window", "batch_size", "seq_len", "accumulation_steps"):
         if getattr(options, name) < 1:
             raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: at least 1)")
+    if options.batch_size * options.seq_len > MOST_TOKENS:
+        raise ShapeError(
+            f"[batch_size] {options.batch_size} x {options.seq_len} tokens do not fit into memory (accepted: {MOST_TOKENS:,} tokens)"
+        )
     for name in ("max_tokens", "max_steps", "epochs"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -114,12 +132,25 @@ def device(name: str):
     return chosen
 
 
-def writable_folder(path: Path) -> Path:
-    """``path``, made if need be. raises: DataError if nothing can be written there."""
+def run_folder(options: argparse.Namespace, saved: Path | None) -> Path:
+    """Where the run will write, after a trial that leaves no trace. saved: the checkpoint that it goes on from.
+
+    raises: DataError if nothing can be written there, or if another run is there.
+    """
+    given = options.checkpoint_dir or (saved and saved.parent)
+    path = Path(given or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}")
+    missing: list[Path] = []
     try:
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+        taken = (path / "latest").exists() and not (saved and path.samefile(saved.parent))
     except OSError as error:
-        raise DataError(f"[checkpoint_dir] cannot make {path}: {error.strerror} (a folder that can be written)") from error
-    if not os.access(path, os.W_OK):
-        raise DataError(f"[checkpoint_dir] cannot write into {path} (a folder that can be written)")
+        raise DataError(f"[checkpoint_dir] cannot write into {path}: {error.strerror} (a folder that can be written)") from error
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    if taken:
+        raise DataError(f"[checkpoint_dir] {path} holds a run (another folder, or --load_checkpoint {path} to go on with it)")
     return path

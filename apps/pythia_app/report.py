@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from needle.data.text_files import write_atomically
+from needle.errors import DataError
+
+METRICS = "metrics.jsonl"
 
 
 def mib(nbytes: float) -> str:
@@ -17,17 +24,38 @@ def duration(seconds: float) -> str:
     return f"{minutes}:{seconds:02d}"
 
 
-class Reporter:
-    """Writes metrics.jsonl and says how the run goes. Used as a context, so that the terminal is left as it was."""
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """raises: DataError, in one line, where ``path`` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"[checkpoint_dir] cannot write {path}: {error.strerror or error} (room in a writable folder)") from error
 
-    def __init__(self, folder: Path, steps: int, every: int = 10):
-        self.folder, self.steps, self.every = folder, steps, every
-        self.rows: list[dict] = []
-        self._file = None
+
+def read_metrics(path: Path) -> list[dict]:
+    """The rows of a metrics.jsonl; a line that a killed run left unfinished is passed over."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+class Reporter:
+    """Writes metrics.jsonl and says how the run goes. Used as a context, so that the terminal is left as it was.
+
+    first: the step that the run goes on from. Rows of later steps belong to a run that ended without saving them.
+    """
+
+    def __init__(self, folder: Path, steps: int, first: int = 0, every: int = 10):
+        self.path, self.steps, self.first, self.every = folder / METRICS, steps, first, every
         self._live = None
 
     def __enter__(self) -> Reporter:
-        self._file = open(self.folder / "metrics.jsonl", "a")
+        kept = [row for row in read_metrics(self.path) if 0 < row["step"] <= self.first]
+        with write_atomically(self.path) as file:
+            file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
         if sys.stdout.isatty():
             try:
                 from rich.live import Live
@@ -42,8 +70,6 @@ class Reporter:
         if self._live is not None:
             self._live.__exit__(*exc)
             self._live = None
-        if self._file is not None:
-            self._file.close()
 
     def say(self, text: str) -> None:
         if self._live is not None:
@@ -53,7 +79,7 @@ class Reporter:
 
     def step(self, row: dict, seconds_left: float) -> None:
         """One optimizer step: row has step, loss, tokens_per_second, live_bytes, peak_bytes."""
-        self._record(row)
+        self.record(row)
         line = (
             f"step {row['step']:>5}/{self.steps}  loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s  "
             f"memory {mib(row['live_bytes'])}, peak {mib(row['peak_bytes'])}  left {duration(seconds_left)}"
@@ -63,15 +89,10 @@ class Reporter:
         elif row["step"] % self.every == 0 or row["step"] in (1, self.steps):
             print(line, flush=True)
 
-    def held_out(self, row: dict) -> None:
-        self._record(row)
-
-    def _record(self, row: dict) -> None:
-        row = {**row, "time": time.time()}
-        self.rows.append(row)
-        assert self._file is not None
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+    def record(self, row: dict) -> None:
+        """One line in metrics.jsonl, with the time."""
+        with writing(self.path), open(self.path, "a") as file:
+            file.write(json.dumps({**row, "time": time.time()}) + "\n")
 
 
 def loss_picture(path: Path, unigram: float) -> bool:
@@ -83,7 +104,7 @@ def loss_picture(path: Path, unigram: float) -> bool:
         from matplotlib import pyplot
     except ModuleNotFoundError:
         return False
-    rows = [json.loads(line) for line in (path.parent / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(path.parent / METRICS)
     train = [(r["step"], r["loss"]) for r in rows if "loss" in r]
     held = [(r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -94,7 +115,8 @@ def loss_picture(path: Path, unigram: float) -> bool:
     axes.axhline(unigram, linestyle="--", color="grey", label="token frequencies alone")
     axes.set(xlabel="optimizer step", ylabel="cross entropy (nats per token)", title="Pythia on needle")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with writing(path):
+        figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import time
 from statistics import median
@@ -50,6 +51,7 @@ class StopRequest:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        os.write(2, b"\nstopping after this step (Ctrl-C again: at once, without saving)\n")  # safe in a signal handler
 
 
 class Trainer:

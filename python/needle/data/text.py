@@ -69,12 +69,12 @@ def load_text(
     key = hashlib.sha256(f"{_FORMAT} {corpus.key} {tokenizer_key}".encode()).hexdigest()[:16]
     folder = cache / "tokens" / f"{corpus.name}-{key}"
     trained_path = folder / "tokenizer.json"
-    cached = tokenizer is not None or trained_path.is_file()
-    if tokenizer is None and cached:
-        tokens = load_tokenizer(trained_path)
-    elif tokenizer is None:
+    cached = True
+    if tokenizer is None:
+        kept = _kept_tokenizer(trained_path)
+        cached = kept is not None
         texts = (part for piece in corpus.train for part in piece.texts(corpus.name))
-        tokens = train_tokenizer(trained_path, texts, vocab_size, corpus.name)
+        tokens = kept or train_tokenizer(trained_path, texts, vocab_size, corpus.name)
 
     arrays = {}
     for split, pieces in (("train", corpus.train), ("heldout", corpus.heldout)):
@@ -85,6 +85,14 @@ def load_text(
             ids = write_tokens(path, tokens.encode_documents(documents), tokens.size)
         arrays[split] = ids
     return TextData(corpus.name, arrays["train"], arrays["heldout"], vocab_size, tokens, corpus)
+
+
+def _kept_tokenizer(path: Path) -> TextTokenizer | None:
+    """None if the file is absent or damaged: it is then made again."""
+    try:
+        return load_tokenizer(path) if path.is_file() else None
+    except DataError:
+        return None
 
 
 class TokenBatches(Iterator):

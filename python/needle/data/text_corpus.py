@@ -92,9 +92,9 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
         folder = Path(data_dir) / "wikitext-2"
         return _wikitext(folder if folder.is_dir() else _download_wikitext(folder, Path(cache_dir)))
     path = Path(dataset).expanduser()
-    if path.is_file():
+    if dataset and path.is_file():
         return _from_files(path.name, [path], path.parent)
-    if path.is_dir():
+    if dataset and path.is_dir():
         if all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
             return _wikitext(path)
         files = [file for file in _walk(path) if not file.name.startswith(".")]

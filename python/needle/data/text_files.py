@@ -18,20 +18,19 @@ from ..errors import DataError
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
     """A file open for writing that appears under ``path`` when the block ends well, and not at all when it does not.
 
-    raises: DataError if the folder cannot be made or written.
+    raises: DataError if the folder cannot be made, or the file not be written to its end.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(temporary, "wb")
-    except OSError as error:
-        raise DataError(f"[cache] cannot write {path}: {error.strerror} (a writable folder)") from error
-    try:
-        with file:
+        with open(temporary, "wb") as file:
             yield file
         os.replace(temporary, path)
+    except OSError as error:
+        raise DataError(f"[files] cannot write {path}: {error.strerror or error} (room in a writable folder)") from error
     finally:
-        temporary.unlink(missing_ok=True)  # gone already if it was renamed
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # gone already if it was renamed
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -53,14 +52,15 @@ def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> np.n
 
 
 def read_tokens(path: Path) -> np.ndarray | None:
-    """(tokens,) uint16 or uint32, memory-mapped and read-only; None if the file is absent or was not finished."""
+    """(tokens,) uint16 or uint32, memory-mapped and read-only; None if the file is absent or damaged."""
     if not (path.is_file() and _description(path).is_file()):
         return None
-    description = json.loads(_description(path).read_text())
-    dtype = np.dtype(description["dtype"]).newbyteorder("<")
-    if path.stat().st_size != description["tokens"] * dtype.itemsize:
+    try:
+        description = json.loads(_description(path).read_text())
+        dtype, count = np.dtype(description["dtype"]).newbyteorder("<"), int(description["tokens"])
+    except (ValueError, TypeError, KeyError):
         return None
-    return _map(path, dtype, description["tokens"])
+    return _map(path, dtype, count) if path.stat().st_size == count * dtype.itemsize else None
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
