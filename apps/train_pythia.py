@@ -6,6 +6,11 @@ code 130). A wrong argument or unusable text ends with one line and exit code 2.
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports run: the end, without a traceback
+
 import math
 import shlex
 import sys
@@ -139,4 +144,5 @@ def write_sample(trainer: Trainer, text: TextData, folder: Path, seed: int, toke
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

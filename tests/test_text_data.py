@@ -117,14 +117,14 @@ def test_wikitext_from_the_hub(tmp_path, monkeypatch):
     assert whole_text(corpus.train) == lines["train"] and whole_text(corpus.heldout) == lines["validation"]
 
     def offline(path, name):
-        raise ConnectionError("no network")
+        raise RuntimeError("no network\n  tried 5 times")
 
     fake.load_dataset = offline
     assert load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path) == corpus
-    with pytest.raises(DataError, match=r"\[wikitext-2\] .*no network"):
+    with pytest.raises(DataError, match=r"\[wikitext-2\] .*no network tried 5 times; "):
         load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path / "other")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"\[wikitext-2\] no local copy.*pip install datasets"):
+    with pytest.raises(DataError, match=r"\[wikitext-2\] no local copy.*pip install 'needle.hub.'"):
         load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path / "other")
 
 
@@ -236,7 +236,7 @@ def test_other_bad_input(folder, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"\[vocab_size\] too small: 256 \(257 or more\)"):
         load_text(str(folder), vocab_size=256, cache_dir=tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"\[cache\] cannot write"):
+    with pytest.raises(DataError, match=r"\[files\] cannot write"):
         load_text(str(folder), vocab_size=300, cache_dir=tmp_path / "file")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -245,6 +245,20 @@ def test_other_bad_input(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"package missing: tokenizers \(pip install 'needle\[train\]'\)"):
         load_text(str(folder), vocab_size=300, cache_dir=tmp_path)
+
+
+def test_a_damaged_cache_is_made_again(tmp_path):
+    path, cache = tmp_path / "words.txt", tmp_path / "cache"
+    path.write_text(make_text(0))
+    load_text(str(path), vocab_size=300, cache_dir=cache)
+    files = [file for file in cache.rglob("*") if file.is_file()]
+    whole = {file: file.read_bytes() for file in files}
+    assert len(files) == 5
+    for file in files:
+        for damaged in (b"", whole[file][:-1], b"\xff\xfe", b"[]"):
+            file.write_bytes(damaged)
+            load_text(str(path), vocab_size=300, cache_dir=cache)
+            assert {file: file.read_bytes() for file in files} == whole
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -202,11 +203,20 @@ def test_interrupted_before_training(text, tmp_path):
         [sys.executable, "apps/train_pythia.py", "--vocab_size", "30000", "--checkpoint_dir", str(folder)], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment(), "NEEDLE_CACHE": str(cache)},
     ) as process:  # fmt: skip
-        time.sleep(2)
+        while not any("tokenizers" in mapped.path for mapped in psutil.Process(process.pid).memory_maps()):
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         said, complained = process.communicate(timeout=120)
     assert process.returncode == 130 and "stopped at once" in complained and "Traceback" not in complained and said == ""
     assert not folder.exists() and not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_interrupted_while_importing():
+    with subprocess.Popen([sys.executable, "apps/train_pythia.py"], cwd=ROOT, stderr=subprocess.PIPE, env=environment()) as process:
+        while not any("numpy" in mapped.path for mapped in psutil.Process(process.pid).memory_maps()):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGINT)
+        assert b"Traceback" not in process.stderr.read() and process.wait() in (-signal.SIGINT, 130)
 
 
 def limited(megabytes):

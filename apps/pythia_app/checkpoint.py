@@ -69,7 +69,8 @@ def save(folder: Path, model: Pythia, optimizer: AdamW, state: dict) -> Path:
         _flush(pointer)
         os.replace(pointer, folder / LATEST)
     except (OSError, library.SafetensorError) as error:
-        raise CheckpointError(f"[checkpoint] cannot write {target}: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"[checkpoint] cannot write {target}: {reason} (room in a writable folder)") from error
     finally:  # after Ctrl-C, too
         shutil.rmtree(partial, ignore_errors=True)
         pointer.unlink(missing_ok=True)

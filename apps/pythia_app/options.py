@@ -95,9 +95,7 @@ def check(options: argparse.Namespace) -> None:
         if getattr(options, name) < 1:
             raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: at least 1)")
     if options.batch_size * options.seq_len > MOST_TOKENS:
-        raise ShapeError(
-            f"[batch_size] {options.batch_size} x {options.seq_len} tokens do not fit into memory (accepted: {MOST_TOKENS:,} tokens)"
-        )
+        raise ShapeError(f"[batch_size] {options.batch_size} x {options.seq_len} tokens are too many (accepted: {MOST_TOKENS:,})")
     for name in ("max_tokens", "max_steps", "epochs"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import logging
 import os
 import sysconfig
 from collections.abc import Iterator, Set
@@ -135,11 +136,13 @@ def _download_wikitext(wanted: Path, cache_dir: Path) -> Path:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise DataError(f"[wikitext-2] no local copy: {where}, or `pip install datasets` to download it)") from error
+        raise DataError(f"[wikitext-2] no local copy: {where}, or `pip install 'needle[hub]'` to download it)") from error
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error below says it in one line
     try:
         splits = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1")
-    except (OSError, ValueError) as error:
-        raise DataError(f"[wikitext-2] no local copy and the download failed: {error}; {where})") from error
+    except Exception as error:  # of several libraries; without a network not even an OSError in each of them
+        reason = " ".join(str(error).split())
+        raise DataError(f"[wikitext-2] no local copy and the download failed: {reason}; {where})") from error
     for split, file_name in (("validation", "wiki.valid.raw"), ("train", "wiki.train.raw")):
         with write_atomically(folder / file_name) as file:
             file.write("".join(splits[split]["text"]).encode())
