@@ -76,8 +76,8 @@ void copy_from_host(const void* from, const Array& to) {
 
 // out (m/8, p/8, 8, 8) = a (m/8, n/8, 8, 8) @ b (n/8, p/8, 8, 8), all in tiles; in
 // kernels/matmul_cpu.cc.
-void matmul_tiled(const Array& a, const Array& b, const Array& out, int64_t m, int64_t n,
-                  int64_t p);
+[[gnu::visibility("hidden")]] void matmul_tiled(const Array& a, const Array& b, const Array& out,
+                                                int64_t m, int64_t n, int64_t p);
 
 }  // namespace needle::cpu
 

@@ -20,6 +20,9 @@ enum class ReduceOp : int { sum, max, min, prod, sumsq, argmax, argmin };
 
 constexpr int kLayerNormPartials = 64;  // LAYER_NORM_PARTIALS in kernels.py
 
+// Hidden by their declarations too: a kernel that nobody defines is then an error of the linker,
+// not of the import.
+#pragma GCC visibility push(hidden)
 namespace NEEDLE_DEVICE {
 
 // What a device has beside its kernels, in src/ndarray_backend_<device>.
@@ -33,4 +36,5 @@ void copy_from_host(const void* from, const Array& to);  // all of `to`
 #include "kernel_api.h"
 
 }  // namespace NEEDLE_DEVICE
+#pragma GCC visibility pop
 }  // namespace needle

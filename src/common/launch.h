@@ -64,8 +64,9 @@ struct KernelRecord {
   KernelRecord* next = nullptr;
 };
 
-// Hidden, so that two modules built from one source (cuda, cuda_sim) do not share a list.
-__attribute__((visibility("hidden"))) inline std::atomic<KernelRecord*>& kernel_records() {
+// Compiled with hidden visibility, so that two modules built from one source (cuda, cuda_sim) do
+// not share a list.
+inline std::atomic<KernelRecord*>& kernel_records() {
   static std::atomic<KernelRecord*> head{nullptr};
   return head;
 }
@@ -90,18 +91,20 @@ inline std::string base_name_of(const std::string& full) {
   return colon == std::string::npos ? head : head.substr(colon + 2);
 }
 
+inline KernelRecord& register_kernel(const char* pretty) {
+  auto* made = new KernelRecord;  // lives as long as the process
+  made->full_name = kernel_name_from(pretty);
+  made->name = base_name_of(made->full_name);
+  made->next = kernel_records().load();
+  while (!kernel_records().compare_exchange_weak(made->next, made)) {
+  }
+  return *made;
+}
+
 template <auto K>
 KernelRecord& kernel_record() {
-  static KernelRecord* const record = [](const char* pretty) {
-    auto* made = new KernelRecord;  // lives as long as the process
-    made->full_name = kernel_name_from(pretty);
-    made->name = base_name_of(made->full_name);
-    made->next = kernel_records().load();
-    while (!kernel_records().compare_exchange_weak(made->next, made)) {
-    }
-    return made;
-  }(__PRETTY_FUNCTION__);
-  return *record;
+  static KernelRecord& record = register_kernel(__PRETTY_FUNCTION__);
+  return record;
 }
 
 // Launches since the start or the last reset, by kernel name without namespaces and template
@@ -158,10 +161,10 @@ void launch(const LaunchConfig& config, Args&&... args) {
 template <auto K, class... Args>
 void launch(const LaunchConfig& config, Args&&... args) {
   KernelRecord& kernel = kernel_record<K>();
-  std::string refused_or_fault;
-  if (!sim::launch<K>(kernel.full_name.c_str(), config.grid, config.block, config.smem,
-                      config.stream, refused_or_fault, std::forward<Args>(args)...))
-    throw CudaError(refused_or_fault);
+  const std::string refused_or_fault =
+      sim::launch<K>(kernel.full_name.c_str(), config.grid, config.block, config.smem,
+                     config.stream, std::forward<Args>(args)...);
+  if (!refused_or_fault.empty()) throw CudaError(refused_or_fault);
   ++kernel.launches;
 }
 

@@ -2,15 +2,17 @@
 // ten rounds that turn a counter and a key into four random words.
 #pragma once
 
-#include <cstdint>
+#include "dtype.h"
 
-namespace needle::cpu {
+namespace needle {
 
 struct Philox {
   uint32_t word[4];
 };
 
-inline Philox philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+NEEDLE_HD inline Philox philox(uint64_t counter, uint64_t seed) {
+  uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = 0, c3 = 0;
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
   for (int round = 0; round < 10; ++round) {
     const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
     c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
@@ -23,4 +25,4 @@ inline Philox philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_
   return {{c0, c1, c2, c3}};
 }
 
-}  // namespace needle::cpu
+}  // namespace needle

@@ -44,19 +44,14 @@ void dispatch_width(DType dtype, F&& f) {
   }
 }
 
-template <class From, class To>
-void copy_row(const From* from, int64_t from_stride, To* to, int64_t to_stride, int64_t n) {
-  if (from_stride == 1 && to_stride == 1) {
-    if constexpr (std::is_same_v<From, To>) {
-      std::memmove(to, from, size_t(n) * sizeof(To));
-    } else {
-      for (int64_t i = 0; i < n; ++i) to[i] = convert<To>(from[i]);
-    }
-  } else if (from_stride == 0 && to_stride == 1) {
-    std::fill(to, to + n, convert<To>(*from));
-  } else {
-    for (int64_t i = 0; i < n; ++i) to[i * to_stride] = convert<To>(from[i * from_stride]);
-  }
+template <class T>
+void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t n) {
+  if (from_stride == 1 && to_stride == 1)
+    std::memmove(to, from, size_t(n) * sizeof(T));
+  else if (from_stride == 0 && to_stride == 1)
+    std::fill(to, to + n, *from);
+  else
+    for (int64_t i = 0; i < n; ++i) to[i * to_stride] = from[i * from_stride];
 }
 
 // Both walked in C order of shape; when the source's unit stride is in another dimension than the
@@ -97,13 +92,80 @@ bool copy_transposed(const T* from, T* to, const Walk<2>& walk) {
   return true;
 }
 
-template <class From, class To>
-void copy_walk(const From* from, To* to, const Walk<2>& walk) {
-  if constexpr (std::is_same_v<From, To>)
-    if (copy_transposed(from, to, walk)) return;
+template <class T>
+void copy_walk(const T* from, T* to, const Walk<2>& walk) {
+  if (copy_transposed(from, to, walk)) return;
   parallel_ranges(walk.size, kGrain, [&](int64_t begin, int64_t end) {
     walk.rows(begin, end, [&](int64_t count, const std::array<int64_t, 2>& at) {
       copy_row(from + at[0], walk.strides[0][0], to + at[1], walk.strides[1][0], count);
+    });
+  });
+}
+
+// --- conversion: only consecutive elements know both dtypes, strided ones are moved by their width
+// to and from a piece of a row. A loop for each pair of dtypes and strides would take minutes to
+// compile.
+
+constexpr int64_t kPiece = 256;
+
+using ConvertRow = void (*)(const char* from, char* to, int64_t n);
+template <class From, class To>
+void convert_row(const char* from, char* to, int64_t n) {
+  const From* x = reinterpret_cast<const From*>(from);
+  To* y = reinterpret_cast<To*>(to);
+  for (int64_t i = 0; i < n; ++i) y[i] = convert<To>(x[i]);
+}
+
+using MoveRow = void (*)(const char* from, int64_t from_stride, char* to, int64_t to_stride,
+                         int64_t n);
+template <class T>
+void move_row(const char* from, int64_t from_stride, char* to, int64_t to_stride, int64_t n) {
+  constexpr int64_t width = sizeof(T);
+  for (int64_t i = 0; i < n; ++i)
+    std::memcpy(to + i * to_stride * width, from + i * from_stride * width, sizeof(T));
+}
+
+struct Conversion {
+  ConvertRow convert;
+  MoveRow gather, scatter;
+  int64_t from_bytes, to_bytes;
+};
+
+Conversion conversion(DType from_dtype, DType to_dtype) {
+  Conversion c{nullptr, nullptr, nullptr, dtype_size(from_dtype), dtype_size(to_dtype)};
+  dispatch_any(from_dtype, [&](auto from) {
+    dispatch_any(to_dtype, [&](auto to) {
+      using From = typename decltype(from)::type;
+      using To = typename decltype(to)::type;
+      c.convert = convert_row<From, To>;
+    });
+  });
+  const auto mover = [](DType dtype) {
+    MoveRow move = nullptr;
+    dispatch_width(dtype, [&](auto tag) { move = move_row<typename decltype(tag)::type>; });
+    return move;
+  };
+  c.gather = mover(from_dtype);
+  c.scatter = mover(to_dtype);
+  return c;
+}
+
+void convert_walk(const char* from, char* to, const Conversion& c, const Walk<2>& walk) {
+  const int64_t from_stride = walk.strides[0][0], to_stride = walk.strides[1][0];
+  parallel_ranges(walk.size, kGrain, [&](int64_t begin, int64_t end) {
+    alignas(8) char gathered[kPiece * 8], converted[kPiece * 8];
+    walk.rows(begin, end, [&](int64_t count, const std::array<int64_t, 2>& at) {
+      const char* x = from + at[0] * c.from_bytes;
+      char* y = to + at[1] * c.to_bytes;
+      if (from_stride == 1 && to_stride == 1) return c.convert(x, y, count);
+      for (int64_t i = 0; i < count; i += kPiece) {
+        const int64_t n = std::min(kPiece, count - i);
+        const char* piece = x + i * from_stride * c.from_bytes;
+        if (from_stride != 1) c.gather(piece, from_stride, gathered, 1, n);
+        char* target = y + i * to_stride * c.to_bytes;
+        c.convert(from_stride == 1 ? piece : gathered, to_stride == 1 ? target : converted, n);
+        if (to_stride != 1) c.scatter(converted, 1, target, to_stride, n);
+      }
     });
   });
 }
@@ -153,14 +215,9 @@ void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const
     });
     return;
   }
-  dispatch_any(a.dtype(), [&](auto from_tag) {
-    using From = typename decltype(from_tag)::type;
-    dispatch_any(out.dtype(), [&](auto to_tag) {
-      using To = typename decltype(to_tag)::type;
-      if constexpr (!std::is_same_v<From, To>)
-        copy_walk(a.data<From>() + a_offset, out.data<To>() + out_offset, walk);
-    });
-  });
+  const Conversion c = conversion(a.dtype(), out.dtype());
+  convert_walk(static_cast<const char*>(a.ptr()) + a_offset * c.from_bytes,
+               static_cast<char*>(out.ptr()) + out_offset * c.to_bytes, c, walk);
 }
 
 void strided_fill(const Array& out, const Dims& strides, int64_t offset, const Dims& shape,

@@ -22,10 +22,8 @@ constexpr int64_t kGrain = 1 << 14;  // elements per task, a multiple of 4 * kGr
 // Uniform numbers of type C for groups first .. first + n, four to a group, in order.
 template <class C>
 void uniform_groups(uint64_t seed, uint64_t offset, int64_t first, int64_t n, C* u) {
-  const uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
   for (int64_t g = 0; g < n; ++g) {
-    const uint64_t counter = offset + uint64_t(first + g);
-    const Philox r = philox(uint32_t(counter), uint32_t(counter >> 32), 0, 0, k0, k1);
+    const Philox r = philox(offset + uint64_t(first + g), seed);
     for (int i = 0; i < 4; ++i) {
       if constexpr (std::is_same_v<C, double>)
         u[4 * g + i] = double(uint64_t(r.word[i]) << 21 | r.word[(i + 1) % 4] >> 11) * 0x1p-53;

@@ -6,31 +6,13 @@
 // and (2, 3) of a counter.
 #include "../common/cuda_util.cuh"
 #include "../common/ewise_math_cuda.h"
+#include "../common/philox.h"
 
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
-struct FourWords {
-  uint32_t word[4];
-};
-
-__device__ inline FourWords philox(uint64_t counter, uint64_t seed) {
-  uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = 0, c3 = 0;
-  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
-    c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
-    c1 = uint32_t(p1);
-    c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
-    c3 = uint32_t(p0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return {{c0, c1, c2, c3}};
-}
-
 template <class A>
-__device__ A uniform_of(const FourWords& words, int j) {
+__device__ A uniform_of(const Philox& words, int j) {
   if constexpr (std::is_same<A, double>::value) {
     return double((uint64_t(words.word[j]) << 21) | (words.word[(j + 1) % 4] >> 11)) * 0x1p-53;
   } else {
@@ -41,7 +23,7 @@ __device__ A uniform_of(const FourWords& words, int j) {
 template <class T>
 __global__ void random_uniform_kernel(T* out, int64_t n, uint64_t seed, uint64_t offset) {
   for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
-    const FourWords words = philox(offset + uint64_t(q), seed);
+    const Philox words = philox(offset + uint64_t(q), seed);
     for (int j = 0; j < 4 && q * 4 + j < n; ++j)
       out[q * 4 + j] = T(uniform_of<accum_t<T>>(words, j));
   }
@@ -51,7 +33,7 @@ template <class T>
 __global__ void random_normal_kernel(T* out, int64_t n, uint64_t seed, uint64_t offset) {
   using A = accum_t<T>;
   for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
-    const FourWords words = philox(offset + uint64_t(q), seed);
+    const Philox words = philox(offset + uint64_t(q), seed);
     for (int j = 0; j < 4 && q * 4 + j < n; j += 2) {
       const A radius = m_sqrt(A(-2) * m_log(A(1) - uniform_of<A>(words, j)));  // of (0, 1]
       const A angle = A(6.283185307179586) * uniform_of<A>(words, j + 1);
@@ -66,7 +48,7 @@ __global__ void dropout_kernel(const T* x, T* out, int64_t n, float p, accum_t<T
                                uint64_t seed, uint64_t offset) {
   using A = accum_t<T>;
   for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
-    const FourWords words = philox(offset + uint64_t(q), seed);
+    const Philox words = philox(offset + uint64_t(q), seed);
     for (int j = 0; j < 4 && q * 4 + j < n; ++j) {
       const bool keep = uniform_of<float>(words, j) >= p && keep_probability > A(0);
       out[q * 4 + j] = T(keep ? A(x[q * 4 + j]) / keep_probability : A(0));

@@ -32,30 +32,36 @@ void run_thread(void* args) {
   std::apply(K, *static_cast<std::tuple<Params...>*>(args));
 }
 
-template <auto K, class... Params, class... Args>
-bool launch_as(void (*)(Params...), const char* name, dim3 grid, dim3 block, size_t smem,
-               cudaStream_t stream, std::string& error, Args&&... args) {
-  static_assert(sizeof...(Params) == sizeof...(Args), "launch: wrong number of kernel arguments");
-  std::tuple<Params...> values(std::forward<Args>(args)...);
-  Launch launch{name, reinterpret_cast<const void*>(K), grid,   block,
-                smem, run_thread<K, Params...>,         &values};
-  error = check_launch(launch);
-  if (!error.empty()) return false;
+// What depends on the parameters' types alone stands apart from what depends on the kernel: there
+// are hundreds of kernels.
+template <class... Params>
+std::string launch_values(Launch launch, cudaStream_t stream, std::tuple<Params...> values) {
+  std::string refused = check_launch(launch);
+  if (!refused.empty()) return refused;
   if (streams_are_lazy()) {
     enqueue(stream, [launch, values]() mutable {
       launch.args = &values;
       return run_grid(launch);
     });
-    return true;
+    return {};
   }
-  error = run_grid(launch);
-  return error.empty();
+  launch.args = &values;
+  return run_grid(launch);
 }
 
+template <auto K, class... Params, class... Args>
+std::string launch_as(void (*)(Params...), Launch launch, cudaStream_t stream, Args&&... args) {
+  static_assert(sizeof...(Params) == sizeof...(Args), "launch: wrong number of kernel arguments");
+  launch.run = run_thread<K, Params...>;
+  return launch_values(launch, stream, std::tuple<Params...>(std::forward<Args>(args)...));
+}
+
+// Runs K, or hands it to a lazy stream. Returns an error text, empty if all is well.
 template <auto K, class... Args>
-bool launch(const char* name, dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
-            std::string& error, Args&&... args) {
-  return launch_as<K>(K, name, grid, block, smem, stream, error, std::forward<Args>(args)...);
+std::string launch(const char* name, dim3 grid, dim3 block, size_t smem, cudaStream_t stream,
+                   Args&&... args) {
+  const Launch launch{name, reinterpret_cast<const void*>(K), grid, block, smem, nullptr, nullptr};
+  return launch_as<K>(K, launch, stream, std::forward<Args>(args)...);
 }
 
 }  // namespace needle::sim
