@@ -1,7 +1,8 @@
 // Matrix products: out[batch] = op(a[batch]) @ op(b[batch]), or += with accumulate.
 //
-// The product is cut into tiles of `out`, by the shape alone, and the pool hands them out; each is
-// one single-threaded GEMM (gemm_cpu.h). 16-bit floats are converted to float32 piece by piece in
+// Large products of float and double go to needle's own kernel where that is the faster
+// (gemm_cpu.h). Others are cut into tiles of `out`, by the shape alone, and the pool hands them
+// out; each is one single-threaded GEMM. 16-bit floats are converted to float32 piece by piece in
 // buffers of fixed size, one set per thread.
 #include <algorithm>
 
@@ -57,9 +58,8 @@ template <class T>
 void tile(const Product& p, const T* a, const T* b, T* out, int64_t i0, int64_t rows, int64_t j0,
           int64_t cols) {
   if constexpr (std::is_floating_point_v<T>) {
-    gemm_tile(p.trans_a, p.trans_b, rows, cols, p.k, T(1), a + place(p.trans_a, i0, 0, p.lda),
-              p.lda, b + place(p.trans_b, 0, j0, p.ldb), p.ldb, T(p.accumulate),
-              out + i0 * p.n + j0, p.n);
+    gemm_tile(p.trans_a, p.trans_b, rows, cols, p.k, a + place(p.trans_a, i0, 0, p.lda), p.lda,
+              b + place(p.trans_b, 0, j0, p.ldb), p.ldb, p.accumulate, out + i0 * p.n + j0, p.n);
   } else if constexpr (sizeof(T) == 2) {
     static thread_local struct {
       alignas(64) float a[kHalfSide * kHalfSide], b[kHalfSide * kHalfSide],
@@ -72,8 +72,8 @@ void tile(const Product& p, const T* a, const T* b, T* out, int64_t i0, int64_t 
             p.trans_a ? rows : depth, wide.a);
       widen(b + place(p.trans_b, k0, j0, p.ldb), p.ldb, p.trans_b ? cols : depth,
             p.trans_b ? depth : cols, wide.b);
-      gemm_tile(p.trans_a, p.trans_b, rows, cols, depth, 1.f, wide.a, p.trans_a ? rows : depth,
-                wide.b, p.trans_b ? depth : cols, k0 > 0 || p.accumulate ? 1.f : 0.f, wide.c, cols);
+      gemm_tile(p.trans_a, p.trans_b, rows, cols, depth, wide.a, p.trans_a ? rows : depth, wide.b,
+                p.trans_b ? depth : cols, k0 > 0 || p.accumulate, wide.c, cols);
     }
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < cols; ++j) out[(i0 + i) * p.n + j0 + j] = T(wide.c[i * cols + j]);
@@ -121,16 +121,25 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
     p.m *= batch;
     batch = 1;
   }
+  const auto at = [&](const T* x, const Dims& strides, int64_t item) {
+    return x + (batch > 1 ? batch_offset(item, shape, strides) : 0);
+  };
+  if constexpr (std::is_floating_point_v<T>) {
+    if (gemm_own_pays(p.m, p.n, p.k)) {
+      for (int64_t item = 0; item < batch; ++item)
+        gemm_own(p.trans_a, p.trans_b, p.m, p.n, p.k, at(a, a_strides, item), p.lda,
+                 at(b, b_strides, item), p.ldb, p.accumulate, out + item * p.m * p.n, p.n);
+      return;
+    }
+  }
   const Tiling tiling(p, batch, sizeof(T) == 2 ? kHalfSide : kWidest);
   const int64_t per_item = tiling.down * tiling.across;
   const int64_t grain = std::max<int64_t>(1, kTaskFlops / (2 * tiling.rows * tiling.cols * p.k));
   parallel_ranges(batch * per_item, grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t item = task / per_item, at = task % per_item;
-      const int64_t i0 = at % tiling.down * tiling.rows, j0 = at / tiling.down * tiling.cols;
-      const bool batched = batch > 1;
-      tile(p, a + (batched ? batch_offset(item, shape, a_strides) : 0),
-           b + (batched ? batch_offset(item, shape, b_strides) : 0), out + item * p.m * p.n, i0,
+      const int64_t item = task / per_item, place = task % per_item;
+      const int64_t i0 = place % tiling.down * tiling.rows, j0 = place / tiling.down * tiling.cols;
+      tile(p, at(a, a_strides, item), at(b, b_strides, item), out + item * p.m * p.n, i0,
            std::min(tiling.rows, p.m - i0), j0, std::min(tiling.cols, p.n - j0));
     }
   });
