@@ -13,7 +13,7 @@ import numpy as np
 import needle as ndl
 from needle import ops
 from needle.data.text import TextData, TokenBatches
-from needle.models import Pythia, PythiaConfig
+from needle.models import Pythia, PythiaConfig, train_step
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
 
@@ -75,24 +75,16 @@ class Trainer:
         options = {name: getattr(self.options, name) for name in CHANGEABLE + FIXED}
         return {"step": self.step, "steps": self.steps, "data": self.batches.state_dict(), "options": options}
 
-    def tensors(self, batch) -> list[ndl.Tensor]:
-        return [ndl.Tensor(x, device=self.device, dtype="int32", requires_grad=False) for x in batch]
+    def tensors(self, batch) -> tuple[ndl.Tensor, ...]:
+        return tuple(ndl.Tensor(x, device=self.device, dtype="int32", requires_grad=False) for x in batch)
 
     def train_step(self) -> float:
         """One optimizer step; the mean loss of its micro-batches, in nats."""
         self.optimizer.lr = learning_rate(self.step, self.steps, self.options.lr)
-        self.optimizer.reset_grad()
-        n, total = self.options.accumulation_steps, 0.0
-        for _ in range(n):
-            ids, targets = self.tensors(next(self.batches))
-            loss = self.model.loss(ids, targets)
-            (loss if n == 1 else loss * (1 / n)).backward(accumulate=n > 1)
-            total += loss.item()
-        self.optimizer.clip_grad_norm(1.0)
-        self.optimizer.step()
-        self.optimizer.reset_grad()
+        micro_batches = (self.tensors(batch) for batch in self.batches)
+        loss = train_step(self.model, self.optimizer, micro_batches, self.options.accumulation_steps)
         self.step += 1
-        return total / n
+        return loss
 
     def held_out_loss(self, text: TextData, tokens: int = EVAL_TOKENS) -> float:
         """Mean cross entropy in nats over the first ``tokens`` of the held-out text."""

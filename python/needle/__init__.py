@@ -7,4 +7,5 @@ from .autograd import Tensor, TensorTuple, enable_grad, from_dlpack, no_grad
 from . import init
 from .init import ones, ones_like, zeros, zeros_like
 from . import data, nn, optim
+from . import memory
 from .backend_selection import *  # noqa: F403

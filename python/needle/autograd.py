@@ -657,7 +657,8 @@ class Tensor(Value):
     def _set_gradients(self, out_grad: Tensor | None, retain_graph: bool, accumulate: bool, create_graph: bool) -> None:
         root = self._as_node()
         found = _run_backward(root, out_grad, retain_graph, create_graph)
-        given = [] if out_grad is None else [out_grad.realize_cached_data()]
+        # Memory that a leaf has been given already; 0 is borrowed memory, which has no number of its own.
+        given = {0} if out_grad is None else {0, out_grad.realize_cached_data().serial}
         for leaf, grad in found.items():
             handle = leaf.live_handle()
             if not isinstance(handle, Tensor):
@@ -667,8 +668,8 @@ class Tensor(Value):
             elif not create_graph:
                 array = grad.realize_cached_data()
                 # One array may be the gradient of two leaves (a + b); each leaf gets its own.
-                grad = Tensor.make_const(array.copy() if any(array.same_memory(x) for x in given) else array)
-                given.append(array)
+                grad = Tensor.make_const(array.copy() if array.serial in given else array)
+                given.add(array.serial)
                 grad._source = _GradientSource(root, leaf, out_grad)
             handle._grad = grad
 
@@ -826,6 +827,9 @@ def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
     return total
 
 
+ALL_ONES = object()  # as a Tensor's _source: the gradient that backward starts from, known to be 1 without reading it
+
+
 class _AccumulatedSource:
     """Marks a gradient summed over several backward calls: it has no one root to be rebuilt from."""
 
@@ -851,6 +855,7 @@ def _run_backward(
     with enable_grad() if create_graph else no_grad():
         if out_grad is None:
             seed = _constant(root.spec or _spec_of(realize(root)), 1)
+            seed._source = ALL_ONES
         else:
             seed = out_grad if create_graph else out_grad.detach()
         grads: dict[Any, Any] = {root: seed}

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import DeviceError
 
 _device_caches: list[Any] = []
+when_loaded: Callable[[BackendDevice], None] | None = None  # told of each device that is used for the first time: needle.memory
 
 
 def device_cache(maxsize: int) -> Callable[[Callable], Any]:
@@ -66,6 +67,8 @@ class BackendDevice:
             mod = self.__dict__["_mod"] = self._load()
             if mod is not None:
                 self.__dict__["Array"] = mod.Array
+                if when_loaded is not None:
+                    when_loaded(self)
             return mod
 
     def _load(self) -> ModuleType | None:

@@ -10,7 +10,7 @@ import math
 from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError
 from .block_layout import BlockLayout
-from .host_memory import WORKSPACE
+from .host_memory import GRADIENT, WORKSPACE
 from .ndarray import NDArray, _new, full, matmul
 
 LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
@@ -260,6 +260,7 @@ def linear_cross_entropy(
     if with_gradients:
         dhidden = _new(hidden._shape, dtype, device)
         dweight = full(weight._shape, 0, dtype, device) if rows == 0 else _new(weight._shape, dtype, device)
+        dhidden.category = dweight.category = GRADIENT
         scale = (1.0 / counted).broadcast_to((rows,)).compact()
     logits_buffer = _workspace((at_once, vocab), dtype, device)
     weight_t = weight.permute((1, 0))

@@ -174,6 +174,11 @@ class NDArray:
         self._handle.category = category
 
     @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the memory behind this array, which may hold more than this view shows."""
+        return self._handle.nbytes
+
+    @property
     def serial(self) -> int:
         """The number of the allocation behind this array, counted by its device."""
         return self._handle.serial

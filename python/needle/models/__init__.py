@@ -1,5 +1,6 @@
 """Models that can be imported in a notebook."""
 
 from .pythia import SIZES, Pythia, PythiaConfig, load_published, published_gradients, published_state
+from .training import plannable, train_step
 
-__all__ = ["SIZES", "Pythia", "PythiaConfig", "load_published", "published_gradients", "published_state"]
+__all__ = ["SIZES", "Pythia", "PythiaConfig", "load_published", "plannable", "published_gradients", "published_state", "train_step"]

@@ -1,0 +1,154 @@
+"""What a device holds: bytes live, at their peak, reserved; by category; and how the process's own size comes about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..backend_ndarray.device import BackendDevice, drop_device_caches
+from ..backend_ndarray.host_memory import CATEGORIES
+from ..backend_selection import default_device
+from . import sites
+from .units import parse_bytes, readable, table
+
+
+@dataclass(frozen=True)
+class MemoryStats:
+    """A device's account, in bytes.
+
+    live: held by arrays. peak: the most that was live since ``reset_peak``. reserved: taken from the system, live or cached.
+    borrowed: made elsewhere and only used here (DLPack). limit: of live bytes; 0: none. allocations: how many there have been.
+    """
+
+    device: str
+    live: int
+    peak: int
+    reserved: int
+    peak_reserved: int
+    borrowed: int
+    limit: int
+    allocations: int
+    live_arrays: int
+    by_category: dict[str, int]
+    by_category_at_peak: dict[str, int]
+
+    def __str__(self) -> str:
+        rows = [["", "live", "at the peak"], ["all", readable(self.live), readable(self.peak)]]
+        for name in CATEGORIES:
+            rows.append([name, readable(self.by_category[name]), readable(self.by_category_at_peak[name])])
+        rest = f"reserved {readable(self.reserved)}, borrowed {readable(self.borrowed)}, {self.live_arrays:,} arrays"
+        return f"{self.device}: {rest}{f', limit {readable(self.limit)}' if self.limit else ''}\n{table(rows, '  ')}"
+
+
+def by_name(counts: list[int]) -> dict[str, int]:
+    """An allocator's list of bytes by category as a dict."""
+    return dict(zip(CATEGORIES, counts))
+
+
+def stats(device: BackendDevice | None = None) -> MemoryStats:
+    """The account of ``device`` (the default one) now."""
+    device = device or default_device()
+    sites.free_failed_frames()
+    raw = device.require().memory_stats()
+    peak = _outer_peaks.get(device, (0, []))
+    if peak[0] > raw["peak"]:
+        raw["peak"], raw["by_category_at_peak"] = peak
+    return MemoryStats(
+        **{**raw, "by_category": by_name(raw["by_category"]), "by_category_at_peak": by_name(raw["by_category_at_peak"])}
+    )
+
+
+def reset_peak(device: BackendDevice | None = None) -> None:
+    """Counts the peak from what is live now."""
+    device = device or default_device()
+    _outer_peaks.pop(device, None)
+    device.require().reset_peak()
+
+
+def empty_cache(device: BackendDevice | None = None) -> None:
+    """Gives memory that no array holds back to the system, and drops what needle keeps between calls (indices, tables)."""
+    drop_device_caches()
+    (device or default_device()).require().empty_cache()
+
+
+def set_limit(limit: int | str | None, device: BackendDevice | None = None) -> None:
+    """Refuses, with OutOfMemoryError, what would take the live bytes of ``device`` over ``limit``; None or 0 lifts it.
+
+    limit: bytes, "2GiB", or the name of a GPU. raises: ShapeError for what is no amount of memory.
+    """
+    device = device or default_device()
+    nbytes = 0 if not limit else parse_bytes(limit)
+    device.require().set_limit(nbytes)
+    sites.watch(device, nbytes)
+
+
+# The highest peak, with its categories, that a reset inside ``peak()`` took out of the allocator's own figure.
+_outer_peaks: dict[BackendDevice, tuple[int, list[int]]] = {}
+
+
+class peak:
+    """Measures the peak of a region: ``with peak() as p: ...``, then ``p.bytes``; may be nested.
+
+    device: the default one if not given. After the block: ``bytes`` live at the peak, ``above_start`` of them more than when the
+    block began, ``by_category`` at the peak.
+    """
+
+    def __init__(self, device: BackendDevice | None = None):
+        self.device = device or default_device()
+        self.bytes = self.above_start = 0
+        self.by_category: dict[str, int] = {}
+
+    def __enter__(self) -> peak:
+        raw = self.device.require().memory_stats()
+        self._before = _outer_peaks.get(self.device)
+        self._outside = max((raw["peak"], raw["by_category_at_peak"]), self._before or (0, []))
+        self._start = raw["live"]
+        reset_peak(self.device)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        now = stats(self.device)
+        self.bytes, self.above_start, self.by_category = now.peak, now.peak - self._start, now.by_category_at_peak
+        inside = (now.peak, list(now.by_category_at_peak.values()))
+        _outer_peaks[self.device] = max(self._outside, inside)
+
+
+def process(device: BackendDevice | None = None) -> dict[str, int]:
+    """How this process's resident memory (RSS) comes about, in bytes: the parts add up to ``rss``.
+
+    arrays: live on the CPU devices; cached: kept by their allocators for reuse (both as far as they have been touched); libraries:
+    code and data of files; rest: the interpreter's and the libraries' own heaps, stacks, numpy's arrays. On a GPU further
+    ``device_*`` parts: framework (live), cached, context and other processes (what the driver counts beyond them), total.
+    Linux only: elsewhere ``rss`` is 0. source: proc(5).
+    """
+    device = device or default_device()
+    found = {"rss": 0, "arrays": 0, "cached": 0, "libraries": 0, "rest": 0}
+    fields: dict[str, int] = {}
+    try:
+        with open("/proc/self/status") as lines:
+            for line in lines:
+                if line.startswith(("VmRSS", "RssAnon", "RssFile", "RssShmem")):
+                    name, value = line.split(":")
+                    fields[name] = int(value.split()[0]) << 10
+    except OSError:
+        return found
+    found["rss"] = fields["VmRSS"]
+    found["libraries"] = fields.get("RssFile", 0) + fields.get("RssShmem", 0)
+    anonymous = found["rss"] - found["libraries"]
+    host = [d.mod.memory_stats() for d in _host_devices() if d.mod is not None]
+    found["arrays"] = min(sum(s["live"] for s in host), anonymous)
+    found["cached"] = min(sum(s["reserved"] - s["live"] for s in host), anonymous - found["arrays"])
+    found["rest"] = anonymous - found["arrays"] - found["cached"]
+    if device.name in ("cuda", "cuda_sim") and device.mod is not None:
+        raw, card = device.mod.memory_stats(), device.mod.device_properties()
+        found["device_framework"] = raw["live"]
+        found["device_cached"] = raw["reserved"] - raw["live"]
+        found["device_context_and_others"] = max(0, card["total_bytes"] - card["free_bytes"] - raw["reserved"])
+        found["device_total"] = card["total_bytes"]
+    return found
+
+
+def _host_devices() -> list[BackendDevice]:
+    """The CPU's devices that have been used: asking about memory must not import a backend."""
+    from ..backend_ndarray.device import cpu, cpu_numpy
+
+    return [d for d in (cpu(), cpu_numpy()) if "_mod" in d.__dict__]

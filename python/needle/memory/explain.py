@@ -1,0 +1,106 @@
+"""What an OutOfMemoryError says: who asked, who holds the memory, what the step needs, and the change that makes it fit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..backend_ndarray.device import BackendDevice, all_devices, meta
+from ..backend_ndarray.host_memory import CATEGORIES
+from ..errors import OutOfMemoryError
+from . import sites
+from .planning import Build, peak_bytes
+from .trace import ModuleNames, grouped, holders
+from .units import readable
+
+HOLDERS_SHOWN = 5
+
+
+class advise:
+    """While it is on, an OutOfMemoryError also says what the step needs and which change makes it fit, found by planning.
+
+    build_for(**change): the ``build`` of ``memory.plan`` for the run as it is, or with a change. changes: (what to tell the user,
+    the arguments for build_for) in the order in which they should be tried. Used as a context; the innermost one counts.
+    """
+
+    def __init__(self, build_for: Callable[..., Build], changes: Sequence[tuple[str, dict[str, Any]]] = (), steps: int = 2):
+        self.build_for, self.changes, self.steps = build_for, list(changes), steps
+
+    def __enter__(self) -> advise:
+        _advisers.append(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _advisers.remove(self)
+
+    def text(self, budget: int) -> str:
+        """Two lines: what the step needs, and the first change with which it stays within ``budget`` bytes."""
+        needed = peak_bytes(self.build_for(), self.steps)
+        lines = [f"the step needs {readable(needed)} at its peak (planned); {readable(budget)} is there"]
+        least: tuple[int, str] | None = None
+        for what, change in self.changes:
+            peak = peak_bytes(self.build_for(**change), self.steps)
+            if peak <= budget:
+                return "\n".join([*lines, f"what fits: {what}, peak {readable(peak)} (planned)"])
+            least = min(least or (peak, what), (peak, what))
+        if least is not None:
+            lines.append(f"none of the changes tried fits; the least is {readable(least[0])}, with {least[1]} (planned)")
+        return "\n".join(lines)
+
+
+_advisers: list[advise] = []
+_explaining = False
+
+
+def capacity(device: BackendDevice) -> int:
+    """Bytes that the device's allocator can give at most: its limit, the GPU's memory, or the machine's. 0: unknown."""
+    limit = device.require().memory_stats()["limit"]
+    if limit:
+        return limit
+    if device.name in ("cuda", "cuda_sim"):
+        return int(device.require().device_properties()["total_bytes"])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def explain(error: OutOfMemoryError, message: str) -> str:
+    """``message`` with all that is known about it, a line each."""
+    global _explaining
+    device = next((d for d in [*all_devices(), meta()] if d.name == error.stats.get("device") and "_mod" in d.__dict__), None)
+    if device is None or _explaining:
+        return message
+    _explaining = True
+    try:
+        lines = [message, *_lines(device, error)]
+    except Exception as trouble:  # an explanation must never hide the failure that it explains
+        lines = [message, f"(no more could be said: {type(trouble).__name__}: {trouble})"]
+    finally:
+        _explaining = False
+        sites.remember_failure(error)  # last: the planning above asks for memory, too
+    return "\n  ".join("\n".join(lines).splitlines())
+
+
+def _lines(device: BackendDevice, error: OutOfMemoryError) -> list[str]:
+    caller = sites.calling(sys._getframe(2))
+    module = ModuleNames(device).of(0, caller)
+    lines = [f"asked by {caller.what}{f' of {module}' if module else ''}, {(caller.forward or caller).place}: {caller.code}"]
+    by_category = zip(CATEGORIES, error.stats["by_category"])
+    lines.append("live: " + (", ".join(f"{name} {readable(n)}" for name, n in by_category if n) or "nothing"))
+    groups = grouped(holders(device))[:HOLDERS_SHOWN]
+    if groups:
+        lines += ["largest holders:", *(f"  {h}{f', {n} pieces' if n > 1 else ''}" for h, n in groups)]
+    budget = capacity(device)
+    if budget and error.requested_bytes > budget:
+        lines.append(f"this one request is larger than all of {device}, {readable(budget)}: no allocator setting can help")
+    if _advisers:
+        lines.append(_advisers[-1].text(budget))
+    else:
+        lines.append("what the step needs, and what would fit: needle.memory.plan, or run it inside needle.memory.advise")
+    return lines
+
+
+OutOfMemoryError.explain = explain

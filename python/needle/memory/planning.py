@@ -1,0 +1,191 @@
+"""Planning: the step is run on the ``meta`` device, which has shapes and an allocator and no data, so that it makes and frees
+exactly the allocations of a real run."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
+from ..errors import ShapeError
+from .trace import Holder, by_module, module_table, trace
+from .units import parse_bytes, readable, table
+
+Build = Callable[[BackendDevice], Callable[[], Any]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run of some steps takes from its device's allocator. Bytes are exact; what lies outside of the allocator (a GPU's
+    context, libraries, the interpreter) is not in them.
+
+    peak_bytes: the most that is live. peak_step, peak_op, peak_module, peak_place: the moment of it: number of the step (from 1; 0
+    while building), op, module and line. by_category, by_module: bytes live then. holders: who holds them, the largest first.
+    step_bytes: what is live between steps. trace: all of it, event by event.
+    """
+
+    device: str
+    peak_bytes: int
+    peak_step: int
+    peak_op: str
+    peak_phase: str
+    peak_module: str
+    peak_place: str
+    by_category: dict[str, int]
+    by_module: dict[str, dict[str, int]]
+    holders: list[Holder]
+    step_bytes: int
+    trace: trace
+
+    @property
+    def where(self) -> str:
+        """The peak and its moment, in a line."""
+        when = f"step {self.peak_step}" if self.peak_step else "building the model"
+        what = f"{self.peak_op}{f' of {self.peak_module}' if self.peak_module else ''}, {self.peak_place}"
+        peak = f"peak {readable(self.peak_bytes)} ({self.peak_bytes:,} bytes), {when}: {what}"
+        return f"{peak}; between steps {readable(self.step_bytes)}"
+
+    def table(self, depth: int = 2) -> str:
+        """Bytes at the peak by module, its path cut to ``depth`` names, and category."""
+        return module_table(by_module(self.holders, depth))
+
+    def __str__(self) -> str:
+        return f"{self.table()}\n{self.where}"
+
+
+def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> Plan:
+    """What ``build(device)`` and ``steps`` calls of the function it returns take, found by running them on ``meta``.
+
+    ``build`` makes a model, an optimizer and data on the device it is given and returns the function that makes one training step.
+    The second step is the first with all the optimizer's state. device: another one runs it for real, to be compared.
+    """
+    device = device or meta()
+    with _alone(device), trace(device) as t:
+        step = build(device)
+        for i in range(steps):
+            t.mark(f"step {i + 1}")
+            step()
+        t.mark("after")
+        live = device.require().memory_stats()["live"]
+    # t names modules when it ends, which is why the step is still alive here.
+    del step
+    base = t.start_bytes
+    holders = [h for h in t.holders() if h.made >= 0]
+    site = t.peak_site
+    return Plan(
+        device=device.name,
+        peak_bytes=t.peak_bytes - base,
+        peak_step=int(t.mark_at(t.peak_index).removeprefix("step ") or 0),
+        peak_op=site.what,
+        peak_phase=site.phase,
+        peak_module=t.peak_module,
+        peak_place=(site.forward or site).place,
+        by_category=_sums(holders),
+        by_module=by_module(holders),
+        holders=holders,
+        step_bytes=live - base,
+        trace=t,
+    )
+
+
+def _sums(holders: Iterable[Holder]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for h in holders:
+        found[h.category] = found.get(h.category, 0) + h.nbytes
+    return found
+
+
+def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
+    """``plan(...).peak_bytes`` by the allocator's own counters, without a trace."""
+    device = device or meta()
+    mod = device.require()
+    with _alone(device):
+        start = mod.memory_stats()["live"]
+        mod.reset_peak()
+        step = build(device)
+        for _ in range(steps):
+            step()
+        found = mod.memory_stats()["peak"] - start
+    del step
+    return found
+
+
+@contextmanager
+def _alone(device: BackendDevice):
+    """Nothing kept from before on the device, no collection of garbage in the middle, and numpy's random stream as it was."""
+    gc.collect()
+    drop_device_caches()
+    stream, collecting = np.random.get_state(), gc.isenabled()
+    mod = device.require()
+    limit = mod.memory_stats()["limit"]
+    if device == meta():
+        mod.set_limit(0)
+    gc.disable()
+    try:
+        yield
+    finally:
+        np.random.set_state(stream)
+        if collecting:
+            gc.enable()
+        mod.set_limit(limit)
+        drop_device_caches()
+
+
+def largest(peak_of: Callable[[int], int], memory: int | str, most: int = 1 << 16) -> int:
+    """The largest n from 1 to ``most`` with peak_of(n) <= memory; 0 if there is none. peak_of must not fall.
+
+    Peaks grow all but linearly with a micro-batch: guesses along a line need few plans, and every third one halves what is left.
+    """
+    limit = parse_bytes(memory)
+    good, bad, guess = 0, most + 1, 1
+    known: dict[int, int] = {}
+    while bad - good > 1:
+        known[guess] = peak_of(guess)
+        if known[guess] <= limit:
+            good = guess
+        else:
+            bad = guess
+        if len(known) % 3 == 0 and bad <= most:
+            guess = (good + bad) // 2
+        elif good > 0:
+            low = min(known)
+            other = next((n for n in (good, bad) if n in known and n != low), None)
+            slope = max(1, (known[other] - known[low]) // (other - low)) if other else limit
+            guess = good + (limit - known[good]) // slope
+        guess = max(good + 1, min(bad - 1, guess))
+    return good
+
+
+def fitting_table(
+    build_for: Callable[..., Build],
+    memory: int | str,
+    settings: Iterable[tuple[str, dict[str, Any]]],
+    reserve: int = 0,
+    most: int = 1 << 14,
+) -> str:
+    """What fits into ``memory``: one row per setting, with the largest micro-batch and its peak.
+
+    build_for(batch, **changes) gives the build for a micro-batch of ``batch`` sequences. reserve: bytes kept free for what the
+    allocator does not count. raises: ShapeError if the reserve is all there is.
+    """
+    budget = parse_bytes(memory) - reserve
+    if budget <= 0:
+        raise ShapeError(f"[plan] {readable(parse_bytes(memory))} is not more than the reserve of {readable(reserve)}")
+    rows = [["setting", "largest micro-batch", "its peak", "peak of 1"]]
+    for text, changes in settings:
+        known: dict[int, int] = {}
+
+        def peak_of(n: int, changes: dict = changes, known: dict = known) -> int:
+            if n not in known:
+                known[n] = peak_bytes(build_for(n, **changes))
+            return known[n]
+
+        best = largest(peak_of, budget, most)
+        shown = f"{best}" if best < most else f"{best} or more"
+        rows.append([text, shown if best else "none", readable(known[best]) if best else "-", readable(known[1])])
+    return table(rows)

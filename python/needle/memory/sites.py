@@ -1,0 +1,292 @@
+"""Where memory is asked for: the line of the user's code, the op, the module. A site is made by looking at the Python stack.
+
+Allocators ask for a site where an allocation is large (``LARGE_BYTES``), and for each one while a trace is on. Sites are numbered,
+each once, so that a holder of memory carries one number; there are as many as there are places, not as there are allocations.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import os
+import sys
+import traceback
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import CodeType, FrameType
+from typing import Any
+
+from .. import autograd
+from ..autograd import Node, Tensor
+from ..backend_ndarray import device as device_module
+from ..backend_ndarray.device import BackendDevice, all_devices, meta
+from ..errors import OutOfMemoryError
+from ..nn.nn_basic import Module, Parameter
+from ..optim import SGD, Adam, AdamW
+
+LARGE_BYTES = 1 << 20
+
+_CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MODELS = os.path.join(_CORE, "models") + os.sep  # written as a user would write them, and shown as the user's
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place where memory is asked for.
+
+    file, line, function: the innermost frame outside needle's core. op: the op that computes, if one does; phase: ``forward``,
+    ``backward``, ``recompute``, ``optimizer`` or "". module, parameter: ids of the innermost Module that was called and of a
+    parameter that is involved, 0 if there is none. forward: for a gradient, where its op was called.
+    """
+
+    file: str
+    line: int
+    function: str
+    op: str = ""
+    phase: str = ""
+    module: int = 0
+    parameter: int = 0
+    forward: Site | None = None
+
+    @property
+    def place(self) -> str:
+        """``pythia.py:134``."""
+        return f"{os.path.basename(self.file)}:{self.line}" if self.file else "?"
+
+    @property
+    def code(self) -> str:
+        """The source line."""
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def what(self) -> str:
+        """``MatMul``, ``gradient of MatMul``, ``AdamW.step``, or the function's name."""
+        if self.phase == "backward" and self.op:
+            return f"gradient of {self.op}"
+        if self.phase == "recompute":
+            return f"{self.op} again"
+        return self.op or self.function
+
+    def __str__(self) -> str:
+        shown = self.forward or self
+        return f"{self.what}, {shown.place}"
+
+
+NOWHERE = Site("", 0, "")
+_sites: list[Site] = [NOWHERE]
+_numbers: dict[Site, int] = {}
+
+
+def site(number: int) -> Site:
+    """The site with that number; ``NOWHERE`` for 0."""
+    return _sites[number]
+
+
+# --- reading the stack ---
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """The frame's locals by name.
+
+    Before Python 3.13 a function's frame keeps the copy that ``f_locals`` makes, and with it arrays that the function has let go
+    since: that copy is emptied at once.
+    """
+    names = frame.f_locals
+    found = dict(names)
+    if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        names.clear()
+    return found
+
+
+def _read(frame: FrameType, *names: str) -> list[Any]:
+    found = locals_of(frame)
+    return [found.get(name) for name in names]
+
+
+def _from_make(frame: FrameType, found: dict[str, Any]) -> None:
+    if "op" not in found:
+        op, inputs = _read(frame, "op", "inputs")
+        found["op"], found["phase"] = op.name, "forward"
+        found["parameter"] = next((id(x) for x in inputs if isinstance(x, Parameter)), 0)
+
+
+def _from_gradient(frame: FrameType, found: dict[str, Any]) -> None:
+    (node,) = _read(frame, "node")
+    found["op"], found["phase"], found["forward"] = node.op.name, "backward", of_node(node)
+
+
+def _from_recompute(frame: FrameType, found: dict[str, Any]) -> None:
+    (node,) = _read(frame, "node")
+    found["op"], found["phase"], found["forward"] = node.op.name, "recompute", of_node(node)
+
+
+def _from_backward(frame: FrameType, found: dict[str, Any]) -> None:
+    if "phase" not in found:
+        found["phase"], found["parameter"] = "backward", id(_read(frame, "handle")[0])
+
+
+def _from_optimizer(frame: FrameType, found: dict[str, Any]) -> None:
+    if "phase" not in found:
+        owner, p = _read(frame, "self", "p")
+        found["op"], found["phase"], found["parameter"] = type(owner).__name__, "optimizer", id(p)
+
+
+def _from_module(frame: FrameType, found: dict[str, Any]) -> None:
+    if "module" not in found:
+        (found["module"],) = _read(frame, "self")
+
+
+# What the frames of some of needle's functions tell.
+_TELLING: dict[CodeType, Callable[[FrameType, dict[str, Any]], None]] = {
+    autograd.Value.make_from_op.__func__.__code__: _from_make,  # type: ignore[attr-defined]
+    autograd._push_gradients.__code__: _from_gradient,
+    autograd._recompute.__code__: _from_recompute,
+    Tensor._set_gradients.__code__: _from_backward,
+    Module.__call__.__code__: _from_module,
+    **{f.__code__: _from_optimizer for f in (SGD.step, Adam.step, AdamW.step, AdamW._make_states)},
+}
+_is_core: dict[str, bool] = {}
+
+
+def is_core(filename: str) -> bool:
+    """Whether a file is needle's own, the models left out."""
+    known = _is_core.get(filename)
+    if known is None:
+        full = os.path.abspath(filename)
+        known = _is_core[filename] = full.startswith(_CORE) and not full.startswith(_MODELS)
+    return known
+
+
+def _read_stack(frame: FrameType | None) -> Site:
+    found: dict[str, Any] = {}
+    user: FrameType | None = None
+    while frame is not None:
+        code = frame.f_code
+        tell = _TELLING.get(code)
+        if tell is not None:
+            tell(frame, found)
+        elif user is None and not is_core(code.co_filename):
+            user = frame
+        frame = frame.f_back
+    file, line, function = (user.f_code.co_filename, user.f_lineno, user.f_code.co_name) if user else ("", 0, "")
+    module = found.get("module")
+    where = (file, line, function, found.get("op", ""), found.get("phase", ""))
+    return Site(*where, id(module) if module is not None else 0, found.get("parameter", 0), found.get("forward"))
+
+
+def number(found: Site) -> int:
+    """The number of a site; the same for equal ones."""
+    known = _numbers.get(found)
+    if known is None:
+        known = _numbers[found] = len(_sites)
+        _sites.append(found)
+    return known
+
+
+def calling(frame: FrameType | None) -> Site:
+    """The site of what runs in ``frame``."""
+    return _read_stack(frame)
+
+
+def _hook(nbytes: int) -> int:
+    free_failed_frames()
+    return number(_read_stack(sys._getframe(1)))
+
+
+node_listeners: list[Callable[[Node], None]] = []
+
+
+def _mark_node(node: Node) -> None:
+    """Sets the node's site: all that the stack tells while a trace is on, else the user's line alone."""
+    frame: FrameType | None = sys._getframe(1)
+    if _tracing:
+        node.site = _read_stack(frame)
+    else:
+        while frame is not None and is_core(frame.f_code.co_filename):
+            frame = frame.f_back
+        node.site = (frame.f_code, frame.f_lineno) if frame is not None else None
+    for listener in node_listeners:
+        listener(node)
+
+
+def of_node(node: Node) -> Site | None:
+    """Where the node was made, if that was recorded."""
+    if isinstance(node.site, tuple):
+        code, line = node.site
+        return Site(code.co_filename, line, code.co_name)
+    return node.site
+
+
+# --- switching it on ---
+
+_limits: dict[BackendDevice, int] = {}
+_tracing: set[BackendDevice] = set()
+_marking = 0
+
+
+def watch(device: BackendDevice, limit: int = 0) -> None:
+    """Has the device record the sites of large allocations: from LARGE_BYTES on, or from a 1024th of ``limit``."""
+    _limits[device] = limit
+    _apply(device)
+
+
+def _apply(device: BackendDevice) -> None:
+    if device.mod is None:
+        return
+    limit = _limits.get(device, 0)
+    smallest = min(LARGE_BYTES, limit // 1024) if limit else LARGE_BYTES
+    device.mod.set_site_hook(_hook, 0 if device in _tracing or _failed is not None else smallest)
+
+
+def trace_all(device: BackendDevice, wanted: bool) -> None:
+    """Records the site of each allocation of ``device``, and of each graph node, while ``wanted``."""
+    (_tracing.add if wanted else _tracing.discard)(device)
+    mark_nodes(wanted)
+    _apply(device)
+
+
+def mark_nodes(wanted: bool) -> None:
+    """Records where graph nodes are made; calls with True and False come in pairs."""
+    global _marking
+    _marking += 1 if wanted else -1
+    autograd._node_made = _mark_node if _marking else None
+
+
+# --- after a failure ---
+
+_failed: weakref.ref[OutOfMemoryError] | None = None
+
+
+def remember_failure(error: OutOfMemoryError) -> None:
+    """The frames of ``error``'s traceback hold arrays; they are let go when needle is next asked for memory."""
+    global _failed
+    _failed = weakref.ref(error)
+    _apply_all()
+
+
+def free_failed_frames() -> None:
+    """Clears the locals of those frames of the last OutOfMemoryError's traceback that have returned.
+
+    A notebook keeps the traceback of the last error, and its frames every array that the failed step had made.
+    """
+    global _failed
+    if _failed is None:
+        return
+    error = _failed()
+    if error is not None:
+        traceback.clear_frames(error.__traceback__)
+        if sys.exc_info()[1] is error:  # on its way up: more frames may return before it is over
+            return
+    _failed = None
+    _apply_all()
+
+
+def _apply_all() -> None:
+    for device in [*all_devices(), meta()]:
+        if "_mod" in device.__dict__:
+            _apply(device)
+
+
+device_module.when_loaded = watch
+_apply_all()  # devices that were used before this module was imported

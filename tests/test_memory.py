@@ -1,0 +1,473 @@
+"""needle.memory: accounts, traces, plans, explanations and leaks."""
+
+import gc
+import re
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from devices import usable
+from needle import memory, nn, ops
+from needle.backend_ndarray.ndarray import empty
+from needle.errors import OutOfMemoryError, ShapeError
+from needle.models import Pythia, PythiaConfig, plannable, train_step
+from needle.optim import SGD, Adam, AdamW
+
+TINY = PythiaConfig(layers=2, width=32, heads=2, feed_forward=64, vocab_size=300)
+
+
+def tokens(device, batch=2, T=32):
+    return ndl.Tensor(np.zeros((batch, T)), device=device, dtype="int32", requires_grad=False)
+
+
+@pytest.fixture
+def limited(cpu):
+    yield cpu
+    memory.set_limit(None, cpu)
+
+
+# --- accounts ---
+
+
+def test_bytes_are_counted_by_category(device):
+    memory.empty_cache(device)
+    before = memory.stats(device).by_category
+    count = lambda: {k: v - before[k] for k, v in memory.stats(device).by_category.items()}  # noqa: E731
+    model = Pythia(TINY, device=device)
+    parameters = 4 * TINY.parameter_count()
+    assert count() == {**dict.fromkeys(before, 0), "parameter": parameters}
+    ids = tokens(device)
+    assert count()["data"] == ids.size * 4
+    loss = model.loss(ids, ids)
+    assert count()["activation"] > 0
+    loss.backward()
+    assert count()["gradient"] == parameters + 4 * (loss.size - 1)
+    optimizer = AdamW(model.parameter_groups())
+    optimizer.step()
+    assert count()["optimizer state"] == 2 * parameters and count()["parameter"] == parameters
+    del loss
+    optimizer.reset_grad()
+    assert count()["activation"] == count()["gradient"] == count()["workspace"] == 0
+
+
+@pytest.mark.parametrize("make", [lambda p: SGD(p, momentum=0.9), lambda p: Adam(p), lambda p: AdamW(p)])
+def test_parameters_and_states_keep_their_category_through_steps(cpu, make):
+    before = memory.stats(cpu).by_category
+    layer = nn.Linear(8, 16, device=cpu)
+    optimizer = make(layer.parameters())
+    for _ in range(3):
+        layer(ndl.Tensor(np.ones((4, 8)), device=cpu, requires_grad=False)).sum().backward()
+        optimizer.step()
+        optimizer.reset_grad()
+    now = memory.stats(cpu).by_category
+    size = 4 * (8 * 16 + 16)
+    assert now["parameter"] - before["parameter"] == size
+    assert now["optimizer state"] - before["optimizer state"] == size * (1 if isinstance(optimizer, SGD) else 2)
+
+
+def test_peaks_nest(cpu):
+    outer_array = empty((1000,), device=cpu)
+    with memory.peak(cpu) as outer:
+        high = empty((5000,), device=cpu)
+        del high
+        with memory.peak(cpu) as inner:
+            low = empty((2000,), device=cpu)
+        assert inner.above_start == 8000 and inner.by_category["activation"] >= 8000
+        del low
+    assert outer.above_start == 20_000
+    assert memory.stats(cpu).peak >= outer.bytes  # a region's own peak does not hide the one before it
+    del outer_array
+
+
+def test_the_parts_of_the_process_add_up(cpu):
+    array = empty((1 << 22,), device=cpu)
+    array.fill(1.0)
+    parts = memory.process(cpu)
+    assert parts["rss"] == sum(parts[name] for name in ("arrays", "cached", "libraries", "rest"))
+    assert parts["arrays"] >= array.buffer_bytes
+
+
+def test_amounts_of_memory_are_read():
+    assert (
+        memory.parse_bytes("16GiB") == 16 << 30
+        and memory.parse_bytes("1.5 MB") == 1_500_000
+        and memory.parse_bytes("t4") == memory.GPUS["T4"]
+    )
+    assert memory.parse_bytes(7) == 7
+    for wrong in ("T5", "", "GiB", "-1GiB", "0", 0, True):
+        with pytest.raises(ShapeError, match="not an amount of memory"):
+            memory.parse_bytes(wrong)
+
+
+# --- traces ---
+
+
+def one_step(device, batch=2):
+    model = Pythia(TINY, device=device)
+    optimizer = AdamW(model.parameter_groups())
+    ids = tokens(device, batch)
+    for _ in range(2):
+        train_step(model, optimizer, iter([(ids, ids)]))
+    return model
+
+
+def test_a_trace_names_who_holds_what(device):
+    with memory.trace(device) as t:
+        model = one_step(device)
+    assert t.peak_bytes == memory.stats(device).peak or t.peak_bytes <= memory.stats(device).peak
+    weight = next(
+        h for h in t.holders() if h.module == "layers.1.dense_h_to_4h" and h.category == "parameter" and h.nbytes == 32 * 64 * 4
+    )
+    assert weight.site.place.startswith("pythia.py:")
+    states = [h for h in t.holders() if h.module == "layers.1.dense_h_to_4h" and h.category == "optimizer state"]
+    assert len(states) == 4 and {h.site.what for h in states} == {"AdamW"}
+    ops_seen = {h.site.what for _, h in t.events}
+    assert {"Linear", "gradient of Linear", "LayerNorm", "gradient of LayerNorm"} <= ops_seen
+    gradient = next(h for _, h in t.events if h.site.what == "gradient of Linear" and h.module == "layers.0.dense")
+    assert gradient.site.forward.place.startswith("pythia.py:")
+    assert (
+        sum(row["bytes"] * {"made": 1, "freed": -1, "retagged": 0}[row["kind"]] for row in t.timeline()) == t.live[-1] - t.live[0]
+    )
+    assert sum(sum(row.values()) for row in t.by_module().values()) == t.peak_bytes == sum(t.by_category().values())
+    del model
+
+
+def test_a_trace_changes_no_lifetime(cpu):
+    peaks = []
+    for traced in (False, True, False):
+        memory.empty_cache(cpu)
+        with memory.peak(cpu) as p:
+            if traced:
+                with memory.trace(cpu) as t:
+                    one_step(cpu)
+                assert t.peak_bytes - t.start_bytes == memory.stats(cpu).peak - t.start_bytes
+            else:
+                one_step(cpu)
+        peaks.append(p.above_start)
+    assert peaks[0] == peaks[1] == peaks[2]
+
+
+def test_two_traces_of_one_device_are_refused(cpu):
+    with memory.trace(cpu), pytest.raises(ndl.errors.GraphError, match="traced already"), memory.trace(cpu):
+        pass
+
+
+# --- plans ---
+
+SPARSE = TINY.with_sparse("local", 16, 2)
+CONFIGURATIONS = [
+    (config, batch, T, accumulation)
+    for config in (
+        TINY,
+        SPARSE,
+        TINY.with_sparse("mixed", 32, 2),
+        PythiaConfig(layers=1, width=48, heads=3, feed_forward=96, vocab_size=77),
+    )
+    for batch, T, accumulation in ((1, 32, 1), (3, 64, 1), (2, 32, 2), (1, 64, 3), (2, 96, 1))
+]
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda_sim", "cuda", "cpu_numpy"])
+def test_the_plan_is_the_measured_peak_to_the_byte(name):
+    device = usable(name)
+    for config, batch, T, accumulation in CONFIGURATIONS:
+        if T % config.block:
+            continue
+        build = plannable(config, batch, T, accumulation)
+        planned = memory.peak_bytes(build)
+        assert planned == memory.peak_bytes(build, device=device) > 4 * config.parameter_count() * 3, (
+            config,
+            batch,
+            T,
+            accumulation,
+        )
+        assert planned == memory.plan(build).peak_bytes
+
+
+def test_a_plan_says_where_the_peak_is():
+    p = memory.plan(plannable(TINY, 2, 32))
+    assert p.peak_step == 2 and p.peak_bytes == sum(p.by_category.values()) == sum(sum(r.values()) for r in p.by_module.values())
+    assert p.by_category["parameter"] == 4 * TINY.parameter_count()
+    assert p.step_bytes >= 12 * TINY.parameter_count()
+    assert "layers.1" in str(p) and f"{p.peak_bytes:,} bytes" in str(p)
+
+
+def test_a_plan_of_a_large_model_allocates_nothing(cpu):
+    before, random = memory.stats(cpu).allocations, np.random.get_state()[2]
+    rss = memory.process(cpu)["rss"]
+    p = memory.plan(plannable(PythiaConfig.named("410m"), 1, 256))
+    assert p.by_category["parameter"] == 4 * 405_334_016
+    assert memory.stats(cpu).allocations == before and np.random.get_state()[2] == random
+    assert memory.process(cpu)["rss"] - rss < 200 << 20
+
+
+@pytest.mark.parametrize("slope, bend", [(1, 0), (37, 5), (1000, 0), (3, 400)])
+def test_the_largest_micro_batch_is_found(slope, bend):
+    asked = []
+
+    def peak_of(n):
+        asked.append(n)
+        return 500 + slope * n + bend * (n // 7)
+
+    for budget in (1, 499 + slope, 500 + slope, 5000, 123_456, 10**9):
+        asked.clear()
+        best = memory.largest(peak_of, budget, 1000)
+        assert best == max((n for n in range(1, 1001) if 500 + slope * n + bend * (n // 7) <= budget), default=0)
+        assert len(asked) == len(set(asked)) <= 20
+
+
+def test_the_command_line_plans(capsys):
+    from needle.__main__ import main
+
+    assert (
+        main(
+            [
+                "plan",
+                "--model",
+                "14m",
+                "--vocab_size",
+                "500",
+                "--batch-size",
+                "2",
+                "--seq_len",
+                "64",
+                "--gpu",
+                "T4",
+                "--gpu",
+                "600MiB",
+            ]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert "layers.5" in out and "T4: 15.00 GiB" in out and "largest micro-batch" in out
+    assert main(["plan", "--model", "15m"]) == 2 and main(["plan", "--gpu", "T5"]) == 2 and main(["plan", "--gpu", "1MiB"]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 3 and "unknown model: 15m" in err[0] and "T5" in err[1]
+
+
+def test_the_picture_is_one_page_without_network(tmp_path, cpu):
+    pytest.importorskip("plotly")
+    p = memory.plan(plannable(TINY, 1, 32))
+    page = memory.picture(p.trace, tmp_path / "memory.html").read_text()
+    assert "gradient of Linear" in page and "layers.1.dense" in page and "peak" in page
+    assert not re.search(r"<script[^>]*\ssrc=|<link\s", page)
+
+
+# --- explanations ---
+
+
+def test_out_of_memory_is_explained(limited):
+    build_for = lambda batch=8: plannable(TINY, batch, 64)  # noqa: E731
+    small, large = memory.peak_bytes(build_for(2)), memory.peak_bytes(build_for(8))
+    live = memory.stats(limited).live
+    memory.set_limit(live + (small + large) // 2, limited)
+    changes = [("--batch_size 4", {"batch": 4}), ("--batch_size 2", {"batch": 2}), ("--batch_size 1", {"batch": 1})]
+    with pytest.raises(OutOfMemoryError) as caught, memory.advise(build_for, changes):
+        step = build_for(8)(limited)
+        for _ in range(2):
+            step()
+    text = str(caught.value)
+    assert "requested" in text and "largest holders:" in text and "pythia.py:" in text
+    assert "live: activation" in text and "parameter" in text and "layers." in text
+    assert f"the step needs {memory.readable(large)}" in text
+    fitting = next(b for b in (4, 2, 1) if memory.peak_bytes(build_for(b)) <= live + (small + large) // 2)
+    assert f"what fits: --batch_size {fitting}, peak {memory.readable(memory.peak_bytes(build_for(fitting)))}" in text
+    assert caught.value.requested_bytes > 0
+
+
+def test_advice_that_cannot_help_says_so(limited):
+    build_for = lambda batch=8: plannable(TINY, batch, 64)  # noqa: E731
+    memory.set_limit(memory.stats(limited).live + 50_000, limited)
+    with (
+        pytest.raises(OutOfMemoryError, match="none of the changes tried fits"),
+        memory.advise(build_for, [("--batch_size 1", {"batch": 1})]),
+    ):
+        build_for()(limited)
+
+
+def test_one_request_larger_than_the_device(limited):
+    memory.set_limit("1MiB", limited)
+    with pytest.raises(OutOfMemoryError, match="no allocator setting can help"):
+        empty((1 << 20,), device=limited)
+
+
+def test_memory_is_free_although_the_traceback_is_kept(limited):
+    model = Pythia(TINY, device=limited)
+    ids = tokens(limited, 8, 64)
+    with ndl.no_grad():
+        model.loss(ids, ids)  # makes what is cached between calls
+    base = memory.stats(limited).live
+    memory.set_limit(base + 600_000, limited)
+
+    def forward():
+        loss = model.loss(ids, ids)
+        return loss
+
+    kept = []
+    try:
+        forward().backward()
+    except OutOfMemoryError as error:
+        kept.append(error)
+    assert kept and kept[0].__traceback__.tb_next is not None
+    assert memory.stats(limited).live == base
+    memory.set_limit(None, limited)
+    train_step(model, AdamW(model.parameters()), iter([(ids, ids)]))  # the process goes on
+    assert memory.stats(limited).live == base
+
+
+def test_a_step_that_runs_out_in_the_optimizer_has_changed_nothing(limited):
+    model = Pythia(TINY, device=limited)
+    optimizer = AdamW(model.parameter_groups())
+    ids = tokens(limited)
+    model.loss(ids, ids).backward()
+    before = model.state_dict()
+    memory.set_limit(memory.stats(limited).live + 8 * TINY.parameter_count() - 4096, limited)
+    with pytest.raises(OutOfMemoryError):
+        optimizer.step()
+    memory.set_limit(None, limited)
+    assert all(np.array_equal(before[name], values) for name, values in model.state_dict().items()) and optimizer.t == 0
+    optimizer.step()
+
+
+# --- leaks ---
+
+layer = None
+
+
+def relu_of_layer():
+    return ops.relu(layer(ndl.Tensor(np.ones((64, 16)), requires_grad=False)))
+
+
+def good_step():
+    loss = relu_of_layer().sum()
+    loss.backward()
+    return loss
+
+
+class Recurrent:
+    def __init__(self):
+        self.states = []
+        self.last = None
+
+    def __call__(self):
+        y = relu_of_layer()
+        self.states.append(y)
+        return y
+
+
+def leak_total(check):
+    total = 0
+    for _ in range(6):
+        total = good_step() + total
+        check.step()
+    return total
+
+
+def leak_list(check):
+    history = []
+    for _ in range(6):
+        history.append(relu_of_layer())
+        history[-1].sum().backward()
+        check.step()
+
+
+def leak_attribute(check):
+    model = Recurrent()
+    for _ in range(6):
+        model().sum().backward()
+        check.step()
+
+
+def leak_closure(check):
+    def made():
+        y = relu_of_layer()
+        return lambda: y
+
+    later = []
+    for _ in range(6):
+        later.append(made())
+        later[-1]().sum().backward()
+        check.step()
+
+
+def leak_traceback(check):
+    def failing():
+        out = relu_of_layer()
+        out.sum().backward()
+        raise ValueError("kept")
+
+    errors = []
+    for _ in range(6):
+        try:
+            failing()
+        except ValueError as error:
+            errors.append(error)
+        check.step()
+
+
+LEAKS = [
+    (leak_total, "total"), (leak_list, "history"), (leak_attribute, "Recurrent.states"),
+    (leak_closure, "y in the closure of <lambda>"), (leak_traceback, "out in failing, kept by a traceback"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def with_layer(cpu):
+    global layer
+    layer = nn.Linear(16, 16, device=cpu)
+    yield
+    layer = None
+
+
+@pytest.mark.parametrize("run, name", LEAKS, ids=[run.__name__ for run, _ in LEAKS])
+def test_a_leak_is_found_and_named(with_layer, run, name):
+    with memory.LeakCheck() as check, pytest.warns(memory.LeakWarning) as warned:
+        run(check)
+    assert set(check.found) == {name}
+    assert len(warned) == 1 and "`.detach()`" in str(warned[0].message) and "test_memory.py:" in str(warned[0].message)
+    assert check.found[name].steps >= 1 and check.found[name].nbytes > 0
+
+
+def test_leaks_now(with_layer):
+    history = [good_step() for _ in range(3)]
+    found = [leak for leak in memory.leaks() if leak.name == "history"]
+    assert len(found) == 1 and found[0].tensors == 3
+    history.clear()
+    assert not [leak for leak in memory.leaks() if leak.name == "history"]
+
+
+def test_a_loop_without_a_leak_is_left_in_peace(with_layer, recwarn):
+    total = 0.0
+    with memory.LeakCheck() as check:
+        for _ in range(6):
+            total += good_step().item()
+            assert check.step() == []
+    assert not check.found and not [w for w in recwarn if issubclass(w.category, memory.LeakWarning)]
+
+
+def test_the_search_for_leaks_leaves_nothing_behind(with_layer, cpu):
+    good_step()  # makes the layer's gradients
+    gc.collect()
+    gc.disable()
+    try:
+        before = memory.stats(cpu).live
+        with memory.LeakCheck(warn=False) as check:
+            leak_list(check)
+        assert memory.stats(cpu).live == before
+        y = relu_of_layer()
+        alive = weakref.ref(y)
+        memory.leaks()
+        del y
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_importing_needle_does_not_import_plotly():
+    code = "import sys, needle; assert 'plotly' not in sys.modules; assert 'needle.memory' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
