@@ -111,6 +111,13 @@ def test_accumulation_eval_only_and_comparison(text, tmp_path):
     assert "attention ms/step" in table.stdout and "dense" in table.stdout and "local" in table.stdout
 
 
+def test_checkpointing_changes_no_loss(text, tmp_path):
+    plain, again = tmp_path / "plain", tmp_path / "again"
+    assert run(text, "--max_steps", 3, "--checkpoint_dir", plain).returncode == 0
+    assert run(text, "--max_steps", 3, "--checkpoint_layers", 2, "--checkpoint_dir", again).returncode == 0
+    assert losses(again) == losses(plain)
+
+
 WRONG = [
     (("--model", "70b"), "unknown model: 70b"),
     (("--pattern", "star"), "unknown pattern: star"),
@@ -119,6 +126,7 @@ WRONG = [
     (("--vocab_size", "50000"), "50000"),
     (("--lr", "-1"), "[lr]"),
     (("--batch_size", "0"), "[batch_size]"),
+    (("--checkpoint_layers", "-1"), "[checkpoint_layers]"),
     (("--seq_len", "4096000"), "4096000"),
     (("--load_checkpoint", "no/such/folder"), "no such folder"),
     (("--dataset", "no-such-data"), "no-such-data"),

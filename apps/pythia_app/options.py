@@ -17,7 +17,7 @@ from needle.nn import PATTERNS
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
 MOST_TOKENS = 1 << 24  # in a micro-batch: the layers' arrays of more would have a TiB
 # What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
-CHANGEABLE = ("dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "lr")
+CHANGEABLE = ("dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "lr")
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 
 
@@ -60,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     _flag(training, "batch_size", type=int, default=2, help="sequences in a micro-batch")
     _flag(training, "seq_len", type=int, default=512, help="positions in a sequence")
     _flag(training, "accumulation_steps", type=int, default=1, help="micro-batches in a step")
+    _flag(
+        training, "checkpoint_layers", type=int, default=0, metavar="N",
+        help="compute so many layers at a time again in backward instead of keeping their arrays (0: keep all)",
+    )  # fmt: skip
     _flag(training, "lr", type=float, default=1e-3, help="peak learning rate (warmup, then cosine to a tenth)")
     _flag(training, "eval_only", action="store_true", help="only the loss on held-out text")
     where = parser.add_argument_group("machine and files")
@@ -76,7 +80,7 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
     """
     parser = _parser()
     if saved is not None:
-        parser.set_defaults(**{name: saved[name] for name in CHANGEABLE})
+        parser.set_defaults(**{name: saved[name] for name in CHANGEABLE if name in saved})
     options = parser.parse_args(argv)
     if saved is not None:
         for name in FIXED:
@@ -96,6 +100,8 @@ def check(options: argparse.Namespace) -> None:
             raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: at least 1)")
     if options.batch_size * options.seq_len > MOST_TOKENS:
         raise ShapeError(f"[batch_size] {options.batch_size} x {options.seq_len} tokens are too many (accepted: {MOST_TOKENS:,})")
+    if options.checkpoint_layers < 0:
+        raise ShapeError(f"[checkpoint_layers] is {options.checkpoint_layers} (accepted: at least 0)")
     for name in ("max_tokens", "max_steps", "epochs"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:

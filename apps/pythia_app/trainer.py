@@ -60,7 +60,7 @@ class Trainer:
     def __init__(self, options, text: TextData, device, sparse: bool):
         self.options, self.device = options, device
         self.config = make_config(options, text.vocab_size, sparse)
-        self.model = Pythia(self.config, device=device, seed=options.seed)
+        self.model = Pythia(self.config, device=device, seed=options.seed, checkpoint_layers=options.checkpoint_layers)
         self.optimizer = AdamW(self.model.parameter_groups(0.1), lr=options.lr, betas=(0.9, 0.95), eps=1e-8)
         self.batches = TokenBatches(
             text.train, options.batch_size, options.seq_len, options.seed,

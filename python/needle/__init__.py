@@ -8,4 +8,5 @@ from . import init
 from .init import ones, ones_like, zeros, zeros_like
 from . import data, nn, optim
 from . import memory
+from .nn import remat
 from .backend_selection import *  # noqa: F403

@@ -22,10 +22,11 @@ from .backend_ndarray.ndarray import write_stamp
 from .backend_selection import Device, NDArray, array_api, default_device
 from .errors import DTypeError, GraphError, ShapeError
 
-LAZY_MODE = False  # True: ops compute when their value is first asked for
+LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
 TENSOR_COUNTER = 0  # live Tensors and TensorTuples
 
 _grad_enabled = True
+_segment: Segment | None = None  # the innermost rematerialize() that is being run
 
 # Called with each new node while needle.memory wants to know where graphs are made; sets its ``site``.
 _node_made: Callable[[Node], None] | None = None
@@ -64,6 +65,24 @@ class enable_grad(no_grad):
 
 def is_grad_enabled() -> bool:
     return _grad_enabled
+
+
+class rematerialize:
+    """Context manager: the graph made inside keeps no arrays of its own; backward computes them again when it comes there.
+
+    What comes in from outside is kept until then, and what goes out as long as its readers need it. ``needle.remat`` is the
+    form for functions and modules.
+    """
+
+    def __enter__(self) -> None:
+        global _segment
+        _segment = Segment(_segment)
+
+    def __exit__(self, *exc: object) -> None:
+        global _segment
+        assert _segment is not None
+        _segment.active = False
+        _segment = _segment.parent
 
 
 # --- ops ---
@@ -137,11 +156,13 @@ class Node:
     spec: (shape, dtype, device) of the value, known also when the array is gone; a tuple of those for tuple ops.
     readers: gradients that have not run yet and will read ``array``; at 0 it is not kept.
     time: tick of the write clock when the value was computed; an input written later must not be used to recompute.
+    segment: the innermost Segment that all readers are in, which is where ``array`` is dropped and brought back.
     site: where it was made, for needle.memory; None unless that was asked for.
     """
 
     __slots__ = (
-        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "time", "handle", "site", "__weakref__",
+        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "time", "handle", "segment", "site",
+        "__weakref__",
     )  # fmt: skip
 
     def __init__(self, op: Op | None, inputs: tuple[Node, ...], requires_grad: bool):
@@ -154,6 +175,7 @@ class Node:
         self.released = False
         self.time = 0
         self.handle: weakref.ref[Value] | None = None
+        self.segment: Segment | None = None
         self.site: Any = None
 
     def live_handle(self) -> Value | None:
@@ -201,36 +223,130 @@ class Node:
                 n.array = None
 
 
+class Segment:
+    """A part of the graph whose arrays are dropped after forward and brought back together by backward.
+
+    parent: the segment that this one is in. boundary: nodes from outside that an op in here takes, each with one reader more, which
+    is this segment. armed: those readers are counted. active: its forward is running. open: its arrays are back.
+    Nothing here points at the segment's own nodes, so there is no cycle.
+    """
+
+    __slots__ = ("parent", "boundary", "armed", "active", "open")
+
+    def __init__(self, parent: Segment | None):
+        self.parent = parent
+        self.boundary: dict[Node, None] = {}
+        self.armed = self.active = True
+        self.open = False
+
+    def take(self, node: Node) -> None:
+        """Makes ``node`` of this segment and announces what it needs from outside."""
+        node.segment = self
+        for n in node.inputs:
+            if n.op is None:
+                continue
+            home = _home(n)
+            inner: Segment | None = self
+            while inner is not None and inner is not home:
+                if n not in inner.boundary:
+                    inner.boundary[n] = None
+                    n.readers += 1
+                inner = inner.parent
+
+    def arm(self) -> None:
+        if not self.armed:
+            self.armed = True
+            for n in self.boundary:
+                n.readers += 1
+
+    def disarm(self) -> None:
+        """What came in from outside is not needed by this segment any more."""
+        if self.armed:
+            self.armed = False
+            for n in self.boundary:
+                n.readers -= 1
+                if n.readers == 0:
+                    n.array = None
+
+
+def _home(node: Node) -> Segment | None:
+    """The segment of a node that is read from here: it leaves those whose forward is over."""
+    segment = node.segment
+    while segment is not None and not segment.active:
+        segment = segment.parent
+    node.segment = segment
+    return segment
+
+
 def realize(node: Node) -> Any:
     """The node's array (a tuple of arrays for tuple ops): the cached one, or recomputed from the nearest values there are.
 
     raises: GraphError if an input was changed in place after the value was first computed.
     """
     found = node.peek()
-    if found is not None:
-        return found
+    return found if found is not None else _bring_back([node])[0]
+
+
+def _bring_back(wanted: Sequence[Node]) -> list[Any]:
+    """The arrays of nodes that have none, recomputed from the nearest values there are: each op once, and what no reader
+    waits for dropped after its last use here.
+
+    raises: GraphError if an input was changed in place after a value was first computed from it.
+    """
+    order: list[Node] = []
+    uses: dict[Node, int] = {}  # by the ops computed here, and one for being wanted
+    for target in wanted:
+        uses[target] = uses.get(target, 0) + 1
+        stack = [(target, iter(target.inputs))] if uses[target] == 1 else []
+        while stack:
+            node, inputs = stack[-1]
+            for n in inputs:
+                if n in uses:
+                    uses[n] += 1
+                elif n.peek() is None:
+                    uses[n] = 1
+                    stack.append((n, iter(n.inputs)))
+                    break
+            else:
+                order.append(node)
+                stack.pop()
+    asked = set(wanted)
     fresh: dict[Node, Any] = {}
-    stack = [node]
-    while stack:
-        top = stack[-1]
-        if top in fresh or top.peek() is not None:
-            stack.pop()
-            continue
-        missing = [n for n in top.inputs if n not in fresh and n.peek() is None]
-        if missing:
-            stack.extend(missing)
-            continue
-        arrays = [fresh[n] if n in fresh else n.peek() for n in top.inputs]
-        if top.time:
-            _check_unchanged(top, arrays)
-        value = _recompute(top, arrays)
-        if not top.time:
-            top.time = write_stamp()
-        fresh[top] = value
-        if top.readers:
-            top.array = value
-        stack.pop()
-    return fresh[node]
+    for node in order:
+        arrays = [fresh[n] if n in fresh else n.peek() for n in node.inputs]
+        for n in node.inputs:
+            if n in fresh:
+                uses[n] -= 1
+                if not uses[n]:
+                    del fresh[n]
+        if node.time:
+            _check_unchanged(node, arrays)
+        value = fresh[node] = _recompute(node, arrays)
+        if node.time:
+            _date_back(value, node.time)
+        else:
+            node.time, node.spec = write_stamp(), _spec_of(value)
+        if node.readers and (node.segment is None or node.segment.open) and (node in asked or not node.op.recomputes_output):  # type: ignore[union-attr]
+            node.array = value
+    return [fresh[n] for n in wanted]
+
+
+def _date_back(value: Any, time: int) -> None:
+    """Gives a recomputed value the age of the first one: an op that writes into its own result must not make it look changed."""
+    for part in value if isinstance(value, tuple) else (value,):
+        if part.last_write > time:
+            part.last_write = time
+
+
+def _restore(nodes: Iterable[Node]) -> None:
+    """Brings back what readers wait for."""
+    missing = []
+    for n in nodes:
+        if n.array is None and n.readers and n.op is not None and not n.op.recomputes_output:
+            n.array = n.peek()
+            if n.array is None:
+                missing.append(n)
+    _bring_back(missing)
 
 
 def _recompute(node: Node, arrays: Sequence[Any]) -> Any:
@@ -407,10 +523,15 @@ class Value:
                 if x._requires_grad:
                     requires_grad = True
                     break
-        if LAZY_MODE:
+        if LAZY_MODE and _grad_enabled:  # without a graph nothing is put off: gradients are summed in place
             value._setup(None, requires_grad)
             node = Node(op, tuple([x._as_node() for x in inputs]), requires_grad)
             if requires_grad:
+                if _segment is not None:
+                    _segment.take(node)
+                else:
+                    for n in node.inputs:
+                        _home(n)
                 node.keep()
             value._attach(node)
             return value
@@ -422,17 +543,25 @@ class Value:
             node = Node(op, in_nodes, True)
             node.time = write_stamp()
             node.spec = _spec_of(out)
+            if _segment is not None:
+                _segment.take(node)
+                for n, array in zip(in_nodes, arrays):
+                    if n in _segment.boundary and n.segment is None and not n.op.recomputes_output:  # type: ignore[union-attr]
+                        n.array = array
             reads = op.reads_inputs
             if reads:
                 for i in range(len(in_nodes)) if reads is True else reads:  # type: ignore[union-attr]
                     n = in_nodes[i]
                     if n.op is not None:
                         n.readers += 1
+                        if n.segment is not None and _home(n) is not None:
+                            continue  # an interior of a segment: brought back when backward comes there
                         if not n.op.recomputes_output:
                             n.array = arrays[i]
             if op.reads_output:
                 node.readers = 1
-                node.array = out
+                if _segment is None:
+                    node.array = out
             node.handle = weakref.ref(value)
             value._node = node
             if _node_made is not None:
@@ -849,9 +978,26 @@ def _run_backward(
 ) -> dict[Node, Tensor]:
     """Gradients of the leaves (and of ``stop`` nodes) under ``root``. Sets ``.grad`` where retain_grad() asked for it."""
     order = _differentiable_order(root, stop)
+    segments: dict[Segment, list[Node]] = {}
+    incomplete = root.peek() is None
     for node in order:
-        if node.released and node not in stop and node.op is not None:
+        if node.op is None or node in stop:
+            continue
+        if node.released:
             node.keep()
+            incomplete = True
+        if node.segment is not None:
+            segments.setdefault(node.segment, []).append(node)
+            outer = node.segment.parent
+            while outer is not None:
+                segments.setdefault(outer, [])
+                outer = outer.parent
+    if incomplete:  # a second call, or lazy mode: all in one pass, not op by op
+        for segment in segments:
+            segment.arm()
+        _restore(n for n in order if n.segment is None and n not in stop)
+    closing: dict[Node, tuple[Segment, list[Node]]] = {}
+    keeps = retain_graph or create_graph
     with enable_grad() if create_graph else no_grad():
         if out_grad is None:
             seed = _constant(root.spec or _spec_of(realize(root)), 1)
@@ -876,10 +1022,39 @@ def _run_backward(
                 handle = node.live_handle()
                 if isinstance(handle, Tensor) and handle._retains_grad:
                     handle._grad = grad
+                if segments:
+                    for n in node.read_nodes():
+                        if n.segment in segments:
+                            _open_segment(n.segment, segments, closing, disarm=not keeps)
                 _push_gradients(node, grad, grads, create_graph)
-            if not (retain_graph or create_graph):
+            if not keeps:
                 node.release()
+            if node in closing:
+                _close_segment(*closing.pop(node))
+        if not keeps:
+            for segment in segments:  # whose arrays nobody read
+                segment.disarm()
     return found
+
+
+def _open_segment(segment: Segment, waiting: dict[Segment, list[Node]], closing: dict, disarm: bool) -> None:
+    """Brings back the arrays of a segment, after those of the segments around it."""
+    if segment.parent in waiting:
+        _open_segment(segment.parent, waiting, closing, disarm)
+    nodes = waiting.pop(segment)
+    if nodes:
+        segment.open = True
+        _restore(nodes)
+        closing[nodes[0]] = (segment, nodes)  # the last of them that backward comes to
+    if disarm:
+        segment.disarm()
+
+
+def _close_segment(segment: Segment, nodes: list[Node]) -> None:
+    segment.open = False
+    for n in nodes:
+        if n.segment is segment:
+            n.array = None
 
 
 def _push_gradients(node: Node, grad: Any, grads: dict, create_graph: bool) -> None:

@@ -283,6 +283,10 @@ class NDArray:
         """Tick of the last write in place to this memory, through any view; 0 if there was none."""
         return self._handle.last_write
 
+    @last_write.setter
+    def last_write(self, stamp: int) -> None:
+        self._handle.last_write = stamp
+
     def mark_written(self) -> None:
         """Stamps this memory as written now."""
         self._handle.last_write = next(_clock)

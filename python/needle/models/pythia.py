@@ -18,6 +18,7 @@ from ..backend_ndarray.device import device_cache
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..errors import ShapeError
 from ..nn.nn_basic import LayerNorm, Module, Parameter
+from ..nn.nn_remat import remat
 from ..nn.nn_sparse import causal_pattern
 
 # name: (layers, width, heads, feed-forward width), as published
@@ -180,14 +181,21 @@ class KeyValueCache:
 class Pythia(Module):
     """The language model. ``loss`` makes no logits; ``forward`` does.
 
-    device: default ``cpu()``; dtype of parameters and activations; seed: of the initial weights.
+    device: default ``cpu()``; dtype of parameters and activations; seed: of the initial weights. checkpoint_layers: so many layers
+    at a time keep only what comes into the first of them, and are computed again in backward (0: all is kept).
     """
 
-    def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int = 0):
+    def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int = 0, checkpoint_layers: int = 0):
         super().__init__()
+        if not 0 <= checkpoint_layers:
+            raise ShapeError(f"[pythia] checkpoint_layers is {checkpoint_layers} (accepted: at least 0)")
         device = device or backend_selection.cpu()
         rng = np.random.default_rng(seed)
         self.config, self.device, self.dtype = config, device, dtype
+        # Numbers of layers, from the first on, that are checkpointed together; the layers after them keep their arrays.
+        self.checkpoint_segments = [
+            min(checkpoint_layers, config.layers - i) for i in range(0, config.layers, checkpoint_layers or config.layers)
+        ] if checkpoint_layers else []  # fmt: skip
         std = math.sqrt(2 / (5 * config.width))
         self.embed_in = _normal(rng, (config.vocab_size, config.width), std, device, dtype)
         self.layers = [PythiaLayer(config, rng, device, dtype) for _ in range(config.layers)]
@@ -205,9 +213,17 @@ class Pythia(Module):
         cos, sin = self._tables(T)
         layout = self.config.layout(T)
         x = ops.embedding(self.embed_in, ids)
-        for layer in self.layers:
+        start = 0
+        for count in self.checkpoint_segments:
+            x = remat(self._run, x, start, start + count, cos, sin, layout)
+            start += count
+        return self.final_layer_norm(self._run(x, start, len(self.layers), cos, sin, layout))
+
+    def _run(self, x: Tensor, start: int, stop: int, cos: NDArray, sin: NDArray, layout: BlockLayout) -> Tensor:
+        """Layers start .. stop - 1."""
+        for layer in self.layers[start:stop]:
             x = layer(x, cos, sin, layout)
-        return self.final_layer_norm(x)
+        return x
 
     def forward(self, ids: Tensor) -> Tensor:
         """(B, T) ids -> (B, T, V) logits."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import backend_selection, init, ops
-from ..autograd import Tensor
+from ..autograd import Tensor, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
 from ..errors import CheckpointError, ShapeError
 
@@ -59,6 +59,8 @@ def _named(value: object, prefix: str) -> Iterator[tuple[str, Parameter]]:
 class Module:
     """Something with parameters and a ``forward``. Parameters are found in attributes, in the order they were set."""
 
+    rematerialized = False  # set by nn.remat: calls keep no inner arrays for backward
+
     def __init__(self) -> None:
         self.training = True
 
@@ -104,6 +106,9 @@ class Module:
         raise NotImplementedError
 
     def __call__(self, *args, **kwargs):
+        if self.rematerialized:
+            with rematerialize():
+                return self.forward(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
 

@@ -1,0 +1,284 @@
+"""Activation checkpointing: the same bits, fewer bytes."""
+
+import gc
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import autograd, nn, ops
+from needle.errors import GraphError
+from needle.models import Pythia, PythiaConfig
+from needle.optim import AdamW
+
+SMALL = PythiaConfig(layers=4, width=32, heads=4, feed_forward=64, vocab_size=61)
+
+
+def leaf(values, device, **kwargs):
+    return ndl.Tensor(np.asarray(values, np.float32), device=device, **kwargs)
+
+
+def batch(device, B=2, T=32, V=61, seed=0):
+    rng = np.random.default_rng(seed)
+    return [ndl.Tensor(rng.integers(0, V, (B, T)), device=device, dtype="int32", requires_grad=False) for _ in range(2)]
+
+
+class Block(nn.Module):
+    """What a layer has: a norm, products, an activation, dropout of both kinds, and an op that writes into its result."""
+
+    def __init__(self, device, seed):
+        super().__init__()
+        np.random.seed(seed)
+        self.norm, self.seed = nn.LayerNorm(8, device=device), seed
+        self.up, self.down = nn.Linear(8, 16, device=device), nn.Linear(16, 8, device=device)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        h = self.drop(ops.gelu(self.up(self.norm(x))))
+        y = ops.dropout(self.down(h), 0.25, self.seed)
+        both = ops.stack([ops.tanh(y), y * y], 0)
+        return x + ops.summation(ops.exp(both * 0.1), 0)
+
+
+def network(device):
+    return [Block(device, i) for i in range(4)]
+
+
+def run_plain(blocks, x):
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def run_each(blocks, x):
+    for block in blocks:
+        x = ndl.remat(block, x)
+    return x
+
+
+def run_in_twos(blocks, x):
+    return ndl.remat(run_plain, blocks[2:], ndl.remat(run_plain, blocks[:2], x))
+
+
+def run_nested(blocks, x):
+    return ndl.remat(run_each, blocks[2:], ndl.remat(run_each, blocks[:2], x))
+
+
+def run_doubly(blocks, x):
+    """A region that is all of another one."""
+    return ndl.remat(ndl.remat(run_plain), blocks, x)
+
+
+def run_modules(blocks, x):
+    for block in blocks:
+        assert ndl.remat(block) is block
+    return run_plain(blocks, x)
+
+
+WAYS = [run_each, run_in_twos, run_nested, run_doubly, run_modules]
+
+
+def gradients(way, device, backward=lambda loss: loss.backward()):
+    blocks, x = network(device), leaf(np.random.default_rng(5).standard_normal((3, 8)), device)
+    np.random.seed(11)  # course dropout draws from here
+    out = way(blocks, x)
+    loss = (out * out).sum()
+    backward(loss)
+    return [loss.numpy(), out.numpy(), x.grad.numpy()] + [p.grad.numpy() for b in blocks for p in b.parameters()]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for f, e in zip(found, expected):
+        np.testing.assert_array_equal(f, e)
+
+
+def twice(loss):
+    loss.backward()
+    loss.backward(accumulate=True)
+
+
+def retained(loss):
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+BACKWARD = {
+    "once": lambda loss: loss.backward(),
+    "accumulated": twice,
+    "retained": retained,
+    "with a graph": lambda loss: loss.backward(create_graph=True),
+}
+
+
+@pytest.mark.parametrize("backward", BACKWARD.values(), ids=BACKWARD)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bits(device, way, backward):
+    assert_same(gradients(way, device, backward), gradients(run_plain, device, backward))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_same_bits_in_lazy_mode(host, way):
+    expected = gradients(run_plain, host)
+    autograd.LAZY_MODE = True
+    try:
+        assert_same(gradients(way, host), expected)
+    finally:
+        autograd.LAZY_MODE = False
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_second_derivatives(host, way):
+    def penalty(way):
+        w = leaf(np.random.default_rng(3).standard_normal((4, 4)), host)
+        x = leaf(np.random.default_rng(4).standard_normal((2, 4)), host)
+        out = way([lambda x: ops.tanh(x @ w)] * 4, x) if way is not run_modules else run_plain([lambda x: ops.tanh(x @ w)] * 4, x)
+        out.sum().backward(create_graph=True)
+        (x.grad * x.grad).sum().backward()
+        return [w.grad.numpy(), x.grad.numpy()]
+
+    assert_same(penalty(way), penalty(run_plain))
+
+
+def test_a_gradient_asked_for_its_history(host):
+    def curvature(way):
+        x = leaf([0.3, -0.2], host)
+        y = way([ops.tanh, ops.exp], x).sum()
+        y.backward()
+        x.grad.backward()
+        return [x.grad.numpy()]
+
+    assert_same(curvature(run_each), curvature(run_plain))
+
+
+def test_without_a_graph_nothing_is_recorded(host):
+    x = leaf([1.0, 2.0], host)
+    with ndl.no_grad():
+        assert ndl.remat(ops.exp, x).op is None
+    assert ndl.remat(ops.exp, x.detach()).op is None
+
+
+def test_a_region_that_raises_is_left(host):
+    def wrong(x):
+        raise KeyError("inside")
+
+    x = leaf([1.0], host)
+    with pytest.raises(KeyError):
+        ndl.remat(wrong, x)
+    assert autograd._segment is None
+
+
+def test_each_op_is_computed_once_more_and_only_what_is_read(host):
+    counts = {}
+
+    class Counted(ops.Exp):
+        def compute(self, a):
+            counts[id(self)] = counts.get(id(self), 0) + 1
+            return a.exp()
+
+    marks = [Counted() for _ in range(6)]
+
+    def region(x):
+        for op in marks:
+            x = op(x * 0.1)
+        return x * 2  # the last value is read by its own gradient; this one by none
+
+    x = leaf([0.5], host)
+    ndl.remat(region, ndl.remat(region, x)).sum().backward()
+    assert all(n == 4 for n in counts.values())  # twice forward, and once more for each of the two regions
+
+
+def test_a_changed_parameter_is_refused(host):
+    blocks, x = network(host), leaf(np.ones((3, 8)), host)
+    loss = run_each(blocks, x).sum()
+    blocks[1].up.weight.realize_cached_data()[0, 0] = 5.0
+    with pytest.raises(GraphError, match="changed in place"):
+        loss.backward()
+
+
+def test_an_inner_tensor_that_is_held_keeps_its_values(host):
+    kept = []
+
+    def region(x):
+        kept.append(ops.exp(x))
+        return kept[0] * kept[0]
+
+    x = leaf([0.0, 1.0], host)
+    out = ndl.remat(region, x)
+    (out + kept[0]).sum().backward()
+    np.testing.assert_allclose(x.grad.numpy(), 2 * np.exp([0, 2]) + np.exp([0, 1]), rtol=1e-6)
+    np.testing.assert_allclose(kept[0].numpy(), np.exp([0, 1]), rtol=1e-6)
+
+
+def test_two_losses_share_a_region(host):
+    def grads(remat):
+        x = leaf([0.5, 1.5], host)
+        y = remat(lambda x: ops.tanh(ops.exp(x * 0.5) * x), x)
+        a, b = (y * y).sum(), ops.exp(y).sum()
+        a.backward()
+        b.backward(accumulate=True)
+        a.backward(accumulate=True)
+        return [x.grad.numpy()]
+
+    assert_same(grads(ndl.remat), grads(lambda f, x: f(x)))
+
+
+def test_running_statistics_are_updated_once(host):
+    norms = [nn.BatchNorm1d(3, device=host) for _ in range(2)]
+    x = leaf(np.random.default_rng(0).standard_normal((5, 3)), host)
+    norms[0](x).sum().backward()
+    ndl.remat(norms[1], x).sum().backward()
+    assert_same([norms[1].running_mean.numpy()], [norms[0].running_mean.numpy()])
+
+
+def train(device, checkpoint_layers, config=SMALL, steps=5, micro_batches=1):
+    model = Pythia(config, device=device, checkpoint_layers=checkpoint_layers)
+    optimizer = AdamW(model.parameter_groups(), lr=1e-3)
+    seen = []
+    for i in range(steps):
+        optimizer.reset_grad()
+        for j in range(micro_batches):
+            loss = model.loss(*batch(device, seed=10 * i + j))
+            (loss * (1 / micro_batches)).backward(accumulate=micro_batches > 1)
+            seen.append(loss.numpy())
+        seen += [p.grad.numpy() for p in model.parameters()]
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+    return seen + [p.numpy() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_training_is_bitwise_the_same(host, layers, sparse):
+    config = SMALL.with_sparse(block=16) if sparse else SMALL
+    assert_same(train(host, layers, config), train(host, 0, config))
+
+
+def test_accumulation_is_bitwise_the_same(cpu):
+    assert_same(train(cpu, 2, steps=2, micro_batches=3), train(cpu, 0, steps=2, micro_batches=3))
+
+
+def test_training_on_the_emulated_device(device):
+    if device.name == "cuda_sim":
+        config = PythiaConfig(layers=2, width=32, heads=2, feed_forward=32, vocab_size=61)
+        assert_same(train(device, 1, config, steps=1), train(device, 0, config, steps=1))
+
+
+def test_nothing_is_left_and_nothing_is_in_a_cycle(cpu):
+    gc.collect()
+    gc.disable()
+    try:
+        blocks, counts = network(cpu), []
+        for i in range(30):
+            x = leaf(np.ones((3, 8)), cpu)
+            for way in (run_each, run_nested, run_doubly):
+                loss = way(blocks, x).sum()
+                if i % 3:  # a graph that no backward runs through must go as well
+                    loss.backward()
+            del loss, x
+            if i in (3, 29):
+                counts.append((cpu.memory_stats()["live_arrays"], autograd.TENSOR_COUNTER))
+        assert counts[0] == counts[1]
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
