@@ -1,60 +1,255 @@
-"""For whoever has a GPU: build for it, run the parity suite on it, sanitize a part, and measure beside PyTorch. Needs no network.
+"""For whoever has a GPU: build for it, run the parity suite on it, measure beside PyTorch, sanitize a part. Needs no network.
 
     make gpu-check
+    python benchmarks/gpu_check.py --arch 90 --build-only            # compile for a GPU that is elsewhere
+    python benchmarks/gpu_check.py --device cuda_sim --no-build      # the same road on the emulated device, in tiny shapes
 
-Uses this Python's own packages (numpy, pybind11, pytest, cmake; torch where it is). Each benchmark row becomes one JSON line in
-benchmarks/results; what failed is printed last and decides the exit code.
+Uses this machine's own Python packages: numpy, pybind11 (or its headers, which torch has), cmake, pytest; torch where it is. Every
+row is appended to benchmarks/results as it is found, and everything said to build/gpu/log.txt; after --minutes what is left is not
+begun. What failed is printed last and decides the exit code: 0, 1, or 2 where it cannot run at all.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from interleave import append_results, machine
+
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
-SMALL = "softmax or matmul or layer_norm or attention_sparse or dsd"
+BUILD = ROOT / "build" / "gpu"
+LOG = BUILD / "log.txt"
+CHUNK = 48  # tests in one process
+SANITIZED = re.compile(r"test_parity\[.*float32.*(softmax|matmul|layer_norm|attention_sparse|dsd)")
+GPU_GROUPS = ["gpu_step", "gpu_gemm", "gpu_attention", "gpu_products"]
 
 
-def run(name: str, command: list, limit_s: int) -> str | None:
-    """None if it went well, else what went wrong."""
-    print(f"--- {name}", flush=True)
-    try:
-        done = subprocess.run([str(c) for c in command], cwd=ROOT, env=ENVIRONMENT, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return f"{name}: more than {limit_s} s"
-    except OSError as error:
-        return f"{name}: {error}"
-    return None if done.returncode == 0 else f"{name}: exit code {done.returncode}"
+class Failure(Exception):
+    """A stage went wrong; the others still run."""
 
 
-def main() -> int:
-    if shutil.which("nvcc") is None:
-        print("gpu-check: no nvcc on PATH (the CUDA toolkit is needed)", file=sys.stderr)
+def say(text: str) -> None:
+    print(text, flush=True)
+    with open(LOG, "a") as file:
+        file.write(text + "\n")
+
+
+class Check:
+    """One run: its options, its deadline and the environment of its processes."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options, self.device = options, options.device
+        self.end = time.monotonic() + 60 * options.minutes
+        places = [os.environ.get("PATH", ""), Path(sys.executable).parent, sysconfig.get_path("scripts", f"{os.name}_user")]
+        places += [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+        places += ["/usr/local/cuda/bin"]
+        self.environment = {
+            **os.environ,
+            "PATH": os.pathsep.join(map(str, places)),
+            "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("python", "tests", "apps", "")),
+            "NEEDLE_REQUIRE_DEVICES": self.device,
+        }
+
+    def tool(self, name: str) -> str | None:
+        return shutil.which(name, path=self.environment["PATH"])
+
+    def run(self, command: list, limit_s: float) -> tuple[int, str]:
+        """Exit code and output; -9 after the limit. The whole family ends then, stopped processes included."""
+        limit_s = min(limit_s, self.end - time.monotonic())
+        if limit_s < 1:
+            raise Failure("no time left")
+        process = subprocess.Popen(
+            [str(part) for part in command], cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        )  # fmt: skip
+        try:
+            return_code, output = None, process.communicate(timeout=limit_s)[0]
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return_code, output = -9, process.communicate()[0] + f"\n(ended after {limit_s:.0f} s)"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode if return_code is None else return_code, output
+
+    def must(self, command: list, limit_s: float) -> str:
+        code, output = self.run(command, limit_s)
+        if code:
+            say(output)
+            raise Failure(f"exit code {code}")
+        return output
+
+    def record(self, **row) -> None:
+        append_results(self.options.results / "gpu_check.jsonl", [{**machine(), "device": self.device, **row}])
+
+    # ---- stages
+
+    def requirements(self) -> str | None:
+        """What is missing here, in one line, or None."""
+        has, build = importlib.util.find_spec, not self.options.no_build
+        wanted = {
+            "numpy": has("numpy"),
+            "pytest": has("pytest") or self.options.build_only,
+            "pybind11 (or torch, which has its headers)": has("pybind11") or has("torch") or not build,
+            "cmake": self.tool("cmake") or not build,
+            "nvcc (of the CUDA toolkit, on PATH or in /usr/local/cuda)": self.tool("nvcc") or not build or self.device != "cuda",
+        }
+        missing = [name for name, found in wanted.items() if not found]
+        if missing:
+            return f"missing for {sys.executable}: {', '.join(missing)}"
+        if self.device == "cuda" and not self.options.build_only and not self.gpus():
+            return "no GPU here: nvidia-smi names none (--arch N --build-only compiles for a GPU that is elsewhere)"
+        return None
+
+    def gpus(self) -> list[tuple[str, str]]:
+        """(name, compute capability as CMake writes it, "90") of each."""
+        if self.tool("nvidia-smi") is None:
+            return []
+        code, output = self.run([self.tool("nvidia-smi"), "--query-gpu=name,compute_cap", "--format=csv,noheader"], 30)
+        rows = re.findall(r"^(.+), (\d+)\.(\d)\s*$", output, re.MULTILINE)
+        return [(name, major + minor) for name, major, minor in rows] if code == 0 else []
+
+    def build(self) -> None:
+        start = time.monotonic()
+        arch = self.options.arch or ";".join(sorted({arch for _, arch in self.gpus()}))
+        flags = [
+            f"-DNEEDLE_CUDA=ON -DNEEDLE_CUDA_ARCHITECTURES={arch} -DCMAKE_CUDA_COMPILER={self.tool('nvcc')} -DNEEDLE_CUDA_SIM=OFF"
+        ]
+        if self.device != "cuda":
+            arch, flags = self.device, ["-DNEEDLE_CUDA=OFF -DNEEDLE_CUDA_SIM=ON"]
+        (BUILD / "CMakeCache.txt").unlink(missing_ok=True)  # of another Python or toolkit, perhaps
+        configure = [self.tool("cmake"), "-S", ROOT, "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}", *flags[0].split()]
+        said = self.must(configure, 120)
+        say("\n".join(line for line in said.splitlines() if "needle:" in line))
+        self.must([self.tool("cmake"), "--build", BUILD, "-j", os.cpu_count() or 2], 400)
+        self.record(case="build", arch=arch, seconds=time.monotonic() - start)
+
+    def ready(self) -> None:
+        """The module loads, and finds a device."""
+        code = f"import needle; d = needle.{self.device}(); d.require(); print(d.device_properties())"
+        say(self.must([sys.executable, "-c", code], 60).strip())
+
+    def tests(self) -> list[str]:
+        """The tests that run on the device, by the name it has among their parameters."""
+        pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "--collect-only", "-q"]
+        _, output = self.run([*pytest, "--continue-on-collection-errors", "tests"], 60)
+        named = re.compile(rf"^tests/\S+\.py::\S+\[(.*-)?{self.device}(-.*)?\]$")
+        found = [line for line in output.splitlines() if named.match(line) and re.search(self.options.tests, line)]
+        for line in output.splitlines():
+            if line.startswith("ERROR"):
+                say(line)  # a module that lacks a package here; its tests are not counted
+        if not found:
+            say(output[-2000:])
+            raise Failure(f"no test runs on {self.device}")
+        return found
+
+    def failing(self, tests: list[str]) -> Iterator[tuple[str, str]]:
+        """(test, output) of each that fails. One that loses the GPU takes those after it along: in doubt each runs alone."""
+        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "--tb=short"]
+        code, output = self.run([*command, *tests], 60 if len(tests) == 1 else 150)
+        if code == 0:
+            return
+        if len(tests) == 1:
+            yield tests[0], output
+            return
+        for test in tests:
+            yield from self.failing([test])
+
+    def parity(self) -> None:
+        tests, start, failed, open_ = self.tests(), time.monotonic(), [], 0
+        chunks = [tests[i : i + CHUNK] for i in range(0, len(tests), CHUNK)]
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+            for chunk, result in [(c, pool.submit(lambda c: list(self.failing(c)), c)) for c in chunks]:
+                try:
+                    failed += result.result()
+                except Failure:
+                    open_ += len(chunk)
+        for test, output in failed:
+            say(f"--- {test}\n{output}")
+        passed = len(tests) - len(failed) - open_
+        self.record(case="parity", tests=len(tests), passed=passed, failed=[test for test, _ in failed], not_run=open_,
+                    seconds=time.monotonic() - start)  # fmt: skip
+        say(f"{passed} of {len(tests)} tests passed, {len(failed)} failed, {open_} not run for lack of time")
+        if passed < len(tests):
+            raise Failure(", ".join(test for test, _ in failed[:5]) or f"{open_} tests not run")
+
+    def benchmarks(self) -> None:
+        only = [] if self.has_torch() else ["--only", "needle"]
+        groups = GPU_GROUPS if self.device == "cuda" else ["smoke"]
+        left = self.end - time.monotonic()
+        command = [sys.executable, "benchmarks/run.py", *groups, "--device", self.device, "--rounds", 3, *only]
+        code, output = self.run([*command, "--seconds", max(1, left - 60), "--results", self.options.results], left)
+        say(output)
+        if code:
+            raise Failure(f"exit code {code}")
+
+    def has_torch(self) -> bool:
+        asked = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 1)" if self.device == "cuda" else "import torch"
+        found = self.run([sys.executable, "-c", asked], 60)[0] == 0
+        if not found:
+            say("no PyTorch here that can use the device: needle is measured alone")
+        return found
+
+    def sanitizer(self) -> None:
+        """Memory errors, then races in shared memory, in a part of the parity suite."""
+        tool = self.tool("compute-sanitizer")
+        if tool is None or self.device != "cuda":
+            say("no compute-sanitizer here: left out")
+            return
+        part = [test for test in self.tests() if SANITIZED.search(test)]
+        for kind in ("memcheck", "racecheck"):
+            pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", *part]
+            start = time.monotonic()
+            code, output = self.run([tool, "--tool", kind, "--error-exitcode", "1", *pytest], 120)
+            say("\n".join(output.splitlines()[-40:]))
+            self.record(case=kind, tests=len(part), exit_code=code, seconds=time.monotonic() - start)
+            if code:
+                raise Failure(f"{kind}: exit code {code}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cuda_sim"), default="cuda")
+    parser.add_argument("--arch", help="compute capability to build for, as 90 (default: of the GPUs here)")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--build-only", action="store_true", help="do not run anything (with --arch: needs no GPU)")
+    what.add_argument("--no-build", action="store_true", help="the modules are there already")
+    parser.add_argument("--tests", default="", help="only tests whose name has this regular expression")
+    parser.add_argument("--minutes", type=float, default=8, help="begin nothing after so long (default: 8)")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON lines")
+    options = parser.parse_args(argv)
+    if options.build_only and options.device == "cuda" and not options.arch:
+        parser.error("--build-only needs --arch")
+    check = Check(options)
+    missing = check.requirements()
+    if missing:
+        print(f"gpu-check: {missing}", file=sys.stderr)
         return 2
-    build = ROOT / "build" / "gpu"
-    failed = [
-        run("configure", ["cmake", "-S", ROOT, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", "-DNEEDLE_CUDA=ON",
-                          "-DNEEDLE_CUDA_SIM=OFF", "-DNEEDLE_CUDA_ARCHITECTURES=native"], 120),
-        run("build", ["cmake", "--build", build, "-j", os.cpu_count() or 2], 400),
-    ]  # fmt: skip
-    if not any(failed):
-        pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
-        failed.append(run("parity", [*pytest, "tests/test_parity.py", "tests/test_ndarray.py", "-k", "cuda and not cuda_sim"], 240))
-        if shutil.which("compute-sanitizer"):
-            for tool in ("memcheck", "racecheck"):
-                part = [*pytest, "tests/test_parity.py", "-k", f"test_parity and cuda and not cuda_sim and float32 and ({SMALL})"]
-                failed.append(run(tool, ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", *part], 120))
-        only = [] if importlib.util.find_spec("torch") else ["--only", "needle"]
-        failed.append(
-            run("benchmarks", [sys.executable, "benchmarks/run.py", "step", "attention", "gemm", "--device", "cuda", *only], 240)
-        )
-    failed = [what for what in failed if what]
-    print("\n".join(failed) if failed else "gpu-check: everything held")
+    BUILD.mkdir(parents=True, exist_ok=True)
+    LOG.write_text("")
+    stages = [] if options.no_build else [check.build]
+    stages += [] if options.build_only else [check.ready, check.parity, check.benchmarks, check.sanitizer]
+    failed = []
+    for stage in stages:
+        say(f"--- {stage.__name__}")
+        try:
+            stage()
+        except Failure as failure:
+            failed.append(f"{stage.__name__}: {failure}")
+            if stage in (check.build, check.ready):
+                break
+    say("\n".join(failed) if failed else "gpu-check: everything held")
     return 1 if failed else 0
 
 

@@ -14,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +59,10 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A running contestant, stopped unless it is its turn."""
+    """A running contestant, stopped unless it is its turn. ``limit_s``: an answer that takes longer ends it."""
 
-    def __init__(self, contestant: Contestant, row: Row, threads: int):
-        self.contestant = contestant
+    def __init__(self, contestant: Contestant, threads: int, limit_s: float | None = None):
+        self.contestant, self.limit_s = contestant, limit_s
         counts = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NEEDLE_NUM_THREADS")}
         environment = {**os.environ, **counts, **WAITS[contestant.waits]}
         self._process = subprocess.Popen(
@@ -71,6 +72,10 @@ class Worker:
             text=True,
             env=environment,
         )
+
+    def begin(self, row: Row) -> None:
+        """Builds the row's case and warms it up."""
+        self._process.send_signal(signal.SIGCONT)
         self.setup = self._ask(f"setup {row.case} {json.dumps(row.args)}")
         self.seconds: list[float] = []
         self.first_value: float | None = None
@@ -91,7 +96,10 @@ class Worker:
 
     def memory(self) -> dict[str, int]:
         self._process.send_signal(signal.SIGCONT)
-        return self._ask("memory")
+        try:
+            return self._ask("memory")
+        finally:
+            self._process.send_signal(signal.SIGSTOP)
 
     def close(self) -> None:
         if self._process.poll() is None:
@@ -106,7 +114,12 @@ class Worker:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended; the empty answer below says so
+        late = threading.Timer(self.limit_s, self._process.kill) if self.limit_s else None
+        if late:
+            late.start()
         answer = self._process.stdout.readline()
+        if late:
+            late.cancel()
         if not answer:
             raise WorkerError(f"[{self.contestant.name}] ended with code {self._process.wait()} on: {line}")
         return json.loads(answer)
@@ -124,17 +137,36 @@ def busy_cores(count: int) -> Iterator[None]:
             process.wait()
 
 
-def measure(row: Row, contestants: list[Contestant], *, threads: int, rounds: int, busy: int = 0) -> list[dict]:
-    """Run ``rounds`` of turns, A B A B ..., and give one record per contestant. The first is what ratios refer to."""
+def measure(
+    row: Row,
+    contestants: list[Contestant],
+    *,
+    threads: int,
+    rounds: int,
+    busy: int = 0,
+    limit_s: float | None = None,
+    kept: dict[str, Worker] | None = None,
+) -> list[dict]:
+    """Run ``rounds`` of turns, A B A B ..., and give one record per contestant. The first is what ratios refer to.
+
+    kept: workers by name that go on from row to row, because starting a process on a GPU takes seconds. They stay in it, stopped,
+    if the row goes well; the caller closes them.
+    """
     workers: list[Worker] = []
     try:
         for contestant in contestants:
-            workers.append(Worker(contestant, row, threads))
+            worker = kept.pop(contestant.name, None) if kept else None
+            workers.append(worker or Worker(contestant, threads, limit_s))
+            workers[-1].begin(row)
         with busy_cores(busy):
             for _ in range(rounds):
                 for worker in workers:
                     worker.turn(row)
-        return [_record(worker, row, workers[0], threads, busy) for worker in workers]
+        records = [_record(worker, row, workers[0], threads, busy) for worker in workers]
+        if kept is not None:
+            kept.update((worker.contestant.name, worker) for worker in workers)
+            workers = []
+        return records
     finally:
         for worker in workers:
             worker.close()

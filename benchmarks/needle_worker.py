@@ -17,32 +17,32 @@ from worker import Case, serve
 
 def _device(name: str):
     device = getattr(ndl, name)()
-    device.require()
+    device.require().reset_peak()
     return device
 
 
-def _case(step: Callable[[], float | None], device) -> Case:
+def _case(step: Callable[[], float | None], device, **facts) -> Case:
     def finished_step() -> float | None:
         value = step()
         device.sync()
         return value
 
-    return Case(
-        finished_step,
-        {"needle": "0.1.0", "numpy": np.__version__},
-        device.num_threads(),
-        lambda: device.memory_stats()["peak"],
-    )
+    versions = {"needle": "0.1.0", "numpy": np.__version__}
+    if device.name.startswith("cuda"):
+        versions["device"] = device.device_properties()["name"]
+    return Case(finished_step, versions, device.num_threads(), lambda: device.memory_stats()["peak"], facts)
 
 
 def _array(rng, shape, device, requires_grad: bool = False) -> ndl.Tensor:
     return ndl.Tensor(rng.standard_normal(shape, dtype=np.float32), device=device, requires_grad=requires_grad)
 
 
-def pythia_step(batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu", pattern: str | None = None) -> Case:
-    """A training step of Pythia-70M on the same random tokens every time; the value is the loss."""
+def pythia_step(
+    batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu", pattern: str | None = None, model_size: str = "70m"
+) -> Case:
+    """A training step of Pythia on the same random tokens every time; the value is the loss."""
     where = _device(device)
-    config = PythiaConfig.named("70m", vocab_size=vocab_size, max_seq_len=seq_len)
+    config = PythiaConfig.named(model_size, vocab_size=vocab_size, max_seq_len=seq_len)
     if pattern:
         config = config.with_sparse(pattern, block=64)
     model = Pythia(config, device=where, seed=0)
@@ -60,7 +60,8 @@ def pythia_step(batch_size: int, seq_len: int, vocab_size: int, device: str = "c
         optimizer.step()
         return loss.item()
 
-    return _case(step, where)
+    layout = config.layout(seq_len)
+    return _case(step, where, blocks=layout.nnz_total, density=layout.density)
 
 
 def _causal_layout(seq_len: int, density: float, block: int = 64) -> BlockLayout:
@@ -89,7 +90,21 @@ def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8,
         if backward:
             out.backward(grad)
 
-    return _case(step, where)
+    return _case(step, where, blocks=layout.nnz_total)
+
+
+def product(kind: str, size: int, density: float, block: int = 64, device: str = "cpu") -> Case:
+    """One of sdd, dsd, dds of (size, size) matrices, the sparse one with ``density`` of its blocks."""
+    where = _device(device)
+    rng = np.random.default_rng(0)
+    n = size // block
+    layout = BlockLayout(rng.permutation(n * n).reshape(n, n) < density * n * n, block)
+    blocks = _array(rng, (1, layout.nnz, block, block), where)
+    a, b = (_array(rng, (1, size, size), where) for _ in range(2))
+    calls = {
+        "sdd": lambda: ops.sdd(a, b, layout), "dsd": lambda: ops.dsd(blocks, b, layout), "dds": lambda: ops.dds(a, blocks, layout)
+    }  # fmt: skip
+    return _case(lambda: calls[kind]() and None, where, blocks=layout.nnz)
 
 
 def adds(count: int, device: str = "cpu") -> Case:
@@ -122,4 +137,4 @@ def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
 
 if __name__ == "__main__":
     os.environ.setdefault("NEEDLE_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", ""))
-    serve({"pythia_step": pythia_step, "attention": attention, "adds": adds, "gemm": gemm})
+    serve({"pythia_step": pythia_step, "attention": attention, "product": product, "adds": adds, "gemm": gemm})

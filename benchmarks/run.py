@@ -12,19 +12,21 @@ per way of waiting (--waits); its best is the one to compare with.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from interleave import HERE, WAITS, Contestant, Row, WorkerError, append_results, machine, measure
+from interleave import HERE, WAITS, Contestant, Row, Worker, WorkerError, append_results, machine, measure
 
 NEEDLE_WORKER = HERE / "needle_worker.py"
 TORCH_WORKER = HERE / "peers" / "torch_worker.py"
 
 
-def _step(batch_size: int, seq_len: int, vocab_size: int) -> Row:
-    args = {"batch_size": batch_size, "seq_len": seq_len, "vocab_size": vocab_size}
+def _step(batch_size: int, seq_len: int, vocab_size: int, **more) -> Row:
+    args = {"batch_size": batch_size, "seq_len": seq_len, "vocab_size": vocab_size, **more}
     return Row("pythia_step", args, tokens=batch_size * seq_len)
 
 
@@ -33,6 +35,15 @@ def _attention(seq_len: int, backward: bool, density: float = 1) -> Row:
     return Row("attention", args, tokens=seq_len, settle=1, steps=3)
 
 
+def _gemm(m: int, k: int, n: int) -> Row:
+    return Row("gemm", {"m": m, "k": k, "n": n}, ops=2 * m * k * n, settle=1, steps=5)
+
+
+def _product(kind: str, size: int, density: float) -> Row:
+    return Row("product", {"kind": kind, "size": size, "density": density}, settle=1, steps=5)
+
+
+DENSITIES = (1, 1 / 2, 1 / 4, 1 / 8)
 GROUPS: dict[str, list[Row]] = {
     "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
     "long": [_step(2, 512, 10000), _step(1, 2048, 10000), _step(1, 8192, 10000)],
@@ -40,14 +51,21 @@ GROUPS: dict[str, list[Row]] = {
         _attention(seq_len, backward, density)
         for seq_len in (2048, 8192)
         for backward in (False, True)
-        for density in (1, 1 / 2, 1 / 4, 1 / 8)
+        for density in DENSITIES
     ],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
-    "gemm": [
-        Row("gemm", {"m": m, "k": k, "n": n}, ops=2 * m * k * n, settle=1, steps=5)
-        for m, k, n in ((1024, 512, 50304), (1024, 512, 2048), (1024, 2048, 512), (512, 512, 512))
+    "gemm": [_gemm(1024, 512, 50304), _gemm(1024, 512, 2048), _gemm(1024, 2048, 512), _gemm(512, 512, 512)],
+    "gpu_step": [_step(*shape, 50304, pattern=pattern) for shape in ((8, 2048), (32, 512)) for pattern in (None, "local")],
+    "gpu_gemm": [_gemm(16384, 512, 50304), _gemm(16384, 512, 2048), _gemm(4096, 4096, 4096), _gemm(512, 512, 512)],
+    "gpu_attention": [
+        _attention(seq_len, backward, density) for seq_len in (2048, 8192) for backward in (False, True) for density in DENSITIES
     ],
-}
+    "gpu_products": [_product(kind, 4096, density) for kind in ("sdd", "dsd", "dds") for density in DENSITIES],
+    "smoke": [
+        _step(1, 64, 512, pattern=None, model_size="14m"), _step(1, 128, 512, pattern="local", model_size="14m"), _gemm(64, 64, 64),
+        _attention(128, True, 1 / 2), *(_product(kind, 128, 1 / 2) for kind in ("sdd", "dsd", "dds")),
+    ],
+}  # fmt: skip
 
 
 def main() -> int:
@@ -56,28 +74,42 @@ def main() -> int:
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has torch (default: this one)")
     parser.add_argument("--needle-python", default=sys.executable, help="a Python that has needle (default: this one)")
     parser.add_argument("--only", choices=("needle", "torch"), help="run one side alone")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda_sim (default: cpu)")
     parser.add_argument("--threads", type=int, nargs="+", default=[_cores()], help="threads per run (default: all cores)")
     parser.add_argument("--waits", nargs="+", choices=WAITS, default=["passive", "default"], help="how PyTorch waits")
     parser.add_argument("--busy", type=int, default=0, help="cores kept busy beside (default: 0)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant (default: 7)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no row after so long (default: never)")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="folder for the JSON lines")
     options = parser.parse_args()
 
+    end = time.monotonic() + options.seconds
     contestants = _contestants(options)
+    rows = [(group, threads, row) for group in options.groups for threads in options.threads for row in GROUPS[group]]
     failed = False
-    for group in options.groups:
-        for threads in options.threads:
-            for row in GROUPS[group]:
-                row = Row(**{**vars(row), "args": {**row.args, "device": options.device}})
-                try:
-                    records = measure(row, contestants, threads=threads, rounds=options.rounds, busy=options.busy)
-                except WorkerError as error:
-                    print(f"{row.case} {row.args}: {error}", file=sys.stderr)
-                    failed = True
-                    continue
-                append_results(options.results / f"{group}.jsonl", [{**machine(), **record} for record in records])
-                _print(records)
+    # Starting a process on a GPU takes seconds, so there it goes on from row to row; and a kernel that hangs must end.
+    kept: dict[str, Worker] | None = None if options.device == "cpu" else {}
+    limit_s = None if options.device == "cpu" else 120
+    try:
+        for group, threads, row in rows:
+            row = Row(**{**vars(row), "args": {**row.args, "device": options.device}})
+            if time.monotonic() > end:
+                print(f"{row.case} {row.args}: not begun for lack of time", flush=True)
+                failed = True
+                continue
+            try:
+                records = measure(
+                    row, contestants, threads=threads, rounds=options.rounds, busy=options.busy, limit_s=limit_s, kept=kept
+                )
+            except WorkerError as error:
+                print(f"{row.case} {row.args}: {error}", flush=True)
+                failed = True
+                continue
+            append_results(options.results / f"{group}.jsonl", [{**machine(), **record} for record in records])
+            _print(records)
+    finally:
+        for worker in (kept or {}).values():
+            worker.close()
     return 1 if failed else 0
 
 
@@ -90,7 +122,8 @@ def _contestants(options: argparse.Namespace) -> list[Contestant]:
     if options.only != "needle":
         if subprocess.run([options.torch_python, "-c", "import torch"], capture_output=True).returncode:
             raise SystemExit(f"[benchmarks] {options.torch_python} has no torch (--torch-python, or --only needle)")
-        found += [Contestant(f"torch-{waits}", options.torch_python, TORCH_WORKER, waits) for waits in options.waits]
+        waits = options.waits if options.device == "cpu" else ["default"]
+        found += [Contestant(f"torch-{way}", options.torch_python, TORCH_WORKER, way) for way in waits]
     return found
 
 

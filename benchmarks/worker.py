@@ -17,6 +17,7 @@ to stderr too, so that it cannot mix with the answers.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -28,12 +29,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Case:
-    """A prepared benchmark. ``device_peak_bytes`` is the accelerator's peak since setup, where there is one."""
+    """A prepared benchmark. ``device_peak_bytes`` is an accelerator's peak since setup; ``facts`` are recorded."""
 
     step: Callable[[], float | None]
     versions: dict[str, str] = field(default_factory=dict)
     threads: int | None = None
     device_peak_bytes: Callable[[], int] | None = None
+    facts: dict = field(default_factory=dict)
 
 
 def memory_bytes() -> dict[str, int]:
@@ -49,6 +51,12 @@ def memory_bytes() -> dict[str, int]:
         return {"peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
     kib = {key: int(fields[name].split()[0]) for key, name in (("peak_rss_bytes", "VmHWM"), ("rss_bytes", "VmRSS"))}
     return {key: value * 1024 for key, value in kib.items()}
+
+
+def _forget_peak() -> None:
+    """The peak of a process that goes on with another case starts again, where Linux allows it."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
 
 
 def timed_steps(case: Case, count: int) -> dict:
@@ -73,8 +81,10 @@ def serve(cases: dict[str, Callable[..., Case]]) -> None:
             name, _, args = rest.partition(" ")
             if name not in cases:
                 raise SystemExit(f"[worker] unknown case: {name} ({', '.join(cases)})")
+            case = None  # gives its memory back first
+            _forget_peak()
             case = cases[name](**json.loads(args))
-            answer = {"versions": {"python": sys.version.split()[0], **case.versions}, "threads": case.threads}
+            answer = {"versions": {"python": sys.version.split()[0], **case.versions}, "threads": case.threads, **case.facts}
         elif command == "step" and case is not None:
             answer = timed_steps(case, int(rest))
         elif command == "memory" and case is not None:

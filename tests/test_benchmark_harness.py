@@ -71,8 +71,9 @@ def test_contestants_take_turns_and_are_recorded(interleave, script, tmp_path):
 def test_a_waiting_contestant_is_stopped(interleave, script):
     """Otherwise a spinning thread pool would be measured as the slowness of the other one."""
     row = interleave.Row("sleep", {"ms": 0})
-    worker = interleave.Worker(interleave.Contestant("A", sys.executable, script), row, threads=1)
+    worker = interleave.Worker(interleave.Contestant("A", sys.executable, script), threads=1)
     try:
+        worker.begin(row)
         pid = worker._process.pid
         states = [_state_of(pid)]
         worker.turn(row)
@@ -89,6 +90,29 @@ def test_a_failing_contestant_is_named(interleave, script):
     missing = interleave.Row("nothing", {})
     with pytest.raises(interleave.WorkerError, match=r"ended with code 1 on: setup nothing"):
         interleave.measure(missing, [interleave.Contestant("A", sys.executable, script)], threads=1, rounds=1)
+
+
+def test_a_kept_contestant_goes_on_with_the_next_row(interleave, script):
+    row, kept = interleave.Row("sleep", {"ms": 1}, warmup=1), {}
+    contestants = [interleave.Contestant("A", sys.executable, script)]
+    try:
+        first = interleave.measure(row, contestants, threads=1, rounds=2, kept=kept)
+        process = kept["A"]._process
+        second = interleave.measure(row, contestants, threads=1, rounds=2, kept=kept)
+        assert kept["A"]._process is process and [r[0]["last_value"] for r in (first, second)] == [3.0, 3.0]
+        broken = interleave.Row("sleep", {"ms": 0, "fail_at": 1})
+        with pytest.raises(interleave.WorkerError):
+            interleave.measure(broken, contestants, threads=1, rounds=1, kept=kept)
+        assert kept == {} and process.poll() == 1
+    finally:
+        for worker in kept.values():
+            worker.close()
+
+
+def test_a_contestant_that_hangs_is_ended(interleave, script):
+    row = interleave.Row("sleep", {"ms": 60_000})
+    with pytest.raises(interleave.WorkerError, match="ended with code -9 on: step 1"):
+        interleave.measure(row, [interleave.Contestant("A", sys.executable, script)], threads=1, rounds=1, limit_s=1.0)
 
 
 def _state_of(pid):

@@ -17,6 +17,14 @@ from torch_pythia import Pythia, make_optimizer, train_step
 from worker import Case, serve
 
 
+def _place(device: str) -> str:
+    """torch's name of needle's device; what needle's emulator does is compared with the CPU. The peak starts again."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return "cpu" if device == "cuda_sim" else device
+
+
 def _case(step: Callable[[], float | None], device: str) -> Case:
     on_gpu = torch.device(device).type == "cuda"
 
@@ -32,10 +40,16 @@ def _case(step: Callable[[], float | None], device: str) -> Case:
     return Case(finished_step, versions, torch.get_num_threads(), torch.cuda.max_memory_allocated if on_gpu else None)
 
 
-def pythia_step(batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu") -> Case:
-    """A training step of Pythia-70M on the same random tokens every time; the value is the loss."""
+SIZES = {"14m": (128, 4, 512), "70m": (512, 8, 2048)}  # width, heads, feed-forward; 6 layers
+
+
+def pythia_step(
+    batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu", pattern: str | None = None, model_size: str = "70m"
+) -> Case:
+    """A training step of Pythia on the same random tokens every time; the value is the loss. Dense whatever ``pattern`` says."""
+    device = _place(device)
     torch.manual_seed(0)
-    model = Pythia(vocab_size, seq_len).to(device)
+    model = Pythia(vocab_size, seq_len, *SIZES[model_size]).to(device)
     optimizer = make_optimizer(model)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch_size, seq_len + 1))
     ids, targets = (torch.from_numpy(part.copy()).to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
@@ -47,6 +61,7 @@ def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8,
 
     Dense whatever ``density`` says: it is what needle's block-sparse attention is compared with.
     """
+    device = _place(device)
     rng = np.random.default_rng(0)
     q, k, v, grad = (
         torch.from_numpy(rng.standard_normal((1, heads, seq_len, head_dim), dtype=np.float32)).to(device) for _ in range(4)
@@ -69,6 +84,7 @@ def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8,
 
 def adds(count: int, device: str = "cpu") -> Case:
     """``count`` chained additions x + c of 4 x 4 arrays, forward and backward: nothing but overhead."""
+    device = _place(device)
     x = torch.ones(4, 4, device=device, requires_grad=True)
     c = torch.ones(4, 4, device=device)
     grad = torch.ones(4, 4, device=device)
@@ -85,6 +101,7 @@ def adds(count: int, device: str = "cpu") -> Case:
 
 def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
     """(m, k) @ (k, n) in float32, without TF32."""
+    device = _place(device)
     rng = np.random.default_rng(0)
     a, b = (torch.from_numpy(rng.standard_normal(s, dtype=np.float32)).to(device) for s in ((m, k), (k, n)))
 
@@ -94,6 +111,11 @@ def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
     return _case(step, device)
 
 
+def product(kind: str, size: int, density: float, block: int = 64, device: str = "cpu") -> Case:
+    """The dense product that a block-sparse one of any ``kind`` and ``density`` is compared with."""
+    return gemm(size, size, size, device)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    serve({"pythia_step": pythia_step, "attention": attention, "adds": adds, "gemm": gemm})
+    serve({"pythia_step": pythia_step, "attention": attention, "product": product, "adds": adds, "gemm": gemm})
