@@ -12,6 +12,7 @@ begun. What failed is printed last and decides the exit code: 0, 1, or 2 where i
 from __future__ import annotations
 
 import argparse
+import glob
 import importlib.util
 import os
 import re
@@ -30,7 +31,9 @@ from interleave import append_results, machine
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
 LOG = BUILD / "log.txt"
+CORES = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2, 16)
 CHUNK = 48  # tests in one process
+BENCHMARKS_S = 150  # that the tests leave for the benchmarks
 SANITIZED = re.compile(r"test_parity\[.*float32.*(softmax|matmul|layer_norm|attention_sparse|dsd)")
 GPU_GROUPS = ["gpu_step", "gpu_gemm", "gpu_attention", "gpu_products"]
 
@@ -53,7 +56,7 @@ class Check:
         self.end = time.monotonic() + 60 * options.minutes
         places = [os.environ.get("PATH", ""), Path(sys.executable).parent, sysconfig.get_path("scripts", f"{os.name}_user")]
         places += [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-        places += ["/usr/local/cuda/bin"]
+        places += ["/usr/local/cuda/bin", *sorted(glob.glob("/usr/local/cuda-*/bin"), reverse=True)]
         self.environment = {
             **os.environ,
             "PATH": os.pathsep.join(map(str, places)),
@@ -64,11 +67,15 @@ class Check:
     def tool(self, name: str) -> str | None:
         return shutil.which(name, path=self.environment["PATH"])
 
-    def run(self, command: list, limit_s: float) -> tuple[int, str]:
-        """Exit code and output; -9 after the limit. The whole family ends then, stopped processes included."""
-        limit_s = min(limit_s, self.end - time.monotonic())
-        if limit_s < 1:
+    def run(self, command: list, limit_s: float, leave_s: float = 0) -> tuple[int, str]:
+        """Exit code and output; -9 after the limit, or when only ``leave_s`` are left for what follows.
+
+        The whole family of processes ends then, stopped ones included.
+        """
+        left_s = self.end - leave_s - time.monotonic()
+        if left_s <= 0:
             raise Failure("no time left")
+        limit_s = min(limit_s, left_s)
         process = subprocess.Popen(
             [str(part) for part in command], cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
@@ -122,15 +129,15 @@ class Check:
 
     def build(self) -> None:
         start = time.monotonic()
-        arch = self.options.arch or ";".join(sorted({arch for _, arch in self.gpus()}))
-        flags = [
-            f"-DNEEDLE_CUDA=ON -DNEEDLE_CUDA_ARCHITECTURES={arch} -DCMAKE_CUDA_COMPILER={self.tool('nvcc')} -DNEEDLE_CUDA_SIM=OFF"
-        ]
-        if self.device != "cuda":
-            arch, flags = self.device, ["-DNEEDLE_CUDA=OFF -DNEEDLE_CUDA_SIM=ON"]
+        if self.device == "cuda":
+            arch = self.options.arch or ";".join(sorted({arch for _, arch in self.gpus()}))
+            flags = ["NEEDLE_CUDA=ON", f"NEEDLE_CUDA_ARCHITECTURES={arch}", f"CMAKE_CUDA_COMPILER={self.tool('nvcc')}"]
+            flags += ["NEEDLE_CUDA_SIM=OFF"]
+        else:
+            arch, flags = None, ["NEEDLE_CUDA=OFF", "NEEDLE_CUDA_SIM=ON"]
         (BUILD / "CMakeCache.txt").unlink(missing_ok=True)  # of another Python or toolkit, perhaps
-        configure = [self.tool("cmake"), "-S", ROOT, "-B", BUILD, f"-DPython_EXECUTABLE={sys.executable}", *flags[0].split()]
-        said = self.must(configure, 120)
+        flags = [f"-D{flag}" for flag in (f"Python_EXECUTABLE={sys.executable}", *flags)]
+        said = self.must([self.tool("cmake"), "-S", ROOT, "-B", BUILD, *flags], 120)
         say("\n".join(line for line in said.splitlines() if "needle:" in line))
         self.must([self.tool("cmake"), "--build", BUILD, "-j", os.cpu_count() or 2], 400)
         self.record(case="build", arch=arch, seconds=time.monotonic() - start)
@@ -154,41 +161,43 @@ class Check:
             raise Failure(f"no test runs on {self.device}")
         return found
 
-    def failing(self, tests: list[str]) -> Iterator[tuple[str, str]]:
-        """(test, output) of each that fails. One that loses the GPU takes those after it along: in doubt each runs alone."""
+    def verdicts(self, tests: list[str]) -> Iterator[tuple[str, str | None]]:
+        """(test, what it said if it failed), for as many as there is time.
+
+        A test that loses the GPU or crashes takes those after it along, so in doubt each runs in a process of its own.
+        """
         command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "--tb=short"]
-        code, output = self.run([*command, *tests], 60 if len(tests) == 1 else 150)
-        if code == 0:
+        try:
+            code, output = self.run([*command, *tests], 60 if len(tests) == 1 else 150, leave_s=BENCHMARKS_S)
+        except Failure:
             return
-        if len(tests) == 1:
-            yield tests[0], output
-            return
-        for test in tests:
-            yield from self.failing([test])
+        if code == 0 or len(tests) == 1:
+            yield from ((test, output if code else None) for test in tests)
+        else:
+            for test in tests:
+                yield from self.verdicts([test])
 
     def parity(self) -> None:
-        tests, start, failed, open_ = self.tests(), time.monotonic(), [], 0
+        tests, start = self.tests(), time.monotonic()
         chunks = [tests[i : i + CHUNK] for i in range(0, len(tests), CHUNK)]
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            for chunk, result in [(c, pool.submit(lambda c: list(self.failing(c)), c)) for c in chunks]:
-                try:
-                    failed += result.result()
-                except Failure:
-                    open_ += len(chunk)
-        for test, output in failed:
-            say(f"--- {test}\n{output}")
-        passed = len(tests) - len(failed) - open_
-        self.record(case="parity", tests=len(tests), passed=passed, failed=[test for test, _ in failed], not_run=open_,
-                    seconds=time.monotonic() - start)  # fmt: skip
+        with ThreadPoolExecutor(min(4, CORES)) as pool:
+            verdicts = [verdict for chunk in pool.map(lambda chunk: list(self.verdicts(chunk)), chunks) for verdict in chunk]
+        failed = [test for test, output in verdicts if output is not None]
+        for test, output in verdicts:
+            if output is not None:
+                say(f"--- {test}\n{output}")
+        passed, open_ = len(verdicts) - len(failed), len(tests) - len(verdicts)
+        self.record(case="parity", tests=len(tests), passed=passed, failed=failed, not_run=open_, seconds=time.monotonic() - start)
         say(f"{passed} of {len(tests)} tests passed, {len(failed)} failed, {open_} not run for lack of time")
         if passed < len(tests):
-            raise Failure(", ".join(test for test, _ in failed[:5]) or f"{open_} tests not run")
+            raise Failure(", ".join(failed[:5]) or f"{open_} tests not run")
 
     def benchmarks(self) -> None:
         only = [] if self.has_torch() else ["--only", "needle"]
         groups = GPU_GROUPS if self.device == "cuda" else ["smoke"]
         left = self.end - time.monotonic()
-        command = [sys.executable, "benchmarks/run.py", *groups, "--device", self.device, "--rounds", 3, *only]
+        rounds = 3 if self.device == "cuda" else 1
+        command = [sys.executable, "benchmarks/run.py", *groups, "--device", self.device, "--rounds", rounds, *only]
         code, output = self.run([*command, "--seconds", max(1, left - 60), "--results", self.options.results], left)
         say(output)
         if code:

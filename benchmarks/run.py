@@ -62,7 +62,7 @@ GROUPS: dict[str, list[Row]] = {
     ],
     "gpu_products": [_product(kind, 4096, density) for kind in ("sdd", "dsd", "dds") for density in DENSITIES],
     "smoke": [
-        _step(1, 64, 512, pattern=None, model_size="14m"), _step(1, 128, 512, pattern="local", model_size="14m"), _gemm(64, 64, 64),
+        _step(1, 192, 512, pattern="local", model_size="14m"), _gemm(64, 64, 64),
         _attention(128, True, 1 / 2), *(_product(kind, 128, 1 / 2) for kind in ("sdd", "dsd", "dds")),
     ],
 }  # fmt: skip

@@ -1,0 +1,96 @@
+"""make gpu-check without a GPU: what it says where it cannot run, and its whole road on the emulated device."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from devices import usable
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def gpu_check(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check, "LOG", tmp_path / "log.txt")
+    return gpu_check
+
+
+def make(gpu_check, **changes):
+    options = {
+        "device": "cuda_sim",
+        "arch": None,
+        "build_only": False,
+        "no_build": True,
+        "tests": "",
+        "minutes": 5,
+        "results": None,
+    }
+    return gpu_check.Check(types.SimpleNamespace(**{**options, **changes}))
+
+
+def test_the_emulated_device_goes_the_whole_road(tmp_path):
+    usable("cuda_sim")
+    command = [sys.executable, "benchmarks/gpu_check.py", "--device", "cuda_sim", "--no-build", "--results", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--tests", r"test_parity\[.*float32.*softmax"], cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("gpu-check: everything held\n")
+    (parity,) = (json.loads(line) for line in (tmp_path / "gpu_check.jsonl").read_text().splitlines())
+    assert parity["case"] == "parity" and parity["passed"] == parity["tests"] > 1 and parity["failed"] == []
+    rows = [json.loads(line) for line in (tmp_path / "smoke.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["contestant"] == "needle"]
+    assert [row["case"] for row in rows] == ["pythia_step", "gemm", "attention", "product", "product", "product"]
+    assert all(row["device_peak_bytes"] > 0 and row["versions"]["device"] == "needle cuda_sim" for row in rows)
+    assert rows[0]["density"] < 1 and all(row["blocks"] for row in rows if row["case"] != "gemm")
+
+
+def test_a_test_that_crashes_takes_no_other_along(gpu_check, tmp_path):
+    path = tmp_path / "test_some.py"
+    path.write_text("import os\ndef test_a(): pass\ndef test_b(): os._exit(3)\ndef test_c(): pass\ndef test_d(): assert 0\n")
+    verdicts = dict(make(gpu_check).verdicts([f"{path}::test_{name}" for name in "abcd"]))
+    assert [test[-1] for test, said in verdicts.items() if said is None] == ["a", "c"]
+    assert [test[-1] for test in verdicts] == ["a", "b", "c", "d"] and "assert 0" in verdicts[f"{path}::test_d"]
+    assert list(make(gpu_check, minutes=0).verdicts([f"{path}::test_a"])) == []
+
+
+def test_only_tests_of_the_device_are_found(gpu_check):
+    found = make(gpu_check, device="cuda", tests="").tests()
+    assert len(found) > 100 and all("cuda" in test and "cuda_sim" not in test.split("[", 1)[1] for test in found)
+
+
+def test_what_is_missing_is_said_in_one_line(gpu_check, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check.Check, "tool", lambda self, name: f"/bin/{name}" if name == "nvcc" else None)
+    assert gpu_check.main([]) == 2
+    said = capsys.readouterr().err
+    assert "cmake" in said and "nvcc" not in said and said.count("\n") == 1
+    monkeypatch.setattr(gpu_check.Check, "tool", lambda self, name: f"/bin/{name}")
+    monkeypatch.setattr(gpu_check.Check, "run", lambda self, *_: (9, "NVIDIA-SMI has failed"))
+    monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: True)
+    assert gpu_check.main([]) == 2
+    assert "no GPU here" in capsys.readouterr().err
+
+
+def test_it_builds_for_the_gpus_that_are_there(gpu_check, monkeypatch):
+    monkeypatch.setattr(gpu_check.Check, "tool", lambda self, name: f"/bin/{name}")
+    monkeypatch.setattr(gpu_check.Check, "record", lambda self, **row: None)
+    monkeypatch.setattr(gpu_check, "BUILD", gpu_check.LOG.parent)
+    commands, said = [], "NVIDIA B200, 10.0\nNVIDIA A10, 8.6\nNVIDIA A10, 8.6\n"
+    monkeypatch.setattr(gpu_check.Check, "must", lambda self, command, limit_s: commands.append(command) or "")
+    monkeypatch.setattr(gpu_check.Check, "run", lambda self, *_: (0, said))
+    for arch, expected in ((None, "100;86"), ("75", "75")):
+        commands.clear()
+        make(gpu_check, device="cuda", arch=arch).build()
+        assert f"-DNEEDLE_CUDA_ARCHITECTURES={expected}" in commands[0] and "--build" in commands[1]
+
+
+def test_a_stage_that_takes_too_long_ends_with_its_children(gpu_check):
+    code, output = make(gpu_check).run(["sh", "-c", "echo begun; sleep 1000 & kill -STOP $!; wait"], 0.5)
+    assert code == -9 and output.startswith("begun") and "ended after" in output
