@@ -6,7 +6,7 @@ from .ops import *  # noqa: F403
 from .autograd import Tensor, TensorTuple, enable_grad, from_dlpack, no_grad
 from . import init
 from .init import ones, ones_like, zeros, zeros_like
-from . import data, nn, optim
+from . import amp, data, nn, optim
 from . import memory
 from .nn import remat
 from .backend_selection import *  # noqa: F403

@@ -67,6 +67,10 @@ def is_grad_enabled() -> bool:
     return _grad_enabled
 
 
+def is_rematerializing() -> bool:
+    return _segment is not None
+
+
 class rematerialize:
     """Context manager: the graph made inside keeps no arrays of its own; backward computes them again when it comes there.
 
@@ -85,6 +89,27 @@ class rematerialize:
         _segment = _segment.parent
 
 
+# While an autocast region is open: (op, inputs) -> the inputs, cast as ``op.autocast`` says.
+_autocast: Callable[[Op, Sequence[Any]], Sequence[Any]] | None = None
+
+
+def set_autocast(hook: Callable[[Op, Sequence[Any]], Sequence[Any]] | None) -> Any:
+    """Makes ``hook`` what casts the inputs of ops (None: nothing does); returns the hook before."""
+    global _autocast
+    before, _autocast = _autocast, hook
+    return before
+
+
+class _NoAutocast:
+    """Gradients run in the dtypes that forward recorded, wherever backward is called."""
+
+    def __enter__(self) -> None:
+        self._before = set_autocast(None)
+
+    def __exit__(self, *exc: object) -> None:
+        set_autocast(self._before)
+
+
 # --- ops ---
 
 
@@ -96,6 +121,10 @@ class Op:
     recomputes_output: the output is cheap to compute again, so it is not kept for gradients that read it.
     These decide how long arrays are kept, never whether a result is right: what is not there is recomputed.
 
+    autocast: what a region of ``needle.amp.autocast`` does with the inputs: "lower": casts floats to the region's 16-bit dtype;
+    "float32": casts 16-bit floats to float32; "inside": leaves them, and sets ``compute_dtype`` on the op, which lowers its own
+    products; None: leaves them (elementwise ops give the widest dtype of their inputs).
+
     A fused op may offer ``reference(*inputs)``, the same value composed of ops that can be differentiated twice; it is used for
     gradients that themselves need a graph.
     """
@@ -103,6 +132,8 @@ class Op:
     reads_inputs: bool | tuple[int, ...] = True
     reads_output: bool = True
     recomputes_output: bool = False
+    autocast: str | None = None
+    compute_dtype: str | None = None
     reference: Callable[..., Any] | None = None
     # True: gradient of a tuple-valued op takes None for outputs that nothing used, instead of zeros.
     accepts_missing_grads: bool = False
@@ -516,6 +547,8 @@ class Value:
     @classmethod
     def make_from_op(cls, op: Op, inputs: Sequence[Value]):
         """op(*inputs). Without an input that requires a gradient, or under no_grad, a constant with no history."""
+        if _autocast is not None:
+            inputs = _autocast(op, inputs)
         value = cls.__new__(cls)
         requires_grad = False
         if _grad_enabled:
@@ -998,7 +1031,7 @@ def _run_backward(
         _restore(n for n in order if n.segment is None and n not in stop)
     closing: dict[Node, tuple[Segment, list[Node]]] = {}
     keeps = retain_graph or create_graph
-    with enable_grad() if create_graph else no_grad():
+    with enable_grad() if create_graph else no_grad(), _NoAutocast():
         if out_grad is None:
             seed = _constant(root.spec or _spec_of(realize(root)), 1)
             seed._source = ALL_ONES
@@ -1014,6 +1047,8 @@ def _run_backward(
                 grad = grads.pop(node, None)
                 if isinstance(grad, _Owned):
                     grad = grad.tensor
+                if grad is not None:
+                    grad = _narrowed(grad, node.spec[1] if node.spec else getattr(node.peek(), "_dtype", ""))
             if node.op is None or node in stop:
                 if grad is not None:
                     found[node] = grad
@@ -1092,6 +1127,11 @@ def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
     return [found.get(n) for n in node.inputs]
 
 
+def _narrowed(grad: Tensor, dtype: str) -> Tensor:
+    """The gradient of a 16-bit value has 16 bits, also where that value met a wider one."""
+    return ops.astype(grad, dtype) if dtype in ("float16", "bfloat16") and grad.dtype != dtype else grad
+
+
 def _tuple_gradient(grads: dict, node: Node) -> Any:
     """The gradient of a tuple-valued node out of its items': a TensorTuple, or a list with None where the op takes that."""
     whole = grads.pop(node, None)
@@ -1101,7 +1141,8 @@ def _tuple_gradient(grads: dict, node: Node) -> Any:
     items = []
     for i in range(len(specs)):
         item = grads.pop((node, i), None)
-        items.append(item.tensor if isinstance(item, _Owned) else item)
+        item = item.tensor if isinstance(item, _Owned) else item
+        items.append(None if item is None else _narrowed(item, specs[i][1]))
     if all(item is None for item in items):
         return None
     if node.op.accepts_missing_grads:  # type: ignore[union-attr]

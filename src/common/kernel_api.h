@@ -45,7 +45,8 @@ void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_
 // --- matrix products --------------------------------------------------------------------------
 // out[batch] (m, n) = op(a[batch]) @ op(b[batch]), or += with accumulate; out contiguous.
 // op(a) is (m, k): a is stored with row stride lda and unit column stride, as (m, k), or as
-// (k, m) when trans_a. Batch strides may be 0 (broadcast). Every numeric dtype. k == 0 gives zeros.
+// (k, m) when trans_a. Batch strides may be 0 (broadcast). Every numeric dtype; out may be
+// float32 where a and b are 16-bit floats. k == 0 gives zeros.
 void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda,
             bool trans_a, const Array& b, int64_t b_offset, const Dims& b_batch_strides,
             int64_t ldb, bool trans_b, const Array& out, const Dims& batch_shape, int64_t m,

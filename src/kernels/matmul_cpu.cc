@@ -3,7 +3,7 @@
 // Large products of float and double go to needle's own kernel where that is the faster
 // (gemm_cpu.h). Others are cut into tiles of `out`, by the shape alone, and the pool hands them
 // out; each is one single-threaded GEMM. 16-bit floats are converted to float32 piece by piece in
-// buffers of fixed size, one set per thread.
+// buffers of fixed size, one set per thread; their product may stay in float32.
 #include <algorithm>
 
 #include "../common/backend.h"
@@ -54,8 +54,8 @@ void widen(const T* from, int64_t ld, int64_t rows, int64_t cols, float* to) {
 }
 
 // One tile: rows i0 .. i0 + rows and columns j0 .. j0 + cols of out.
-template <class T>
-void tile(const Product& p, const T* a, const T* b, T* out, int64_t i0, int64_t rows, int64_t j0,
+template <class T, class Out>
+void tile(const Product& p, const T* a, const T* b, Out* out, int64_t i0, int64_t rows, int64_t j0,
           int64_t cols) {
   if constexpr (std::is_floating_point_v<T>) {
     gemm_tile(p.trans_a, p.trans_b, rows, cols, p.k, a + place(p.trans_a, i0, 0, p.lda), p.lda,
@@ -65,7 +65,13 @@ void tile(const Product& p, const T* a, const T* b, T* out, int64_t i0, int64_t 
       alignas(64) float a[kHalfSide * kHalfSide], b[kHalfSide * kHalfSide],
           c[kHalfSide * kHalfSide];
     } wide;
-    if (p.accumulate) widen(out + i0 * p.n + j0, p.n, rows, cols, wide.c);
+    constexpr bool kInPlace = std::is_same_v<Out, float>;
+    float* sum = wide.c;
+    int64_t ld = cols;
+    if constexpr (kInPlace)
+      sum = out + i0 * p.n + j0, ld = p.n;
+    else if (p.accumulate)
+      widen(out + i0 * p.n + j0, p.n, rows, cols, sum);
     for (int64_t k0 = 0; k0 < p.k; k0 += kHalfSide) {
       const int64_t depth = std::min(kHalfSide, p.k - k0);
       widen(a + place(p.trans_a, i0, k0, p.lda), p.lda, p.trans_a ? depth : rows,
@@ -73,10 +79,11 @@ void tile(const Product& p, const T* a, const T* b, T* out, int64_t i0, int64_t 
       widen(b + place(p.trans_b, k0, j0, p.ldb), p.ldb, p.trans_b ? cols : depth,
             p.trans_b ? depth : cols, wide.b);
       gemm_tile(p.trans_a, p.trans_b, rows, cols, depth, wide.a, p.trans_a ? rows : depth, wide.b,
-                p.trans_b ? depth : cols, k0 > 0 || p.accumulate, wide.c, cols);
+                p.trans_b ? depth : cols, k0 > 0 || p.accumulate, sum, ld);
     }
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < cols; ++j) out[(i0 + i) * p.n + j0 + j] = T(wide.c[i * cols + j]);
+    if constexpr (!kInPlace)
+      for (int64_t i = 0; i < rows; ++i)
+        for (int64_t j = 0; j < cols; ++j) out[(i0 + i) * p.n + j0 + j] = Out(sum[i * cols + j]);
   } else {
     for (int64_t i = i0; i < i0 + rows; ++i) {
       T* row = out + i * p.n + j0;
@@ -107,14 +114,14 @@ bool one_tall_product(const Product& p, const Dims& shape, const Dims& a_strides
   return true;
 }
 
-template <class T>
+template <class T, class Out>
 void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Dims& b_strides,
-              T* out, const Dims& shape) {
+              Out* out, const Dims& shape) {
   int64_t batch = 1;
   for (int64_t d : shape) batch *= d;
   if (batch * p.m * p.n == 0) return;
   if (p.k == 0) {
-    if (!p.accumulate) std::fill(out, out + batch * p.m * p.n, T(0.f));
+    if (!p.accumulate) std::fill(out, out + batch * p.m * p.n, Out(0.f));
     return;
   }
   if (batch > 1 && one_tall_product(p, shape, a_strides, b_strides)) {
@@ -166,9 +173,13 @@ void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64
     throw std::invalid_argument("[matmul] a row stride is shorter than its row");
   dispatch_num(a.dtype(), "matmul", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    multiply(p, static_cast<const T*>(a.data<T>()) + a_offset, a_batch_strides,
-             static_cast<const T*>(b.data<T>()) + b_offset, b_batch_strides, out.data<T>(),
-             batch_shape);
+    const auto into = [&](auto* to) {
+      multiply(p, static_cast<const T*>(a.data<T>()) + a_offset, a_batch_strides,
+               static_cast<const T*>(b.data<T>()) + b_offset, b_batch_strides, to, batch_shape);
+    };
+    if constexpr (sizeof(T) == 2)
+      if (out.dtype() == DType::kFloat32) return into(out.data<float>());
+    into(out.data<T>());
   });
 }
 

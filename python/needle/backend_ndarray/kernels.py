@@ -15,6 +15,7 @@ from .ndarray import NDArray, _new, full, matmul
 
 LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
 DEFAULT_CHUNK_BYTES = 64 << 20
+FLOAT16_GRADIENT_SCALE = 2.0**10  # of dlogits, which lie within -1..1, and would be below float16's range divided by the rows
 
 
 def _wide(dtype: str) -> str:
@@ -235,14 +236,18 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     with_gradients: bool = True,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    compute_dtype: str | None = None,
 ) -> tuple[NDArray, NDArray | None, NDArray | None]:
     """Mean cross entropy of ``hidden @ weight`` against ``targets`` without the (N, V) logits.
 
     hidden: (N, D); weight: (D, V); targets: (N). Returns (loss (1,), dhidden, dweight), the gradients of the loss itself, or
     None without ``with_gradients``. Rows are taken in chunks whose logits stay within ``chunk_bytes``; one row is the least,
     so the hard cap is max(chunk_bytes, one row). Each logit is computed once: three matrix products in all.
+    compute_dtype: what hidden, weight and logits are cast to; the gradients are float32 then, and with 16-bit inputs.
     """
     targets = as_ids("linear_cross_entropy", targets)
+    if compute_dtype is not None:
+        hidden, weight = hidden.astype(compute_dtype, copy=False), weight.astype(compute_dtype, copy=False)
     _check("linear_cross_entropy", hidden, weight)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden._shape[1] != weight._shape[0] or targets._shape != hidden._shape[:1]:
         raise ShapeError(
@@ -250,18 +255,21 @@ def linear_cross_entropy(
             "(accepted: (N, D), (D, V), (N,))"
         )
     rows, vocab = hidden._shape[0], weight._shape[1]
-    device, dtype = hidden._device, hidden._dtype
+    device, dtype, wide = hidden._device, hidden._dtype, _wide(hidden._dtype)
     at_once = max(1, min(rows, chunk_bytes // max(1, vocab * dt.ROWS[dtype].itemsize)))
     at_once = -(-rows // -(-rows // at_once)) if rows else 1  # even chunks
     hidden = hidden if hidden._contiguous else hidden.copy()
-    counted = (targets != ignore_index).astype(_wide(dtype)).sum().maximum(1.0)
-    losses = _new((rows,), _wide(dtype), device)
+    counted = (targets != ignore_index).astype(wide).sum().maximum(1.0)
+    losses = _new((rows,), wide, device)
     dhidden = dweight = scale = None
     if with_gradients:
-        dhidden = _new(hidden._shape, dtype, device)
-        dweight = full(weight._shape, 0, dtype, device) if rows == 0 else _new(weight._shape, dtype, device)
+        dhidden = _new(hidden._shape, wide, device)
+        dweight = full(weight._shape, 0, wide, device) if rows == 0 else _new(weight._shape, wide, device)
         dhidden.category = dweight.category = GRADIENT
-        scale = (1.0 / counted).broadcast_to((rows,)).compact()
+        if dtype == "float16":
+            scale = full((rows,), FLOAT16_GRADIENT_SCALE, wide, device)
+        else:
+            scale = (1.0 / counted).broadcast_to((rows,)).compact()
     logits_buffer = _workspace((at_once, vocab), dtype, device)
     weight_t = weight.permute((1, 0))
     for start in range(0, rows, at_once):
@@ -270,7 +278,7 @@ def linear_cross_entropy(
         logits = logits_buffer[0:n]
         ids = targets[part]
         matmul(hidden[part], weight, out=logits)
-        lse = _new((n,), _wide(dtype), device)
+        lse = _new((n,), wide, device)
         device.cross_entropy_forward(
             logits.contiguous_handle(), ids.contiguous_handle(), losses[part].contiguous_handle(), lse._handle,
             n, vocab, ignore_index,
@@ -282,6 +290,10 @@ def linear_cross_entropy(
             )  # fmt: skip
             matmul(logits, weight_t, out=dhidden[part])
             matmul(hidden[part].permute((1, 0)), logits, out=dweight, accumulate=start > 0)
+    if dtype == "float16" and dhidden is not None and dweight is not None:
+        rest = (1.0 / FLOAT16_GRADIENT_SCALE) / counted
+        dhidden.mul_in_place(rest)
+        dweight.mul_in_place(rest)
     return losses.sum().reshape((1,)) / counted.reshape((1,)), dhidden, dweight
 
 

@@ -297,8 +297,15 @@ class NDArray:
 
     def add_in_place(self, other: NDArray) -> None:
         """self += other for a compact self; other broadcasts to it and is cast to its dtype."""
+        self._in_place(other, "ewise_add")
+
+    def mul_in_place(self, other: NDArray) -> None:
+        """self *= other for a compact self; other broadcasts to it and is cast to its dtype."""
+        self._in_place(other, "ewise_mul")
+
+    def _in_place(self, other: NDArray, op: str) -> None:
         other = other.astype(self._dtype, copy=False).broadcast_to(self._shape)
-        self._device.require().ewise_add(
+        getattr(self._device.require(), op)(
             self._handle, self._strides, self._offset, other._handle, other._strides, other._offset, self._handle, self._shape
         )
 
@@ -754,7 +761,7 @@ def _matrix_form(x: NDArray) -> tuple[NDArray, int, bool]:
 def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool = False) -> NDArray:
     """(..., m, k) @ (..., k, n) -> (..., m, n), leading axes broadcast without copies; 1-D as in numpy.
 
-    out: where to put it (contiguous); with ``accumulate`` the product is added to what is there.
+    out: where to put it (contiguous; float32 also for 16-bit a and b); with ``accumulate`` the product is added to what is there.
     raises: ShapeError if the inner dimensions differ; DTypeError for bool.
     """
     if a._device != b._device:

@@ -25,6 +25,7 @@ class Attention(TensorTupleOp):
     raises: ShapeError if the layout does not fit.
     """
 
+    autocast = "lower"
     accepts_missing_grads = True
 
     def __init__(self, layout: BlockLayout, scale: float):

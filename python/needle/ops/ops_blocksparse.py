@@ -14,6 +14,7 @@ from .ops_shape import transpose
 class BlockSparseMatmul(TensorOp):
     """What sdd, dsd and dds share: a layout, and on CUDA the kernel ``BlockSparseMatmulKernel``."""
 
+    autocast = "lower"
     reads_output = False
 
     def __init__(self, layout: BlockLayout, transpose: bool = False):

@@ -22,6 +22,8 @@ class LogSumExp(TensorOp):
     grad: exp(a - y) dy. Result: the axes removed; shape (1,) for all, () with numpy's semantics.
     """
 
+    autocast = "float32"
+
     def __init__(self, axes=None):
         self.axes = axes
 
@@ -46,6 +48,7 @@ def logsumexp(a: Tensor, axes=None) -> Tensor:
 class LogSoftmax(TensorOp):
     """log(softmax(a)) over the last axis. grad: dy - exp(y) sum(dy)."""
 
+    autocast = "float32"
     reads_inputs = False
 
     def compute(self, Z):
@@ -74,6 +77,7 @@ class Softmax(TensorOp):
     raises: DTypeError for integers, ShapeError for a 0-d x.
     """
 
+    autocast = "float32"
     reads_inputs = False
 
     def compute(self, x):

@@ -72,10 +72,11 @@ class LinearCrossEntropy(TensorTupleOp):
     """(loss, dhidden, dweight): the cross entropy of hidden @ weight without its logits.
 
     hidden: (N, D); weight: (D, V); targets: (N). Logits exist for at most ``chunk_bytes`` at a time (or one row). Both gradients
-    are made in forward, from logits that are there anyway, so that each logit is computed once.
+    are made in forward, from logits that are there anyway, so that each logit is computed once; they are float32 (or float64).
     source: the idea of Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989.
     """
 
+    autocast = "inside"
     reads_inputs = False
     accepts_missing_grads = True
 
@@ -83,7 +84,9 @@ class LinearCrossEntropy(TensorTupleOp):
         self.ignore_index, self.chunk_bytes, self.train = ignore_index, chunk_bytes, train
 
     def compute(self, hidden, weight, targets):
-        loss, *grads = kernels.linear_cross_entropy(hidden, weight, targets, self.ignore_index, self.train, self.chunk_bytes)
+        loss, *grads = kernels.linear_cross_entropy(
+            hidden, weight, targets, self.ignore_index, self.train, self.chunk_bytes, self.compute_dtype
+        )
         return (loss, *grads) if self.train else (loss,)
 
     def gradient(self, out_grad, node):

@@ -113,6 +113,8 @@ def mul_scalar(a: Tensor, scalar) -> Tensor:
 class EWisePow(_InputRead):
     """a ** b, broadcasting. grad: b a^(b-1), log(a) a^b."""
 
+    autocast = "float32"
+
     def compute(self, a, b):
         return a**b
 
@@ -129,6 +131,8 @@ def power(a: Tensor, b: Tensor) -> Tensor:
 
 class PowerScalar(_InputRead):
     """a ** scalar."""
+
+    autocast = "float32"
 
     def __init__(self, scalar):
         self.scalar = scalar
@@ -200,6 +204,8 @@ def negate(a: Tensor) -> Tensor:
 class Log(_InputRead):
     """Natural logarithm."""
 
+    autocast = "float32"
+
     def compute(self, a):
         return a.log()
 
@@ -213,6 +219,8 @@ def log(a: Tensor) -> Tensor:
 
 class Exp(_OutputRead):
     """e ** a."""
+
+    autocast = "float32"
 
     def compute(self, a):
         return a.exp()
@@ -458,6 +466,8 @@ def astype(a: Tensor, dtype) -> Tensor:
 class Summation(_NoRead):
     """Sum over one axis, several, or all (None): shape (1,) for all, () with numpy's semantics."""
 
+    autocast = "float32"
+
     def __init__(self, axes=None, keepdims: bool = False):
         self.axes = axes
         self.keepdims = keepdims
@@ -510,6 +520,8 @@ def max(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
 class MatMul(_InputRead):
     """(..., m, k) @ (..., k, n), leading axes broadcast; 1-D operands as in numpy."""
 
+    autocast = "lower"
+
     def compute(self, a, b):
         return _matmul(a, b)
 
@@ -548,6 +560,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 class Linear(_InputRead):
     """x @ weight + bias in one op. x (..., K), weight (K, N), bias (N,) or (1, N) -> (..., N)."""
 
+    autocast = "lower"
     reads_inputs = (0, 1)
 
     def compute(self, x, weight, bias):

@@ -18,6 +18,7 @@ class LayerNorm(TensorTupleOp):
     raises: ShapeError if weight or bias does not fit; DTypeError for integers.
     """
 
+    autocast = "float32"
     reads_inputs = (0, 1)
     accepts_missing_grads = True
 

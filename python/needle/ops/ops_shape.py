@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
+from .. import dtype as dt
 from ..autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
 from ..backend_ndarray.ndarray import empty, full, normalize_axes, normalize_axis
 from ..errors import ShapeError
@@ -177,6 +180,10 @@ def pad(a: Tensor, widths) -> Tensor:
     return Pad(widths)(a)
 
 
+def _widest(args) -> str:
+    return reduce(dt.promote, [a.dtype for a in args])
+
+
 class Stack(TensorOp):
     """Equal-shaped arrays along a new axis, written into one array. Takes a TensorTuple."""
 
@@ -191,7 +198,7 @@ class Stack(TensorOp):
         if any(a.shape != first.shape for a in args):
             raise ShapeError(f"[stack] shapes differ: {[a.shape for a in args]}")
         axis = normalize_axis(self.axis, first.ndim + 1, "stack")
-        out = empty(first.shape[:axis] + (len(args),) + first.shape[axis:], first.dtype, first.device)
+        out = empty(first.shape[:axis] + (len(args),) + first.shape[axis:], _widest(args), first.device)
         for i, a in enumerate(args):
             out[(slice(None),) * axis + (slice(i, i + 1),)] = a
         return out
@@ -243,7 +250,7 @@ class Concatenate(TensorOp):
         if any(r != rest[0] for r in rest):
             raise ShapeError(f"[concatenate] shapes differ beside axis {axis}: {[a.shape for a in args]}")
         length = sum(a.shape[axis] for a in args)
-        out = empty(args[0].shape[:axis] + (length,) + args[0].shape[axis + 1 :], args[0].dtype, args[0].device)
+        out = empty(args[0].shape[:axis] + (length,) + args[0].shape[axis + 1 :], _widest(args), args[0].device)
         start = 0
         for a in args:
             out[(slice(None),) * axis + (slice(start, start + a.shape[axis]),)] = a
@@ -273,6 +280,7 @@ class Conv(TensorOp):
     H' = (H + 2 padding - K) // stride + 1. raises: ShapeError for other ranks or unequal channels.
     """
 
+    autocast = "lower"
     reads_output = False
 
     def __init__(self, stride: int = 1, padding: int = 0):
