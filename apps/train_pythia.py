@@ -65,11 +65,12 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         if not options.eval_only:
             trainer.batches.load_state_dict(state["data"])
         trainer.step = state["step"]
-    layout = trainer.config.layout(options.seq_len)
+    layout, again = trainer.config.layout(options.seq_len), sum(trainer.config.checkpoint_segments)
     print(
         f"Pythia-{options.model} on {where}: {trainer.config.parameter_count():,} parameters; "
         f"{options.pattern if options.sparse else 'dense'} attention, {layout.nnz_total} blocks of {layout.block}, density "
-        f"{layout.density:.2f}; {options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step",
+        f"{layout.density:.2f}; {options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step"
+        + (f"; {again} of {trainer.config.layers} layers computed again in backward" if again else ""),
         flush=True,
     )
     if folder is None:

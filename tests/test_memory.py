@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from devices import usable
 from needle import memory, nn, ops
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import OutOfMemoryError, ShapeError
-from needle.models import Pythia, PythiaConfig, plannable, train_step
+from needle.models import Pythia, PythiaConfig, checkpointed, plannable, train_step
 from needle.optim import SGD, Adam, AdamW
 
 TINY = PythiaConfig(layers=2, width=32, heads=2, feed_forward=64, vocab_size=300)
@@ -165,6 +166,9 @@ CONFIGURATIONS = [
         TINY,
         SPARSE,
         TINY.with_sparse("mixed", 32, 2),
+        replace(TINY, checkpoint_layers=1),
+        replace(SPARSE, layers=3, checkpoint_layers=2),
+        replace(TINY, layers=3, checkpoint_layers=(1, 1)),
         PythiaConfig(layers=1, width=48, heads=3, feed_forward=96, vocab_size=77),
     )
     for batch, T, accumulation in ((1, 32, 1), (3, 64, 1), (2, 32, 2), (1, 64, 3), (2, 96, 1))
@@ -220,6 +224,27 @@ def test_the_largest_micro_batch_is_found(slope, bend):
         assert len(asked) == len(set(asked)) <= 20
 
 
+@pytest.mark.parametrize("most", [0, 1, 5])
+def test_the_fewest_that_fit_are_found(most):
+    peak_of = lambda n: 100 - 10 * n  # noqa: E731
+    for budget in range(100 - 10 * most, 111):
+        assert memory.smallest(peak_of, budget, most) == min(n for n in range(most + 1) if peak_of(n) <= budget)
+    with pytest.raises(ShapeError, match=f"at least {100 - 10 * most} bytes"):
+        memory.smallest(peak_of, 99 - 10 * most, most)
+
+
+def test_a_budget_chooses_how_many_layers_are_checkpointed(cpu):
+    config = replace(TINY, layers=4)
+    peaks = [memory.peak_bytes(plannable(replace(config, checkpoint_layers=(1,) * n), 8, 64)) for n in range(5)]
+    assert peaks == sorted(set(peaks), reverse=True)
+    for n in range(5):
+        chosen = checkpointed(config, f"{peaks[n]}", 8, 64)
+        assert chosen.checkpoint_segments == (1,) * n
+        assert memory.peak_bytes(plannable(chosen, 8, 64), device=cpu) == peaks[n]
+    with pytest.raises(ShapeError, match=f"{peaks[4]:,} bytes"):
+        checkpointed(config, f"{peaks[4] - 1}", 8, 64)
+
+
 def test_the_command_line_plans(capsys):
     from needle.__main__ import main
 
@@ -245,6 +270,7 @@ def test_the_command_line_plans(capsys):
     )
     out = capsys.readouterr().out
     assert "layers.5" in out and "T4: 15.00 GiB" in out and "largest micro-batch" in out
+    assert "0 of 6 (planned above)" in out and "fp32, 6 of 6 layers computed again" in out
     assert main(["plan", "--model", "15m"]) == 2 and main(["plan", "--gpu", "T5"]) == 2 and main(["plan", "--gpu", "1MiB"]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and "unknown model: 15m" in err[0] and "T5" in err[1]

@@ -116,6 +116,8 @@ def test_checkpointing_changes_no_loss(text, tmp_path):
     assert run(text, "--max_steps", 3, "--checkpoint_dir", plain).returncode == 0
     assert run(text, "--max_steps", 3, "--checkpoint_layers", 2, "--checkpoint_dir", again).returncode == 0
     assert losses(again) == losses(plain)
+    chosen = run(text, "--max_steps", 3, "--checkpoint_layers", "1GB", "--checkpoint_dir", tmp_path / "chosen")
+    assert "computed again" not in chosen.stdout and losses(tmp_path / "chosen") == losses(plain)
 
 
 WRONG = [
@@ -126,7 +128,9 @@ WRONG = [
     (("--vocab_size", "50000"), "50000"),
     (("--lr", "-1"), "[lr]"),
     (("--batch_size", "0"), "[batch_size]"),
-    (("--checkpoint_layers", "-1"), "[checkpoint_layers]"),
+    (("--checkpoint_layers", "-1"), "checkpoint_layers is -1"),
+    (("--checkpoint_layers", "some"), "not an amount of memory: 'some'"),
+    (("--checkpoint_layers", "1MiB"), "1.00 MiB is not enough (accepted: at least"),
     (("--seq_len", "4096000"), "4096000"),
     (("--load_checkpoint", "no/such/folder"), "no such folder"),
     (("--dataset", "no-such-data"), "no-such-data"),

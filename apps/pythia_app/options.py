@@ -11,7 +11,7 @@ from pathlib import Path
 
 import needle as ndl
 from needle.errors import DataError, DeviceError, ShapeError
-from needle.models import SIZES
+from needle.models import SIZES, layers_or_bytes
 from needle.nn import PATTERNS
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
@@ -61,8 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     _flag(training, "seq_len", type=int, default=512, help="positions in a sequence")
     _flag(training, "accumulation_steps", type=int, default=1, help="micro-batches in a step")
     _flag(
-        training, "checkpoint_layers", type=int, default=0, metavar="N",
-        help="compute so many layers at a time again in backward instead of keeping their arrays (0: keep all)",
+        training, "checkpoint_layers", default="0", metavar="N|SIZE",
+        help="compute so many layers at a time again in backward instead of keeping their arrays (0: keep all); or as few as keep "
+        "the run's peak within SIZE, like 2GiB",
     )  # fmt: skip
     _flag(training, "lr", type=float, default=1e-3, help="peak learning rate (warmup, then cosine to a tenth)")
     _flag(training, "eval_only", action="store_true", help="only the loss on held-out text")
@@ -100,8 +101,7 @@ def check(options: argparse.Namespace) -> None:
             raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: at least 1)")
     if options.batch_size * options.seq_len > MOST_TOKENS:
         raise ShapeError(f"[batch_size] {options.batch_size} x {options.seq_len} tokens are too many (accepted: {MOST_TOKENS:,})")
-    if options.checkpoint_layers < 0:
-        raise ShapeError(f"[checkpoint_layers] is {options.checkpoint_layers} (accepted: at least 0)")
+    options.checkpoint_layers = layers_or_bytes(str(options.checkpoint_layers))
     for name in ("max_tokens", "max_steps", "epochs"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:

@@ -13,7 +13,7 @@ import numpy as np
 import needle as ndl
 from needle import ops
 from needle.data.text import TextData, TokenBatches
-from needle.models import Pythia, PythiaConfig, train_step
+from needle.models import Pythia, PythiaConfig, checkpointed, train_step
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
 
@@ -31,7 +31,9 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
     config = PythiaConfig.named(options.model, vocab_size=vocab_size, max_seq_len=options.seq_len)
-    return config.with_sparse(options.pattern, options.block_size, options.window) if sparse else config
+    if sparse:
+        config = config.with_sparse(options.pattern, options.block_size, options.window)
+    return checkpointed(config, options.checkpoint_layers, options.batch_size, options.seq_len, options.accumulation_steps)
 
 
 class StopRequest:
@@ -60,7 +62,7 @@ class Trainer:
     def __init__(self, options, text: TextData, device, sparse: bool):
         self.options, self.device = options, device
         self.config = make_config(options, text.vocab_size, sparse)
-        self.model = Pythia(self.config, device=device, seed=options.seed, checkpoint_layers=options.checkpoint_layers)
+        self.model = Pythia(self.config, device=device, seed=options.seed)
         self.optimizer = AdamW(self.model.parameter_groups(0.1), lr=options.lr, betas=(0.9, 0.95), eps=1e-8)
         self.batches = TokenBatches(
             text.train, options.batch_size, options.seq_len, options.seed,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from typing import Any
 
 from . import memory
 from .errors import ShapeError
-from .memory.units import readable
-from .models import SIZES, PythiaConfig, plannable
+from .memory.units import readable, table
+from .models import SIZES, PythiaConfig, checkpointed, layers_or_bytes, plannable
 from .nn import PATTERNS
 
 # What a GPU's memory holds beside the allocator's: the context and the libraries' code. Not measured by needle: a common size.
@@ -45,6 +46,10 @@ def add_plan(commands: Any) -> None:
         ("window", 2, "blocks of the local pattern"),
     ):
         plan.add_argument(*_spellings(name), type=int, default=value, help=what)
+    plan.add_argument(
+        *_spellings("checkpoint_layers"), default="0", metavar="N|SIZE",
+        help="layers at a time that are computed again in backward, 0: none; or as few as keep the peak within SIZE, like 2GiB",
+    )  # fmt: skip
     plan.add_argument("--sparse", action="store_true", help="block-sparse attention")
     plan.add_argument("--pattern", default="local", choices=PATTERNS, help="of block-sparse attention")
     plan.add_argument(
@@ -67,14 +72,18 @@ def run_plan(options: argparse.Namespace) -> int:
     config = PythiaConfig.named(options.model, vocab_size=options.vocab_size, max_seq_len=options.seq_len)
     if options.sparse:
         config = config.with_sparse(options.pattern, options.block_size, options.window)
+    shape = (options.batch_size, options.seq_len, options.accumulation_steps)
+    config = checkpointed(config, layers_or_bytes(options.checkpoint_layers), *shape)
     attention = f"{options.pattern if options.sparse else 'dense'} attention"
-    found = memory.plan(plannable(config, options.batch_size, options.seq_len, options.accumulation_steps))
+    found = memory.plan(plannable(config, *shape))
     print(
         f"Pythia-{options.model}, {config.parameter_count():,} parameters, {attention}, "
         f"{options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step, AdamW, fp32"
     )
     print(found.table(options.depth))
     print(found.where)
+    print()
+    print(checkpointing(config, shape, found.peak_bytes))
     for name, budget in budgets:
         print()
         print(fits(options, config, name, budget, found.peak_bytes))
@@ -84,13 +93,36 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def checkpointing(config: PythiaConfig, shape: tuple[int, int, int], peak: int) -> str:
+    """The peak of the plan, and with other layers checkpointed, a row each."""
+    rows = [["layers computed again", "at a time", "peak"]]
+    for segments in _ways(config, 2):
+        planned = segments == config.checkpoint_segments
+        found = peak if planned else memory.peak_bytes(plannable(replace(config, checkpoint_layers=segments), *shape))
+        again = f"{sum(segments)} of {config.layers}{' (planned above)' if planned else ''}"
+        rows.append([again, str(max(segments, default="-")), readable(found)])
+    return table(rows)
+
+
+def _ways(config: PythiaConfig, most: int) -> list[tuple[int, ...]]:
+    """What to checkpoint: nothing, what ``config`` says, and all layers, one up to ``most`` at a time."""
+    wanted = [0, config.checkpoint_segments, *range(1, most + 1)]
+    return list(dict.fromkeys(replace(config, checkpoint_layers=n).checkpoint_segments for n in wanted))
+
+
 def fits(options: argparse.Namespace, config: PythiaConfig, name: str, budget: int, peak: int) -> str:
     """What of the plan, and how much more, fits into ``budget`` bytes."""
     verdict = "fits" if peak <= budget - RESERVED else "does not fit"
-    build_for = lambda batch: plannable(config, batch, options.seq_len, options.accumulation_steps)  # noqa: E731
+    settings = [
+        (f"fp32, {sum(segments)} of {config.layers} layers computed again", {"checkpoint_layers": segments})
+        for segments in _ways(config, 1)
+    ]
+    build_for = lambda batch, **changes: plannable(  # noqa: E731
+        replace(config, **changes), batch, options.seq_len, options.accumulation_steps
+    )
     return (
         f"{name}: {readable(budget)}, less {readable(RESERVED)} assumed for the driver and libraries: this plan {verdict}\n"
-        + memory.fitting_table(build_for, budget, [("fp32", {})], RESERVED)
+        + memory.fitting_table(build_for, budget, settings, RESERVED)
     )
 
 

@@ -6,12 +6,12 @@ from .accounting import MemoryStats, empty_cache, peak, process, reset_peak, set
 from .explain import advise, capacity
 from .leaks import Leak, LeakCheck, LeakWarning, leaks
 from .picture import picture
-from .planning import Plan, fitting_table, largest, peak_bytes, plan
+from .planning import Plan, fitting_table, largest, peak_bytes, plan, smallest
 from .trace import Holder, trace
 from .units import GPUS, parse_bytes, readable
 
 __all__ = [
     "GPUS", "Holder", "Leak", "LeakCheck", "LeakWarning", "MemoryStats", "Plan", "advise", "capacity", "empty_cache",
     "fitting_table", "largest", "leaks", "parse_bytes", "peak", "peak_bytes", "picture", "plan", "process", "readable",
-    "reset_peak", "set_limit", "stats", "trace",
+    "reset_peak", "set_limit", "smallest", "stats", "trace",
 ]  # fmt: skip

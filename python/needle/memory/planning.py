@@ -161,6 +161,26 @@ def largest(peak_of: Callable[[int], int], memory: int | str, most: int = 1 << 1
     return good
 
 
+def smallest(peak_of: Callable[[int], int], memory: int | str, most: int) -> int:
+    """The smallest n from 0 to ``most`` with peak_of(n) <= memory; peak_of must not rise.
+
+    With n as how many modules ``needle.remat`` is applied to, this is how few have to be computed again.
+    raises: ShapeError if there is none, with the least there is.
+    """
+    limit = parse_bytes(memory)
+    least = peak_of(most)
+    if least > limit:
+        raise ShapeError(f"[plan] {readable(limit)} is not enough (accepted: at least {readable(least)}, {least:,} bytes)")
+    bad, good = -1, most
+    while good - bad > 1:
+        guess = (bad + good) // 2
+        if peak_of(guess) <= limit:
+            good = guess
+        else:
+            bad = guess
+    return good
+
+
 def fitting_table(
     build_for: Callable[..., Build],
     memory: int | str,

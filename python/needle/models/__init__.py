@@ -1,6 +1,9 @@
 """Models that can be imported in a notebook."""
 
 from .pythia import SIZES, Pythia, PythiaConfig, load_published, published_gradients, published_state
-from .training import plannable, train_step
+from .training import checkpointed, layers_or_bytes, plannable, train_step
 
-__all__ = ["SIZES", "Pythia", "PythiaConfig", "load_published", "plannable", "published_gradients", "published_state", "train_step"]
+__all__ = [
+    "SIZES", "Pythia", "PythiaConfig", "checkpointed", "layers_or_bytes", "load_published", "plannable", "published_gradients",
+    "published_state", "train_step",
+]  # fmt: skip

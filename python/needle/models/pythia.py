@@ -33,7 +33,11 @@ SIZES = {
 
 @dataclass(frozen=True)
 class PythiaConfig:
-    """The shape of a model. ``pattern`` None is dense causal attention; block and window are in positions and blocks."""
+    """The shape of a model. ``pattern`` None is dense causal attention; block and window are in positions and blocks.
+
+    checkpoint_layers: so many layers at a time keep only what comes into the first of them and are computed again in backward; 0:
+    all arrays are kept. A tuple says how many layers each time, from the first layer on; the layers after them keep theirs.
+    """
 
     layers: int = 6
     width: int = 512
@@ -47,10 +51,14 @@ class PythiaConfig:
     pattern: str | None = None
     block: int = 64
     window: int = 2
+    checkpoint_layers: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ShapeError(f"[pythia] width {self.width} is no multiple of {self.heads} heads")
+        counts = self.checkpoint_layers if isinstance(self.checkpoint_layers, tuple) else (self.checkpoint_layers,)
+        if any(n < 0 for n in counts) or (isinstance(self.checkpoint_layers, tuple) and sum(counts) > self.layers):
+            raise ShapeError(f"[pythia] checkpoint_layers is {self.checkpoint_layers} (accepted: 0 to {self.layers} layers)")
 
     @classmethod
     def named(cls, name: str, **changes) -> PythiaConfig:
@@ -71,6 +79,14 @@ class PythiaConfig:
     @property
     def rotary_width(self) -> int:
         return int(self.head_width * self.rotary_fraction) // 2 * 2
+
+    @property
+    def checkpoint_segments(self) -> tuple[int, ...]:
+        """Numbers of layers that are checkpointed together, from the first layer on."""
+        n = self.checkpoint_layers
+        if isinstance(n, tuple):
+            return n
+        return tuple([min(n, self.layers - i) for i in range(0, self.layers, n)]) if n else ()
 
     def parameter_count(self) -> int:
         C, F = self.width, self.feed_forward
@@ -181,21 +197,14 @@ class KeyValueCache:
 class Pythia(Module):
     """The language model. ``loss`` makes no logits; ``forward`` does.
 
-    device: default ``cpu()``; dtype of parameters and activations; seed: of the initial weights. checkpoint_layers: so many layers
-    at a time keep only what comes into the first of them, and are computed again in backward (0: all is kept).
+    device: default ``cpu()``; dtype of parameters and activations; seed: of the initial weights.
     """
 
-    def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int = 0, checkpoint_layers: int = 0):
+    def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int = 0):
         super().__init__()
-        if not 0 <= checkpoint_layers:
-            raise ShapeError(f"[pythia] checkpoint_layers is {checkpoint_layers} (accepted: at least 0)")
         device = device or backend_selection.cpu()
         rng = np.random.default_rng(seed)
         self.config, self.device, self.dtype = config, device, dtype
-        # Numbers of layers, from the first on, that are checkpointed together; the layers after them keep their arrays.
-        self.checkpoint_segments = [
-            min(checkpoint_layers, config.layers - i) for i in range(0, config.layers, checkpoint_layers or config.layers)
-        ] if checkpoint_layers else []  # fmt: skip
         std = math.sqrt(2 / (5 * config.width))
         self.embed_in = _normal(rng, (config.vocab_size, config.width), std, device, dtype)
         self.layers = [PythiaLayer(config, rng, device, dtype) for _ in range(config.layers)]
@@ -214,7 +223,7 @@ class Pythia(Module):
         layout = self.config.layout(T)
         x = ops.embedding(self.embed_in, ids)
         start = 0
-        for count in self.checkpoint_segments:
+        for count in self.config.checkpoint_segments:
             x = remat(self._run, x, start, start + count, cos, sin, layout)
             start += count
         return self.final_layer_norm(self._run(x, start, len(self.layers), cos, sin, layout))

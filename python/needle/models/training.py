@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 
 from ..autograd import Tensor
 from ..backend_ndarray.device import BackendDevice
-from ..memory.planning import Build
+from ..memory.planning import Build, peak_bytes, smallest
+from ..memory.units import parse_bytes
 from ..optim import AdamW
 from .pythia import Pythia, PythiaConfig
 
@@ -49,3 +51,27 @@ def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_
         return lambda: train_step(model, optimizer, source, accumulation_steps)
 
     return build
+
+
+def checkpointed(
+    config: PythiaConfig, checkpoint_layers: int | str, batch_size: int, seq_len: int, accumulation_steps: int = 1
+) -> PythiaConfig:
+    """``config`` with so many layers at a time checkpointed; or, where ``checkpoint_layers`` is an amount of memory like "600MiB",
+    with as few of them as keep the planned peak of training within it.
+
+    raises: ShapeError if not even all of them do.
+    """
+    if isinstance(checkpoint_layers, int):
+        return replace(config, checkpoint_layers=checkpoint_layers)
+    first = lambda n: replace(config, checkpoint_layers=(1,) * n)  # noqa: E731
+    peak_of = lambda n: peak_bytes(plannable(first(n), batch_size, seq_len, accumulation_steps))  # noqa: E731
+    return first(smallest(peak_of, checkpoint_layers, config.layers))
+
+
+def layers_or_bytes(text: str) -> int | str:
+    """``checkpoint_layers`` from a command line. raises: ShapeError for what is neither a count nor an amount of memory."""
+    try:
+        return int(text)
+    except ValueError:
+        parse_bytes(text)
+        return text
