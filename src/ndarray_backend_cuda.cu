@@ -57,7 +57,7 @@ class StagingRing {
 // modules.
 struct Device {
   cudaStream_t stream = nullptr;
-  int multiprocessors = 0, major = 0, max_shared_bytes = 0;
+  int id = 0, multiprocessors = 0, max_shared_bytes = 0;
   void* scratch = nullptr;
   ErrorFlag* flag = nullptr;       // on the device
   ErrorFlag* flag_copy = nullptr;  // pinned, where a sync reads it
@@ -67,16 +67,14 @@ struct Device {
   Device() {
     if (device_count() == 0)
       throw CudaError("[" NEEDLE_STRING(NEEDLE_DEVICE) "] no CUDA device was found");
-    int device = 0;
-    cuda_check(cudaGetDevice(&device), "cudaGetDevice");
-    read(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-    read(&major, cudaDevAttrComputeCapabilityMajor, device);
-    read(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cuda_check(cudaGetDevice(&id), "cudaGetDevice");
+    multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+    max_shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
     // Freed memory stays with the driver's pool across syncs; empty_cache() gives it back.
     cudaMemPool_t pool = nullptr;
     uint64_t keep_all = UINT64_MAX;
-    cuda_check(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
+    cuda_check(cudaDeviceGetDefaultMemPool(&pool, id), "cudaDeviceGetDefaultMemPool");
     cuda_check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep_all),
                "cudaMemPoolSetAttribute");
     cuda_check(cudaMalloc(&flag, sizeof(ErrorFlag)), "cudaMalloc");
@@ -86,8 +84,10 @@ struct Device {
     flag_copy = static_cast<ErrorFlag*>(pinned);
   }
 
-  static void read(int* value, cudaDeviceAttr attribute, int device) {
-    cuda_check(cudaDeviceGetAttribute(value, attribute, device), "cudaDeviceGetAttribute");
+  int attribute(cudaDeviceAttr which) const {
+    int value = 0;
+    cuda_check(cudaDeviceGetAttribute(&value, which, id), "cudaDeviceGetAttribute");
+    return value;
   }
 };
 
@@ -139,7 +139,8 @@ std::string bad_id_text(const ErrorFlag& flag) {
 
 cudaStream_t stream() { return device().stream; }
 int multiprocessors() { return device().multiprocessors; }
-bool has_bf16_tensor_cores() { return device().major >= 8; }
+// Asked each time, which costs nothing to speak of: the emulated device may change it at run time.
+bool has_tensor_cores() { return device().attribute(cudaDevAttrComputeCapabilityMajor) >= 8; }
 int64_t max_shared_bytes() { return device().max_shared_bytes; }
 ErrorFlag* error_flag() { return device().flag; }
 

@@ -14,6 +14,7 @@ backend = pytest.importorskip("needle.backend_ndarray.ndarray_backend_cuda_sim",
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2}
 FLOATS = list(TOLERANCE)
 every_float = pytest.mark.parametrize("dtype", FLOATS)
+half_float = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
 class In:
@@ -93,6 +94,11 @@ RNG = np.random.default_rng(0)
 
 def normal(*shape):
     return RNG.standard_normal(shape)
+
+
+def aligned(n):
+    """The next multiple of 8 elements: 16 bytes of a 16-bit dtype."""
+    return -(-n // 8) * 8
 
 
 # --- movement and elementwise ---------------------------------------------------------------------------------------------
@@ -205,6 +211,52 @@ def test_matmul_of_large_tiles(dtype):
     check("matmul", dtype, In(a), 0, (), k, False, In(b), 0, (), n, False, Out((m, n)), (), m, k, n, False)
 
 
+@half_float
+@pytest.mark.parametrize("trans_a", [False, True])
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_matmul_on_tensor_cores(dtype, trans_a, trans_b):
+    """Tails of m, k and n in tiles of every size; rows and batches apart, but aligned to 16 bytes."""
+    sizes = ((1, 1, 1), (17, 33, 9), (65, 40, 70), (130, 97, 136))
+    for m, k, n in sizes:
+        lda, ldb = aligned(m if trans_a else k) + 8, aligned(k if trans_b else n) + 16
+        a, b = normal(3, k if trans_a else m, lda), normal(2, n if trans_b else k, ldb)
+        for accumulate, wide in ((False, False), (True, False), (True, True)):
+            check("matmul", dtype, In(a), 8, (0, a.shape[1] * lda), lda, trans_a,
+                  In(b), 16, (b.shape[1] * ldb, 0), ldb, trans_b,
+                  Out((2, 2, m, n), wide, normal(2, 2, m, n)), (2, 2), m, k, n, accumulate, looser=0.3)  # fmt: skip
+    assert ran("matmul_mma_kernel", "matmul_kernel") == [6 * len(sizes), 0]
+
+
+@half_float
+def test_matmul_of_special_values_on_tensor_cores(dtype):
+    """A tail is filled with zeros, which must not meet the infinities of the other operand."""
+    m, k, n = 20, 17, 24
+    a, b = normal(m, 24), normal(k, n)
+    a[3, 5], a[4, 16], a[5, 0] = np.nan, np.inf, -np.inf
+    b[16, 2], b[0, 3], b[7, 7] = 0, np.inf, np.nan
+    a[:, k:] = np.nan  # beyond the matrix
+    check("matmul", dtype, In(a), 0, (), 24, False, In(b), 0, (), n, False, Out((m, n)), (), m, k, n, False)
+    assert ran("matmul_mma_kernel") == [2]
+
+
+@pytest.mark.parametrize(
+    ("why", "dtype", "offset", "lda", "batch_stride"),
+    [("offset", "float16", 4, 40, 1600), ("row stride", "bfloat16", 8, 44, 1600), ("batch stride", "float16", 8, 40, 1604),
+     ("dtype", "float32", 8, 40, 1600), ("capability", "bfloat16", 8, 40, 1600)],
+)  # fmt: skip
+def test_matmul_that_tensor_cores_cannot_take(monkeypatch, why, dtype, offset, lda, batch_stride):
+    if why == "capability":
+        monkeypatch.setenv("NEEDLE_SIM_SM", "75")
+    m, k, n = 40, 33, 48
+    for swap in (False, True):  # the same operand on the left and, transposed, on the right
+        odd = (In(normal(4000)), offset, (batch_stride,), lda)
+        plain = (In(normal(2, k, n)), 0, (k * n,), n)
+        operands = (*plain, True, *odd, True) if swap else (*odd, False, *plain, False)
+        rows, cols = (n, m) if swap else (m, n)
+        check("matmul", dtype, *operands, Out((2, rows, cols)), (2,), rows, k, cols, False)
+    assert ran("matmul_mma_kernel", "matmul_kernel") == [0, 4]
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
 def test_matmul_of_integers_wraps(dtype):
     a = RNG.integers(0, 200, (37, 41)).astype(dtype)
@@ -215,8 +267,9 @@ def test_matmul_of_integers_wraps(dtype):
 
 
 @every_float
-def test_empty_inner_dimension_gives_zeros(dtype):
-    check("matmul", dtype, In(normal(1)), 0, (), 1, False, In(normal(1)), 0, (), 3, False, Out((4, 3)), (), 4, 0, 3, False)
+@pytest.mark.parametrize("ldb", [3, 8])
+def test_empty_inner_dimension_gives_zeros(dtype, ldb):
+    check("matmul", dtype, In(normal(1)), 0, (), 8, False, In(normal(1)), 0, (), ldb, False, Out((4, 3)), (), 4, 0, 3, False)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------------------
@@ -454,6 +507,89 @@ def test_blocksparse_products(dtype, block):
         check("blocksparse_dsd", dtype, In(S), True, In(dense), trans, Out((batch, n, other)), col_ptr, row_idx, turned,
               batch, n, other, m, nnz, heads, block)  # fmt: skip
     assert ran("BlockSparseMatmulKernel")[0] > 0
+
+
+@half_float
+@pytest.mark.parametrize("block", [16, 32, 48, 64, 128])
+def test_blocksparse_products_on_tensor_cores(dtype, block):
+    """Every operand as it is and transposed; the dense dimension with a tail where its rows stay aligned."""
+    heads, batch = (2, 4) if block < 64 else (1, 2)
+    rows, cols = (3, 2) if block < 128 else (2, 2)
+    masks = RNG.random((heads, rows, cols)) < 0.5
+    masks[0, 0], masks[-1, -1] = False, True  # an empty block row; at least one block
+    (row_ptr, col_idx, _), (col_ptr, row_idx, _), same, turned = layout_of(masks)
+    nnz, m, n = int(masks.sum(axis=(1, 2)).max()), rows * block, cols * block
+    S = normal(batch, nnz, block, block)
+    for trans in (False, True):
+        inner = 21 if trans else 40  # a is (m, inner), or stored as (inner, m)
+        a, b = normal(batch, inner, m) if trans else normal(batch, m, inner), normal(batch, inner, n)
+        check("blocksparse_sdd", dtype, In(a), trans, In(b), False, Out((batch, nnz, block, block)), row_ptr, col_idx,
+              batch, m, n, inner, nnz, heads, block, looser=0.3)  # fmt: skip
+        a, b = normal(batch, m, 40), normal(batch, n, 40) if trans else normal(batch, 40, n)
+        check("blocksparse_sdd", dtype, In(a), False, In(b), trans, Out((batch, nnz, block, block)), row_ptr, col_idx,
+              batch, m, n, 40, nnz, heads, block, looser=0.3)  # fmt: skip
+        for turn in (False, True):  # of the blocks
+            ptr, idx, entry, lines, across = (col_ptr, row_idx, turned, n, m) if turn else (row_ptr, col_idx, same, m, n)
+            other = 69 if trans else 72  # stored as (other, across), or (across, other)
+            dense = normal(batch, other, across) if trans else normal(batch, across, other)
+            check("blocksparse_dsd", dtype, In(S), turn, In(dense), trans, Out((batch, lines, other)), ptr, idx, entry,
+                  batch, lines, other, across, nnz, heads, block, looser=0.3)  # fmt: skip
+            other = 72 if trans else 69
+            dense = normal(batch, across, other) if trans else normal(batch, other, across)
+            check("blocksparse_dds", dtype, In(dense), trans, In(S), not turn, Out((batch, other, lines)), ptr, idx, entry,
+                  batch, other, lines, across, nnz, heads, block, looser=0.3)  # fmt: skip
+    assert ran("BlockSparseMatmulKernelMma", "BlockSparseMatmulKernel") == [24, 0]
+
+
+@half_float
+def test_blocksparse_products_of_special_values_on_tensor_cores(dtype):
+    masks = np.array([[[True, False], [True, True]]])
+    (row_ptr, col_idx, _), _, same, _ = layout_of(masks)
+    S, dense = normal(1, 3, 16, 16), normal(1, 32, 8)
+    S[0, 1, 2, 3], dense[0, 5, 4] = np.nan, np.inf  # in a block column that every block row has
+    check("blocksparse_dsd", dtype, In(S), False, In(dense), False, Out((1, 32, 8)), row_ptr, col_idx, same,
+          1, 32, 8, 32, 3, 1, 16)  # fmt: skip
+    assert ran("BlockSparseMatmulKernelMma") == [2]
+
+
+def test_blocksparse_products_that_tensor_cores_cannot_take(monkeypatch):
+    masks = np.ones((1, 2, 2), bool)
+    (row_ptr, col_idx, _), _, same, _ = layout_of(masks)
+    S = normal(1, 4, 16, 16)
+
+    def dsd(dtype, n):
+        check("blocksparse_dsd", dtype, In(S), False, In(normal(1, 32, n)), False, Out((1, 32, n)), row_ptr, col_idx, same,
+              1, 32, n, 32, 4, 1, 16)  # fmt: skip
+
+    dsd("float32", 8)
+    dsd("bfloat16", 12)  # rows of 24 bytes
+    monkeypatch.setenv("NEEDLE_SIM_SM", "75")
+    dsd("bfloat16", 8)
+    assert ran("BlockSparseMatmulKernelMma", "BlockSparseMatmulKernel") == [0, 6]
+
+
+def matmul_case(dtype):
+    m, k, n = 66, 120, 72
+    return "matmul", dtype, (In(normal(m, k)), In(normal(k, n)), Out((m, n)), m, k, n)
+
+
+def blocksparse_case(dtype):
+    (row_ptr, col_idx, _), _, same, _ = layout_of(np.array([[[True, True], [False, True]]]))
+    args = (In(normal(1, 3, 48, 48)), False, In(normal(1, 96, 72)), False, Out((1, 96, 72)), row_ptr, col_idx, same)
+    return "blocksparse_dsd", dtype, (*args, 1, 96, 72, 96, 3, 1, 48)
+
+
+@half_float
+@pytest.mark.parametrize("case", [matmul_case, blocksparse_case])
+def test_tensor_core_kernels_in_every_order(monkeypatch, case, dtype):
+    """More steps than the pipeline has stages: another order of threads or time of copying must not change a bit."""
+    name, dtype, args = case(dtype)
+    wanted = [found.tobytes() for found in call(backend, name, dtype, args)]
+    for order, copies in (("reverse", "early"), ("random:1", "late"), ("random:2", "early")):
+        monkeypatch.setenv("NEEDLE_SIM_ORDER", order)
+        monkeypatch.setenv("NEEDLE_SIM_CP_ASYNC", copies)
+        assert [found.tobytes() for found in call(backend, name, dtype, args)] == wanted, (order, copies)
+    assert any(kernel.lower().endswith(("mma", "mma_kernel")) for kernel in backend.launch_counts())
 
 
 # --- the device ---------------------------------------------------------------------------------------------------------------------------------

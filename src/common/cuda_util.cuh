@@ -14,9 +14,9 @@ constexpr int kBlock = 256;  // threads of a block where nothing else decides
 // --- the device, kept by ndarray_backend_cuda.cu
 // ---------------------------------------------------------------
 
-cudaStream_t stream();         // all work of this backend runs in order on this stream
-int multiprocessors();         // how many the device has
-bool has_bf16_tensor_cores();  // compute capability 8.0 or later
+cudaStream_t stream();    // all work of this backend runs in order on this stream
+int multiprocessors();    // how many the device has
+bool has_tensor_cores();  // those of ptx.h, with cp.async: compute capability 8.0 or later
 // Memory of the backend's own, for partial results inside one operation. Made once; the next
 // operation may overwrite it, which stream order makes safe. Throws when more than kScratchBytes
 // are asked.

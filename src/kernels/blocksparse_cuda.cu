@@ -1,11 +1,13 @@
 // Block-sparse products on a GPU: sdd (dense x dense -> blocks), dsd (blocks x dense) and dds
 // (dense x blocks).
 //
-// One kernel, BlockSparseMatmulKernel, in three modes. A block of threads forms one tile (part of a
-// stored block, or of the dense result) by the same tile products as matmul; only where A and B lie
-// differs. Blocks are summed in the ascending order of the index, so results repeat bit by bit.
-// Empty block rows give zeros.
-#include "tile_product_cuda.cuh"
+// One kernel, BlockSparseMatmulKernel, in three modes; BlockSparseMatmulKernelMma is the same on
+// tensor cores (16-bit floats, compute capability 8.0 and later, dense rows aligned to 16 bytes). A
+// block of threads forms one tile (part of a stored block, or of the dense result) by the same tile
+// products as matmul; only the slices of A and B differ, which go on from one stored block to the
+// next. Blocks are summed in the ascending order of the index, so results repeat bit by bit. Empty
+// block rows give zeros.
+#include "tensor_core_product_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
 namespace {
@@ -38,25 +40,31 @@ __device__ inline int64_t line_of_entry(const int32_t* line_ptr, int64_t lines, 
   return low;
 }
 
-// Tile t of the stored blocks: blocks[item, e] (+)= op(a)[row block] op(b)[column block].
+// Tile t of the stored blocks: blocks[item, e] = op(a)[row block] op(b)[column block].
 template <class Product, class T>
 __device__ void sdd_tile(const SparseArguments<T>& g, int64_t t) {
-  constexpr int kTile = Product::kTile;
-  const int64_t side = ceil_div(g.block, kTile), lines = g.m / g.block;
-  const int64_t row0 = t / side % side * kTile, col0 = t % side * kTile;
-  const int64_t e = t / (side * side) % g.nnz, item = t / (side * side) / g.nnz;
+  const int64_t row_tiles = ceil_div(g.block, Product::kRows);
+  const int64_t col_tiles = ceil_div(g.block, Product::kCols), tiles = row_tiles * col_tiles;
+  const int64_t row0 = t / col_tiles % row_tiles * Product::kRows;
+  const int64_t col0 = t % col_tiles * Product::kCols;
+  const int64_t e = t / tiles % g.nnz, item = t / tiles / g.nnz, lines = g.m / g.block;
   const int32_t* line_ptr = g.line_ptr + item % g.heads * lines;
   Product product;
   if (line_ptr[0] + e < line_ptr[lines]) {  // else padding: heads may have fewer blocks than nnz
     const int64_t row = line_of_entry(line_ptr, lines, line_ptr[0] + e) * g.block + row0;
     const int64_t col = int64_t(g.cross_idx[line_ptr[0] + e]) * g.block + col0;
-    const auto a = matrix_ref(g.dense_a + item * g.m * g.k, g.trans_a ? g.m : g.k, g.trans_a);
-    const auto b = matrix_ref(g.dense_b + item * g.k * g.n, g.trans_b ? g.k : g.n, g.trans_b);
-    product.add(submatrix(a, row, 0), submatrix(b, 0, col), g.block - row0, g.block - col0, g.k);
+    const auto a = submatrix(
+        matrix_ref(g.dense_a + item * g.m * g.k, g.trans_a ? g.m : g.k, g.trans_a), row, 0);
+    const auto b = submatrix(
+        matrix_ref(g.dense_b + item * g.k * g.n, g.trans_b ? g.k : g.n, g.trans_b), 0, col);
+    product.add(g.block - row0, g.block - col0, int(ceil_div(g.k, Product::kDepth)), [&](int s) {
+      const int64_t k0 = int64_t(s) * Product::kDepth;
+      return Slice<T>{submatrix(a, 0, k0), submatrix(b, k0, 0), g.k - k0};
+    });
   }
   T* out = g.out + ((item * g.nnz + e) * g.block + row0) * g.block + col0;
-  product.for_each([&](int r, int c, typename Product::A value) {
-    if (row0 + r < g.block && col0 + c < g.block) out[r * g.block + c] = T(value);
+  product.for_each_run([&](int r, int c, const auto& sums) {
+    if (row0 + r < g.block) store_run(out + r * g.block + c, sums, g.block - col0 - c);
   });
 }
 
@@ -64,46 +72,51 @@ __device__ void sdd_tile(const SparseArguments<T>& g, int64_t t) {
 // that it lies in.
 template <Mode mode, class Product, class T>
 __device__ void dense_tile(const SparseArguments<T>& g, int64_t t) {
-  constexpr int kTile = Product::kTile;
-  const int64_t line_extent = mode == Mode::dsd ? g.m : g.n;   // along the lines of the index
-  const int64_t other_extent = mode == Mode::dsd ? g.n : g.m;  // along the dense operand
-  const int64_t lines = line_extent / g.block, line_tiles = ceil_div(g.block, kTile);
-  const int64_t other_tiles = ceil_div(other_extent, kTile);
+  constexpr bool kRowLines = mode == Mode::dsd;
+  constexpr int kInLine = kRowLines ? Product::kRows : Product::kCols;  // along the lines
+  constexpr int kAcross = kRowLines ? Product::kCols : Product::kRows;  // along the dense operand
+  const int64_t lines = (kRowLines ? g.m : g.n) / g.block, extent = kRowLines ? g.n : g.m;
+  const int64_t line_tiles = ceil_div(g.block, kInLine), other_tiles = ceil_div(extent, kAcross);
   // Tiles that share a line are neighbours: they read the same stored blocks.
-  const int64_t other0 = t % other_tiles * kTile, in_line0 = t / other_tiles % line_tiles * kTile;
+  const int64_t other0 = t % other_tiles * kAcross,
+                inside0 = t / other_tiles % line_tiles * kInLine;
   const int64_t line = t / (other_tiles * line_tiles) % lines,
                 item = t / (other_tiles * line_tiles) / lines;
   const int32_t* line_ptr = g.line_ptr + item % g.heads * lines;
-  const int64_t first = line_ptr[0];
+  const int64_t stored = item * g.nnz - line_ptr[0];  // of the head's first entry
+  const auto dense =
+      kRowLines
+          ? submatrix(matrix_ref(g.dense_a + item * g.k * g.n, g.trans_b ? g.k : g.n, g.trans_b), 0,
+                      other0)
+          : submatrix(matrix_ref(g.dense_a + item * g.m * g.k, g.trans_a ? g.m : g.k, g.trans_a),
+                      other0, 0);
+  const int slices_of_block = int(ceil_div(g.block, Product::kDepth));
 
   Product product;
-  for (int64_t e = line_ptr[line]; e < line_ptr[line + 1]; ++e) {
-    const int64_t cross = int64_t(g.cross_idx[e]) * g.block;
-    const T* stored = g.blocks + (item * g.nnz + g.entry[e] - first) * g.block * g.block;
-    const auto s = matrix_ref(stored, g.block, g.trans_s);  // op of this block of S
-    if constexpr (mode == Mode::dsd) {
-      const auto b = matrix_ref(g.dense_a + item * g.k * g.n, g.trans_b ? g.k : g.n, g.trans_b);
-      product.add(submatrix(s, in_line0, 0), submatrix(b, cross, other0), g.block - in_line0,
-                  g.n - other0, g.block);
-    } else {
-      const auto a = matrix_ref(g.dense_a + item * g.m * g.k, g.trans_a ? g.m : g.k, g.trans_a);
-      product.add(submatrix(a, other0, cross), submatrix(s, 0, in_line0), g.m - other0,
-                  g.block - in_line0, g.block);
-    }
-  }
-  const int64_t row0 = mode == Mode::dsd ? line * g.block + in_line0 : other0;
-  const int64_t col0 = mode == Mode::dsd ? other0 : line * g.block + in_line0;
-  const int64_t row_end = mode == Mode::dsd ? (line + 1) * g.block : g.m;
-  const int64_t col_end = mode == Mode::dsd ? g.n : (line + 1) * g.block;
-  T* out = g.out + item * g.m * g.n;
-  product.for_each([&](int r, int c, typename Product::A value) {
-    if (row0 + r < row_end && col0 + c < col_end) out[(row0 + r) * g.n + col0 + c] = T(value);
+  product.add(
+      kRowLines ? g.block - inside0 : extent - other0,
+      kRowLines ? extent - other0 : g.block - inside0,
+      (line_ptr[line + 1] - line_ptr[line]) * slices_of_block, [&](int s) {
+        const int e = line_ptr[line] + s / slices_of_block;
+        const int64_t k0 = s % slices_of_block * Product::kDepth, depth = g.block - k0;
+        const int64_t cross = int64_t(g.cross_idx[e]) * g.block + k0;
+        const auto block = matrix_ref(g.blocks + (stored + g.entry[e]) * g.block * g.block, g.block,
+                                      g.trans_s);  // op of this block of S
+        return kRowLines
+                   ? Slice<T>{submatrix(block, inside0, k0), submatrix(dense, cross, 0), depth}
+                   : Slice<T>{submatrix(dense, 0, cross), submatrix(block, k0, inside0), depth};
+      });
+  const int64_t in_line0 = line * g.block + inside0, in_line_end = (line + 1) * g.block;
+  const int64_t row0 = kRowLines ? in_line0 : other0, row_end = kRowLines ? in_line_end : g.m;
+  const int64_t col0 = kRowLines ? other0 : in_line0, col_end = kRowLines ? g.n : in_line_end;
+  T* out = g.out + item * g.m * g.n + row0 * g.n + col0;
+  product.for_each_run([&](int r, int c, const auto& sums) {
+    if (row0 + r < row_end) store_run(out + r * g.n + c, sums, col_end - col0 - c);
   });
 }
 
 template <Mode mode, class Product>
-__global__ void __launch_bounds__(Product::kThreads)
-    BlockSparseMatmulKernel(SparseArguments<typename Product::T> g, int64_t tiles) {
+__device__ void sparse_tiles(const SparseArguments<typename Product::T>& g, int64_t tiles) {
   for (int64_t t = blockIdx.x; t < tiles; t += gridDim.x) {
     if constexpr (mode == Mode::sdd) {
       sdd_tile<Product>(g, t);
@@ -114,19 +127,62 @@ __global__ void __launch_bounds__(Product::kThreads)
 }
 
 template <Mode mode, class Product>
-void run(const SparseArguments<typename Product::T>& g) {
-  const int64_t side = ceil_div(g.block, Product::kTile);
-  const int64_t tiles = mode == Mode::sdd ? g.batch * g.nnz * side * side
-                        : mode == Mode::dsd
-                            ? g.batch * (g.m / g.block) * side * ceil_div(g.n, Product::kTile)
-                            : g.batch * (g.n / g.block) * side * ceil_div(g.m, Product::kTile);
-  if (tiles == 0) return;
-  launch<BlockSparseMatmulKernel<mode, Product>>(grid_of(blocks_for(tiles), Product::kThreads), g,
-                                                 tiles);
+__global__ void __launch_bounds__(Product::kThreads)
+    BlockSparseMatmulKernel(SparseArguments<typename Product::T> g, int64_t tiles) {
+  sparse_tiles<mode, Product>(g, tiles);
 }
 
+// The same on tensor cores, under a name of its own to be counted by.
+template <Mode mode, class Product>
+__global__ void __launch_bounds__(Product::kThreads)
+    BlockSparseMatmulKernelMma(SparseArguments<typename Product::T> g, int64_t tiles) {
+  sparse_tiles<mode, Product>(g, tiles);
+}
+
+template <Mode mode, class Product, bool TensorCores = false>
+void run(const SparseArguments<typename Product::T>& g) {
+  const int64_t rows =
+      mode == Mode::dds ? ceil_div(g.m, Product::kRows) : ceil_div(g.block, Product::kRows);
+  const int64_t cols =
+      mode == Mode::dsd ? ceil_div(g.n, Product::kCols) : ceil_div(g.block, Product::kCols);
+  const int64_t lines = mode == Mode::sdd   ? g.nnz
+                        : mode == Mode::dsd ? g.m / g.block
+                                            : g.n / g.block;
+  const int64_t tiles = g.batch * lines * rows * cols;
+  if (tiles == 0) return;
+  const LaunchConfig config = grid_of(blocks_for(tiles), Product::kThreads);
+  if constexpr (TensorCores) {
+    launch<BlockSparseMatmulKernelMma<mode, Product>>(config, g, tiles);
+  } else {
+    launch<BlockSparseMatmulKernel<mode, Product>>(config, g, tiles);
+  }
+}
+
+// Of the dense operands; the blocks' rows are multiples of 16 elements.
+template <Mode mode, class T>
+bool fits_tensor_cores(const SparseArguments<T>& g) {
+  const int64_t lda = g.trans_a ? g.m : g.k, ldb = g.trans_b ? g.k : g.n;
+  return has_tensor_cores() && copies_in_chunks(g.dense_a, mode == Mode::dsd ? ldb : lda) &&
+         copies_in_chunks(mode == Mode::sdd ? g.dense_b : g.blocks,
+                          mode == Mode::sdd ? ldb : g.block);
+}
+
+// Tiles as high (dsd), as wide (dds) as a block, up to 64.
 template <Mode mode, class T>
 void run_for_block(const SparseArguments<T>& g) {
+  if constexpr (sizeof(T) == 2) {
+    if (fits_tensor_cores<mode>(g)) {
+      constexpr bool kTall = mode == Mode::dds, kWide = mode == Mode::dsd;
+      constexpr int kRows16 = kTall ? 64 : 16, kCols16 = kWide ? 64 : 16;
+      constexpr int kRows32 = kTall ? 64 : 32, kCols32 = kWide ? 64 : 32;
+      using Small = TensorCoreProduct<T, kRows16, kCols16, kRows16 / 16, kCols16 / 16>;
+      using Medium = TensorCoreProduct<T, kRows32, kCols32, 2, 2>;
+      using Large = TensorCoreProduct<T, 64, 64, 2, 2>;
+      if (g.block <= 16) return run<mode, Small, true>(g);
+      if (g.block <= 32) return run<mode, Medium, true>(g);
+      return run<mode, Large, true>(g);
+    }
+  }
   if (g.block <= 16) return run<mode, TileProduct<T, 16>>(g);
   if (g.block <= 32) return run<mode, TileProduct<T, 32>>(g);
   run<mode, TileProduct<T, 64>>(g);

@@ -1,9 +1,10 @@
 // out[batch] = op(a[batch]) @ op(b[batch]) on a GPU, or += with accumulate.
 //
-// One block of threads forms one tile of one matrix of the batch (tile_product_cuda.cuh). Sums run
-// over k in ascending order in float32 (float64 for float64), so neither the tile size nor the grid
-// changes a result.
-#include "tile_product_cuda.cuh"
+// One block of threads forms one tile of one matrix of the batch: matmul_kernel by
+// tile_product_cuda.cuh, matmul_mma_kernel by tensor_core_product_cuda.cuh (16-bit floats, compute
+// capability 8.0 and later, rows aligned to 16 bytes). Sums run over k in ascending order in
+// float32 (float64 for float64), so the grid does not change a result.
+#include "tensor_core_product_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
 namespace {
@@ -19,22 +20,23 @@ struct MatmulArguments {
 
 template <class Product, class Out>
 __device__ void matmul_tiles(const MatmulArguments<typename Product::T, Out>& g) {
-  constexpr int kTile = Product::kTile;
-  const int64_t row_tiles = ceil_div(g.m, kTile), col_tiles = ceil_div(g.n, kTile);
+  const int64_t row_tiles = ceil_div(g.m, Product::kRows),
+                col_tiles = ceil_div(g.n, Product::kCols);
   for (int64_t t = blockIdx.x; t < g.batches * row_tiles * col_tiles; t += gridDim.x) {
     const int64_t item = t / (row_tiles * col_tiles);
-    const int64_t row0 = t / col_tiles % row_tiles * kTile, col0 = t % col_tiles * kTile;
+    const int64_t row0 = t / col_tiles % row_tiles * Product::kRows;
+    const int64_t col0 = t % col_tiles * Product::kCols;
     const auto at = g.batch(item);
+    const auto a = submatrix(matrix_ref(g.a + at.of[0], g.lda, g.trans_a), row0, 0);
+    const auto b = submatrix(matrix_ref(g.b + at.of[1], g.ldb, g.trans_b), 0, col0);
     Product product;
-    product.add(submatrix(matrix_ref(g.a + at.of[0], g.lda, g.trans_a), row0, 0),
-                submatrix(matrix_ref(g.b + at.of[1], g.ldb, g.trans_b), 0, col0), g.m - row0,
-                g.n - col0, g.k);
+    product.add(g.m - row0, g.n - col0, int(ceil_div(g.k, Product::kDepth)), [&](int s) {
+      const int64_t k0 = int64_t(s) * Product::kDepth;
+      return Slice<typename Product::T>{submatrix(a, 0, k0), submatrix(b, k0, 0), g.k - k0};
+    });
     Out* out = g.out + (item * g.m + row0) * g.n + col0;
-    product.for_each([&](int row, int col, typename Product::A value) {
-      if (row0 + row >= g.m || col0 + col >= g.n) return;
-      using A = accum_t<Out>;
-      Out& target = out[row * g.n + col];
-      target = Out(g.accumulate ? A(target) + A(value) : A(value));
+    product.for_each_run([&](int row, int col, const auto& sums) {
+      if (row0 + row < g.m) store_run(out + row * g.n + col, sums, g.n - col0 - col, g.accumulate);
     });
   }
 }
@@ -45,14 +47,55 @@ __global__ void __launch_bounds__(Product::kThreads)
   matmul_tiles<Product, Out>(g);
 }
 
-int64_t tiles_of(int64_t m, int64_t n, int64_t batches, int64_t tile) {
-  return ceil_div(m, tile) * ceil_div(n, tile) * batches;
+// The same on tensor cores, under a name of its own to be counted by.
+template <class Product, class Out>
+__global__ void __launch_bounds__(Product::kThreads)
+    matmul_mma_kernel(MatmulArguments<typename Product::T, Out> g) {
+  matmul_tiles<Product, Out>(g);
 }
 
-template <class Product, class Out>
-void run(const MatmulArguments<typename Product::T, Out>& g) {
-  const int64_t tiles = tiles_of(g.m, g.n, g.batches, Product::kTile);
-  launch<matmul_kernel<Product, Out>>(grid_of(blocks_for(tiles), Product::kThreads), g);
+template <class Product, class T, class Out>
+int64_t tiles_of(const MatmulArguments<T, Out>& g) {
+  return ceil_div(g.m, Product::kRows) * ceil_div(g.n, Product::kCols) * g.batches;
+}
+template <class Product, class T, class Out>
+LaunchConfig config_of(const MatmulArguments<T, Out>& g) {
+  return grid_of(blocks_for(tiles_of<Product>(g)), Product::kThreads);
+}
+
+template <class T, class Out>
+bool fits_tensor_cores(const MatmulArguments<T, Out>& g) {
+  bool fits = has_tensor_cores() && copies_in_chunks(g.a + g.batch.offset[0], g.lda) &&
+              copies_in_chunks(g.b + g.batch.offset[1], g.ldb);
+  for (int d = 0; d < g.batch.ndim; ++d)
+    fits = fits && g.batch.strides[0][d] % kChunk == 0 && g.batch.strides[1][d] % kChunk == 0;
+  return fits;
+}
+
+// The largest tile that still gives every multiprocessor one.
+template <class T, class Out>
+void run(const MatmulArguments<T, Out>& g) {
+  const bool wide = g.m > 64 && g.n > 64, medium = g.m > 32 && g.n > 32;
+  if constexpr (sizeof(T) == 2) {
+    if (fits_tensor_cores(g)) {
+      using Large = TensorCoreProduct<T, 128, 128, 2, 4>;
+      using Medium = TensorCoreProduct<T, 64, 64, 2, 2>;
+      using Small = TensorCoreProduct<T, 32, 32, 2, 2>;
+      if (wide && tiles_of<Large>(g) >= multiprocessors())
+        return launch<matmul_mma_kernel<Large, Out>>(config_of<Large>(g), g);
+      if (medium) return launch<matmul_mma_kernel<Medium, Out>>(config_of<Medium>(g), g);
+      return launch<matmul_mma_kernel<Small, Out>>(config_of<Small>(g), g);
+    }
+  }
+  if constexpr (sizeof(T) <= 4 && !std::is_integral<T>::value) {
+    using Large = TileProduct<T, 128>;
+    if (wide && tiles_of<Large>(g) >= multiprocessors())
+      return launch<matmul_kernel<Large, Out>>(config_of<Large>(g), g);
+  }
+  using Medium = TileProduct<T, 64>;
+  using Small = TileProduct<T, 32>;
+  if (medium) return launch<matmul_kernel<Medium, Out>>(config_of<Medium>(g), g);
+  launch<matmul_kernel<Small, Out>>(config_of<Small>(g), g);
 }
 
 }  // namespace
@@ -70,18 +113,8 @@ void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64
     using T = typename decltype(tag)::type;
     const auto into = [&](auto* to) {
       using Out = std::remove_pointer_t<decltype(to)>;
-      const MatmulArguments<T, Out> g{a.data<T>(), b.data<T>(), to,      lda,        ldb,  m, k, n,
-                                      batches,     trans_a,     trans_b, accumulate, batch};
-      // The largest tile that still gives every multiprocessor one.
-      if (sizeof(T) <= 4 && !std::is_integral<T>::value &&
-          tiles_of(m, n, batches, 128) >= multiprocessors() && m > 64 && n > 64) {
-        if constexpr (sizeof(T) <= 4 && !std::is_integral<T>::value)
-          run<TileProduct<T, 128>, Out>(g);
-      } else if (m > 32 && n > 32) {
-        run<TileProduct<T, 64>, Out>(g);
-      } else {
-        run<TileProduct<T, 32>, Out>(g);
-      }
+      run(MatmulArguments<T, Out>{a.data<T>(), b.data<T>(), to, lda, ldb, m, k, n, batches, trans_a,
+                                  trans_b, accumulate, batch});
     };
     if constexpr (sizeof(T) == 2) {
       if (out.dtype() == DType::kFloat32) return into(out.data<float>());

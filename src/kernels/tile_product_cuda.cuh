@@ -4,7 +4,8 @@
 // Slices of A and B, kDepth deep, are staged in shared memory; each thread keeps a square of C in
 // registers, so that an element read from shared memory is used several times. The next slice is
 // fetched from global memory while the present one is multiplied. matmul and
-// BlockSparseMatmulKernel differ only in which A and B they pass.
+// BlockSparseMatmulKernel differ only in which slices they name. tensor_core_product_cuda.cuh is
+// the same for tensor cores.
 #pragma once
 
 #include "../common/cuda_util.cuh"
@@ -47,38 +48,71 @@ struct ProductSum<int64_t> {
   using type = uint64_t;
 };
 
-template <class T_, int Tile_>
+// A stretch of the inner dimension: a is (rows, depth), b is (depth, cols). A product takes the
+// first kDepth of it, or all if it is shorter.
+template <class T>
+struct Slice {
+  MatrixRef<T> a, b;
+  int64_t depth;
+};
+
+// sums of a thread that lie side by side, to memory, or added to what is there; `inside` of them
+// are within the matrix.
+template <class T, class A, int N>
+__device__ void store_run(T* to, const A (&sums)[N], int64_t inside, bool accumulate = false) {
+  using Run = Vec<T, N>;
+  const auto sum = [&](int i, T before) {
+    return T(accumulate ? accum_t<T>(before) + accum_t<T>(sums[i]) : accum_t<T>(sums[i]));
+  };
+  if (inside >= N && reinterpret_cast<uintptr_t>(to) % sizeof(Run) == 0) {
+    Run run{};
+    if (accumulate) run = *reinterpret_cast<const Run*>(to);
+#pragma unroll
+    for (int i = 0; i < N; ++i) run.v[i] = sum(i, run.v[i]);
+    *reinterpret_cast<Run*>(to) = run;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < inside) to[i] = sum(i, accumulate ? to[i] : T{});
+  }
+}
+
+template <class T_, int Tile>
 class TileProduct {
  public:
   using T = T_;
   using A = typename ProductSum<T>::type;
-  static constexpr int kTile = Tile_;
+  static constexpr int kRows = Tile, kCols = Tile;
+  static constexpr int kDepth = Tile >= 128 ? 8 : 16;
   static constexpr int kThreads = 256;
-  static constexpr int kSharedBytes = 0;  // of dynamic shared memory
 
   __device__ TileProduct() {
     for (int i = 0; i < kSide; ++i)
       for (int j = 0; j < kSide; ++j) sum_[i][j] = A(0);
   }
 
-  // += a b, where a is (rows, depth) and b is (depth, cols), rows and cols at most Tile. Has
-  // barriers.
-  __device__ void add(MatrixRef<T> a, MatrixRef<T> b, int64_t rows, int64_t cols, int64_t depth) {
+  // += the product of every slice_at(0 .. slices - 1), with (rows, cols) of the tile inside the
+  // matrix. The unit strides of all slices are the same. Has barriers.
+  template <class SliceAt>
+  __device__ void add(int64_t rows, int64_t cols, int slices, SliceAt slice_at) {
     NEEDLE_SHARED(A, a_slice, kDepth, kTile + kPad);
     NEEDLE_SHARED(A, b_slice, kDepth, kTile + kPad);
-    const MatrixRef<T> b_turned{b.data, b.col_stride, b.row_stride};
+    if (slices == 0) return;
+    const bool a_along = slice_at(0).a.col_stride == 1, b_along = slice_at(0).b.row_stride == 1;
     A a_next[kPerThread], b_next[kPerThread];
-    fetch(a, rows, depth, 0, a_next);
-    fetch(b_turned, cols, depth, 0, b_next);
-    for (int64_t k0 = 0; k0 < depth; k0 += kDepth) {
+    const auto fetch_both = [&](int s) {
+      const Slice<T> slice = slice_at(s);
+      const MatrixRef<T> b_turned{slice.b.data, slice.b.col_stride, slice.b.row_stride};
+      fetch(slice.a, a_along, rows, slice.depth, a_next);
+      fetch(b_turned, b_along, cols, slice.depth, b_next);
+    };
+    fetch_both(0);
+    for (int s = 0; s < slices; ++s) {
       __syncthreads();  // all are done with the slice before
-      store(a, a_next, a_slice);
-      store(b_turned, b_next, b_slice);
+      store(a_next, a_along, a_slice);
+      store(b_next, b_along, b_slice);
       __syncthreads();
-      if (k0 + kDepth < depth) {
-        fetch(a, rows, depth, k0 + kDepth, a_next);
-        fetch(b_turned, cols, depth, k0 + kDepth, b_next);
-      }
+      if (s + 1 < slices) fetch_both(s + 1);
 #pragma unroll
       for (int k = 0; k < kDepth; ++k) {
         A x[kSide], y[kSide];
@@ -94,18 +128,23 @@ class TileProduct {
     }
   }
 
-  // f(row, col, sum) for the elements of the tile that this thread holds; the caller cuts the tail.
+  // f(row, col, sums) for the runs of elements in a row that this thread holds; the caller cuts the
+  // tail.
   template <class F>
-  __device__ void for_each(F f) const {
+  __device__ void for_each_run(F f) const {
 #pragma unroll
     for (int i = 0; i < kSide; ++i)
 #pragma unroll
-      for (int j = 0; j < kSide; ++j)
-        f(place(int(threadIdx.x) / 16, i), place(int(threadIdx.x) % 16, j), sum_[i][j]);
+      for (int j = 0; j < kSide; j += kGroup) {
+        A run[kGroup];
+#pragma unroll
+        for (int e = 0; e < kGroup; ++e) run[e] = sum_[i][j + e];
+        f(place(int(threadIdx.x) / 16, i), place(int(threadIdx.x) % 16, j), run);
+      }
   }
 
  private:
-  static constexpr int kDepth = kTile >= 128 ? 8 : 16;
+  static constexpr int kTile = Tile;
   static constexpr int kSide = kTile / 16;  // each of 16 x 16 threads holds kSide x kSide elements
   static constexpr int kGroup = kSide < 4 ? kSide : 4;
   static constexpr int kPad = 4;
@@ -120,31 +159,29 @@ class TileProduct {
   }
 
   // Where this thread's element e of a slice stands; neighbouring threads go along the unit stride.
-  __device__ static void position(const MatrixRef<T>& m, int e, int& line, int& k) {
+  __device__ static void position(bool along_depth, int e, int& line, int& k) {
     const int at = e * kThreads + int(threadIdx.x);
-    const bool along_depth = m.col_stride == 1;
     line = along_depth ? at / kDepth : at % kTile;
     k = along_depth ? at % kDepth : at / kTile;
   }
 
-  __device__ static void fetch(const MatrixRef<T>& m, int64_t lines, int64_t depth, int64_t k0,
-                               A (&next)[kPerThread]) {
+  __device__ static void fetch(const MatrixRef<T>& m, bool along_depth, int64_t lines,
+                               int64_t depth, A (&next)[kPerThread]) {
 #pragma unroll
     for (int e = 0; e < kPerThread; ++e) {
       int line, k;
-      position(m, e, line, k);
-      const bool inside = line < lines && k0 + k < depth;
-      next[e] =
-          inside ? A(accum_t<T>(m.data[line * m.row_stride + (k0 + k) * m.col_stride])) : A(0);
+      position(along_depth, e, line, k);
+      const bool inside = line < lines && k < depth;
+      next[e] = inside ? A(accum_t<T>(m.data[line * m.row_stride + k * m.col_stride])) : A(0);
     }
   }
 
-  __device__ static void store(const MatrixRef<T>& m, const A (&next)[kPerThread],
+  __device__ static void store(const A (&next)[kPerThread], bool along_depth,
                                A (&slice)[kDepth][kTile + kPad]) {
 #pragma unroll
     for (int e = 0; e < kPerThread; ++e) {
       int line, k;
-      position(m, e, line, k);
+      position(along_depth, e, line, k);
       slice[k][line] = next[e];
     }
   }
