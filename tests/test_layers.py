@@ -5,8 +5,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "python" / "needle"
 LAYERS = [
-    {"dtype", "errors", "config"}, {"backend_ndarray"}, {"backend_numpy"}, {"backend_selection"}, {"autograd"}, {"init"}, {"ops"},
-    {"nn"}, {"amp", "optim", "data", "testing"}, {"memory"}, {"models"}, {"__main__"},
+    {"dtype", "errors", "config", "files"}, {"backend_ndarray"}, {"backend_numpy"}, {"backend_selection"}, {"autograd"}, {"init"}, {"ops"},
+    {"nn"}, {"amp", "optim", "data", "checkpoints", "testing"}, {"memory"}, {"models"}, {"__main__"},
 ]  # fmt: skip
 # Two edges go upwards: Tensor's operators are ops, and init takes its Tensors from autograd, which stands beside it.
 ALLOWED = {("autograd", "ops")}

@@ -277,7 +277,7 @@ def small_run(tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize("place", ["mkdir", "_flush", "replace", "replace again"])
+@pytest.mark.parametrize("place", ["mkdir", "flush", "replace", "replace again"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"])
 def test_a_save_that_fails_anywhere_keeps_the_one_before(small_run, monkeypatch, place, error, step):
     from needle.errors import CheckpointError
@@ -285,7 +285,7 @@ def test_a_save_that_fails_anywhere_keeps_the_one_before(small_run, monkeypatch,
 
     folder, model, optimizer, state = small_run
     before = contents(folder)
-    target = {"mkdir": Path, "_flush": checkpoint}.get(place, checkpoint.os)
+    target = {"mkdir": Path, "flush": checkpoint.files}.get(place, checkpoint.os)
     real, calls = getattr(target, place.split()[0]), []
 
     def fail(*args, **kwargs):

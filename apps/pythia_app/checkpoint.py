@@ -8,24 +8,15 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
-
+from needle import files
 from needle.backend_ndarray import NDArray
+from needle.checkpoints import read_tensors, write_tensors
 from needle.errors import CheckpointError
 from needle.models import Pythia, load_published, published_state
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
 
 LATEST = "latest"
-
-
-def _safetensors():
-    try:
-        import safetensors
-        import safetensors.numpy
-    except ModuleNotFoundError:
-        raise CheckpointError("[checkpoint] package missing: safetensors (pip install 'needle[train]')") from None
-    return safetensors
 
 
 def latest(folder: Path) -> str | None:
@@ -53,24 +44,22 @@ def save(folder: Path, model: Pythia, optimizer: AdamW, state: dict) -> Path:
     moments = {}
     for p_name, p in model.named_parameters():
         if p in optimizer.m:
-            moments[f"m.{p_name}"] = optimizer.m[p].numpy()
-            moments[f"v.{p_name}"] = optimizer.v[p].numpy()
-    library = _safetensors()
+            moments[f"m.{p_name}"] = optimizer.m[p]
+            moments[f"v.{p_name}"] = optimizer.v[p]
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        library.numpy.save_file(published_state(model), partial / "model.safetensors")
-        library.numpy.save_file(moments or {"none": np.zeros(0, np.float32)}, partial / "optimizer.safetensors")
+        write_tensors(partial / "model.safetensors", published_state(model))
+        write_tensors(partial / "optimizer.safetensors", moments)
         (partial / "state.json").write_text(json.dumps({**state, "optimizer_steps": optimizer.t}))
         for file in partial.iterdir():
-            _flush(file)  # a machine that stops now must not keep the pointer and lose what it points to
+            files.flush(file)  # a machine that stops now must not keep the pointer and lose what it points to
         os.replace(partial, target)
         pointer.write_text(target.name)
-        _flush(pointer)
+        files.flush(pointer)
         os.replace(pointer, folder / LATEST)
-    except (OSError, library.SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"[checkpoint] cannot write {target}: {reason} (room in a writable folder)") from error
+    except OSError as error:
+        raise CheckpointError(f"[checkpoint] cannot write {target}: {files.reason(error)} (room in a writable folder)") from error
     finally:  # after Ctrl-C, too
         shutil.rmtree(partial, ignore_errors=True)
         pointer.unlink(missing_ok=True)
@@ -78,12 +67,6 @@ def save(folder: Path, model: Pythia, optimizer: AdamW, state: dict) -> Path:
         if stale:
             shutil.rmtree(folder / stale, ignore_errors=True)
     return target
-
-
-def _flush(path: Path) -> None:
-    """Waits until the file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 def find(path: Path) -> Path:
@@ -113,11 +96,11 @@ def read_state(path: Path) -> dict:
 
 def load(path: Path, model: Pythia, optimizer: AdamW | None) -> None:
     """Fills the model, and the optimizer if given. raises: CheckpointError for damaged or unfitting files."""
-    load_published(model, _read(path / "model.safetensors"))
+    load_published(model, read_tensors(path / "model.safetensors"))
     if optimizer is None:
         return
     file, steps = path / "optimizer.safetensors", read_state(path)["optimizer_steps"]
-    moments = _read(file)
+    moments = read_tensors(file)
     for name, p in model.named_parameters() if steps else ():
         for letter, kept in (("m", optimizer.m), ("v", optimizer.v)):
             values = moments.get(f"{letter}.{name}")
@@ -126,11 +109,3 @@ def load(path: Path, model: Pythia, optimizer: AdamW | None) -> None:
                 raise CheckpointError(f"[load_checkpoint] {letter}.{name} in {file} is {found} (accepted: {p.shape})")
             kept[p] = NDArray(values, device=p.device, dtype=str(values.dtype))
     optimizer.t = steps
-
-
-def _read(path: Path) -> dict[str, np.ndarray]:
-    library = _safetensors()
-    try:
-        return library.numpy.load_file(path)
-    except (OSError, library.SafetensorError) as error:
-        raise CheckpointError(f"[load_checkpoint] cannot read {path}: {error}") from error

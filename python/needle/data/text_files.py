@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from .. import files
 from ..errors import DataError
 
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file open for writing that appears under ``path`` when the block ends well, and not at all when it does not.
-
-    raises: DataError if the folder cannot be made, or the file not be written to its end.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    """``files.write_atomically``. raises: DataError if the folder cannot be made, or the file not be written to its end."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
+        with files.write_atomically(path) as file:
             yield file
-        os.replace(temporary, path)
     except OSError as error:
-        raise DataError(f"[files] cannot write {path}: {error.strerror or error} (room in a writable folder)") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)  # gone already if it was renamed
+        raise DataError(f"[files] cannot write {path}: {files.reason(error)} (room in a writable folder)") from error
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

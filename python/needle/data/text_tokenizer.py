@@ -31,6 +31,10 @@ class TextTokenizer:
         """The text of ``ids``; an id that only fills up the model's vocabulary gives nothing."""
         return self._tokenizer.decode([int(i) for i in ids if i < self.size], skip_special_tokens=False)
 
+    def to_json(self) -> str:
+        """The content of a tokenizer.json."""
+        return self._tokenizer.to_str()
+
     def encode_documents(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
         """Ids of each part of each document, and ``end_of_text`` after a document."""
         for parts in documents:

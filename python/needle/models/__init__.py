@@ -1,6 +1,7 @@
 """Models that can be imported in a notebook."""
 
-from .pythia import SIZES, Pythia, PythiaConfig, load_published, published_gradients, published_state
+from .published import load_published, published_gradients, published_state
+from .pythia import SIZES, Pythia, PythiaConfig
 from .training import checkpointed, layers_or_bytes, plannable, train_step
 
 __all__ = [

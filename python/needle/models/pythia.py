@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from ..errors import ShapeError
 from ..nn.nn_basic import LayerNorm, Module, Parameter
 from ..nn.nn_remat import remat
 from ..nn.nn_sparse import causal_pattern
+
+if TYPE_CHECKING:
+    from ..data.text_tokenizer import TextTokenizer
 
 # name: (layers, width, heads, feed-forward width), as published
 SIZES = {
@@ -121,7 +126,7 @@ class _Affine(Module):
 
 
 def _normal(rng, shape, std: float, device, dtype: str) -> Parameter:
-    if device.name == "meta":  # a plan of a large model makes no numbers either
+    if rng is None or device.name == "meta":  # a plan of a large model makes no numbers either
         return Parameter(Tensor.make_const(empty(shape, dtype, device)))
     return Parameter(rng.standard_normal(shape, np.float32) * std, device=device, dtype=dtype)
 
@@ -197,19 +202,43 @@ class KeyValueCache:
 class Pythia(Module):
     """The language model. ``loss`` makes no logits; ``forward`` does.
 
-    device: default ``cpu()``; dtype of parameters and activations; seed: of the initial weights.
+    device: default ``cpu()``; dtype of parameters and activations; seed: of the initial weights (None: nothing is drawn, they are
+    to be loaded).
     """
 
-    def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int = 0):
+    def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int | None = 0):
         super().__init__()
         device = device or backend_selection.cpu()
-        rng = np.random.default_rng(seed)
+        rng = None if seed is None else np.random.default_rng(seed)
         self.config, self.device, self.dtype = config, device, dtype
         std = math.sqrt(2 / (5 * config.width))
         self.embed_in = _normal(rng, (config.vocab_size, config.width), std, device, dtype)
         self.layers = [PythiaLayer(config, rng, device, dtype) for _ in range(config.layers)]
         self.final_layer_norm = LayerNorm(config.width, config.eps, device=device, dtype=dtype)
         self.embed_out = _normal(rng, (config.width, config.vocab_size), std, device, dtype)
+
+    @classmethod
+    def from_pretrained(cls, source: str | Path, device=None, dtype: str = "float32", revision: str | None = None) -> Pythia:
+        """The model in ``source``: a folder that transformers or ``save_pretrained`` wrote, or a name such as
+        ``"EleutherAI/pythia-70m"``, of which the Hub (through ``huggingface_hub``) has such a folder, in its ``revision``.
+
+        Parameters are converted to ``dtype``. raises: CheckpointError for what is absent, damaged or no Pythia.
+        """
+        from .pretrained import load
+
+        return load(cls, source, device, dtype, revision)
+
+    def save_pretrained(
+        self, folder: str | Path, tokenizer: TextTokenizer | None = None, max_shard_size: int | str = "5GB"
+    ) -> None:
+        """Writes config.json, model.safetensors (several files above ``max_shard_size``) and the tokenizer's files: a folder that
+        ``transformers`` loads as it is. A model that was there is replaced once this one is written.
+
+        raises: CheckpointError if it cannot be written.
+        """
+        from .pretrained import save
+
+        save(self, Path(folder), tokenizer, max_shard_size)
 
     def _tables(self, positions: int):
         return rotary_tables(positions, self.config.rotary_width, self.config.rotary_base, self.device)
@@ -293,55 +322,3 @@ def _sample(logits: np.ndarray, temperature: float, top_k: int | None, rng) -> n
     p = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
     p /= p.sum(axis=-1, keepdims=True)
     return np.array([[rng.choice(len(row), p=row)] for row in p], dtype=np.int32)
-
-
-_PUBLISHED = {
-    "query_key_value": "attention.query_key_value",
-    "dense": "attention.dense",
-    "dense_h_to_4h": "mlp.dense_h_to_4h",
-    "dense_4h_to_h": "mlp.dense_4h_to_h",
-}
-
-
-def published_name(name: str) -> str:
-    """The published checkpoints' name of a parameter: layers.0.dense.weight -> gpt_neox.layers.0.attention.dense.weight."""
-    if name == "embed_out":
-        return "embed_out.weight"
-    if name == "embed_in":
-        return "gpt_neox.embed_in.weight"
-    parts = name.split(".")
-    if parts[0] == "layers":
-        parts[2] = _PUBLISHED.get(parts[2], parts[2])
-    return "gpt_neox." + ".".join(parts)
-
-
-def _is_transposed(name: str) -> bool:
-    """Published linear weights are (out, in); needle's are (in, out)."""
-    return name == "embed_out" or (name.endswith("weight") and name.split(".")[-2] in _PUBLISHED)
-
-
-def load_published(model: Pythia, state: dict[str, np.ndarray]) -> None:
-    """Fills ``model`` from arrays with the published names and layouts. raises: CheckpointError if names or shapes differ."""
-    mine = {}
-    wanted = {published_name(name): name for name, _ in model.named_parameters()}
-    for name, values in state.items():
-        own = wanted.get(name, name)
-        mine[own] = values.T if _is_transposed(own) else values
-    model.load_state_dict(mine)
-
-
-def published_state(model: Pythia) -> dict[str, np.ndarray]:
-    """The parameters as arrays with the published names and layouts."""
-    return {
-        published_name(name): np.ascontiguousarray(values.T) if _is_transposed(name) else values
-        for name, values in model.state_dict().items()
-    }
-
-
-def published_gradients(model: Pythia) -> dict[str, np.ndarray]:
-    """The gradients that are there, with the published names and layouts."""
-    return {
-        published_name(name): p.grad.numpy().T if _is_transposed(name) else p.grad.numpy()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }

@@ -1,0 +1,149 @@
+"""Tensors in safetensors files: written as a stream, read through a memory map, and not trusted.
+
+A file is 8 bytes with the length of its header, the header (JSON: name -> dtype, shape, offsets) and the data. The package
+``safetensors`` judges what is read; it cannot write without having all arrays in memory at once, so that is done here.
+source: https://huggingface.co/docs/safetensors, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import dtype as dt
+from .. import files
+from ..backend_ndarray import NDArray
+from ..errors import CheckpointError, DTypeError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = "model-{:05d}-of-{:05d}.safetensors"
+_SHARD_PATTERN = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+_BLOCK_BYTES = 8 << 20  # copied from the device at a time
+_CODES = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
+_NAMES = {code: name for name, code in _CODES.items()}
+Arrays = Mapping[str, "NDArray | np.ndarray"]
+
+
+def write_tensors(path: Path, tensors: Arrays) -> None:
+    """Writes a new file, block by block: no array is copied as a whole. raises: OSError."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # whose layout the arrays have; transformers asks for it
+    stop = 0
+    for name, array in tensors.items():
+        start, stop = stop, stop + array.nbytes
+        code = _CODES[dt.name_of(array.dtype)]
+        header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "xb", buffering=0) as file:
+        _write_all(file, len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            rows = array if array.ndim else array.reshape(1)
+            step = max(1, _BLOCK_BYTES * len(rows) // max(1, array.nbytes))
+            for i in range(0, len(rows), step):
+                block = np.ascontiguousarray(np.asarray(rows[i : i + step]))
+                _write_all(file, block.reshape(-1).view(np.uint8))
+
+
+def _write_all(file: Any, content: Any) -> None:
+    """A raw file may take less than it is given, for instance just before a disk is full."""
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Arrays on a memory map of the file: bytes are read when they are looked at. raises: CheckpointError."""
+    try:
+        import safetensors
+    except ModuleNotFoundError:
+        raise CheckpointError("[checkpoint] package missing: safetensors (pip install 'needle[train]')") from None
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > files.SMALL_BYTES:
+                raise ValueError(f"the header's length is {length} ({files.SMALL_BYTES} at most)")
+            header = files.parse_json(file.read(length))
+        with safetensors.safe_open(path, "numpy"):
+            pass  # dtypes, shapes and offsets fit: nothing overlaps, is left out or lies outside the file
+        data = np.memmap(path, np.uint8, "r")
+        header.pop("__metadata__", None)
+        return {name: _view(data, 8 + length, entry) for name, entry in header.items()}
+    except (OSError, ValueError, DTypeError, safetensors.SafetensorError) as error:
+        raise CheckpointError(f"[checkpoint] cannot read {path}: {files.reason(error)}") from error
+
+
+def _view(data: np.ndarray, start: int, entry: dict[str, Any]) -> np.ndarray:
+    if entry["dtype"] not in _NAMES:
+        raise DTypeError(f"dtype {entry['dtype']} (accepted: {', '.join(_NAMES)})")
+    return np.ndarray(entry["shape"], dt.to_numpy(_NAMES[entry["dtype"]]), data, start + entry["data_offsets"][0])
+
+
+def write_folder(folder: Path, tensors: Arrays, max_shard_bytes: int) -> None:
+    """Writes model.safetensors, or shards of at most ``max_shard_bytes`` (or one tensor) and their index. raises: OSError."""
+    shards: list[dict[str, NDArray | np.ndarray]] = [{}]
+    used = 0
+    for name, array in tensors.items():
+        if used and used + array.nbytes > max_shard_bytes:
+            shards.append({})
+            used = 0
+        shards[-1][name] = array
+        used += array.nbytes
+    if len(shards) == 1:
+        write_tensors(folder / WEIGHTS, tensors)
+        return
+    places: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        file = _SHARD.format(i + 1, len(shards))
+        write_tensors(folder / file, shard)
+        places |= dict.fromkeys(shard, file)
+    total = sum(array.nbytes for array in tensors.values())
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
+
+
+def is_weights(name: str) -> bool:
+    """Whether ``write_folder`` makes a file of that name."""
+    return name in (WEIGHTS, INDEX) or _SHARD_PATTERN.fullmatch(name) is not None
+
+
+def read_folder(folder: Path) -> dict[str, np.ndarray]:
+    """What ``write_folder`` or another library wrote, through memory maps. raises: CheckpointError."""
+    try:
+        return read_tensors(files.member(folder, WEIGHTS))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"[checkpoint] cannot read {folder}: {files.reason(error)}") from error
+    try:
+        places = files.parse_json(files.read_small(files.member(folder, INDEX))).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise ValueError("weight_map is no table of file names")
+        shards = {file: files.member(folder, file) for file in sorted(set(places.values()))}
+    except FileNotFoundError as error:
+        if Path(error.filename).name == INDEX:
+            raise CheckpointError(f"[checkpoint] no weights in {folder}: {_found(folder)} ({WEIGHTS} or {INDEX})") from None
+        raise CheckpointError(f"[checkpoint] {folder / INDEX} names a file that is missing: {error.filename}") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"[checkpoint] cannot read {folder / INDEX}: {files.reason(error)}") from error
+    tensors: dict[str, np.ndarray] = {}
+    for file, path in shards.items():
+        shard = read_tensors(path)
+        for name in shard.keys() | {name for name, place in places.items() if place == file}:
+            if name not in shard or places.get(name) != file:
+                where = f"in {file}" if name in shard else f"not in {file}"
+                raise CheckpointError(f"[checkpoint] {folder / INDEX} says {places.get(name)} for {name}, which is {where}")
+        tensors |= shard
+    return tensors
+
+
+def _found(folder: Path) -> str:
+    """What is there instead. Pickled weights are refused: loading them runs whatever code is in them."""
+    pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
+    return f"only {pickled[0]}, which is pickled and could run code" if pickled else "nothing that holds any"

@@ -1,0 +1,95 @@
+"""Files that are either whole or absent, and small files that are read without trusting them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+SMALL_BYTES = 4 << 20  # more than any description of a model or a run
+
+
+@contextlib.contextmanager
+def write_atomically(path: Path) -> Iterator[BinaryIO]:
+    """A file open for writing that is on the disk under ``path`` when the block ends well, and not there when it does not.
+
+    raises: OSError if the folder cannot be made, or the file not be written to its end.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        flush(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # gone already if it was renamed
+
+
+def flush(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, is on the disk: a machine may stop at any moment."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line without the path, which the caller's sentence has."""
+    return " ".join(str(getattr(error, "strerror", None) or error).split())
+
+
+def member(folder: Path, name: str) -> Path:
+    """The file ``name`` of ``folder``. A link may lead to another file of the folder, or where the Hub's cache keeps its files.
+
+    raises: ValueError for a name that leads elsewhere, or to something that is no file; FileNotFoundError.
+    """
+    if name in ("", ".", "..") or Path(name).name != name:
+        raise ValueError(f"{name!r} leads out of the folder (the name of a file in it)")
+    home, real = folder.resolve(), Path(os.path.realpath(folder / name, strict=True))
+    kept_in = {home, home.parent.parent / "blobs"} if home.parent.name == "snapshots" else {home}
+    if real.parent not in kept_in:
+        raise ValueError(f"{name!r} is a link out of the folder, to {real}")
+    if not real.is_file():
+        raise ValueError(f"{name!r} is no file")
+    return real
+
+
+def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
+    """raises: OSError; ValueError if there are more than ``limit`` bytes."""
+    with open(path, "rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"larger than {limit} bytes")
+    return content
+
+
+def parse_json(content: bytes) -> dict[str, Any]:
+    """A JSON object. raises: ValueError for anything else, for a key that comes twice and for numbers that are none."""
+    try:
+        found = json.loads(content, object_pairs_hook=_once, parse_constant=_no_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError("no JSON object")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice!r} comes twice")
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")

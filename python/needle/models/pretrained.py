@@ -1,0 +1,138 @@
+"""Folders that transformers and needle both load: config.json, model.safetensors, tokenizer.json; and the Hub, which has such."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from .. import backend_selection, files
+from ..backend_ndarray import BackendDevice
+from ..backend_ndarray import meta as shapes_only
+from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
+from ..data.text_tokenizer import END_OF_TEXT, TextTokenizer
+from ..errors import CheckpointError
+from .published import config_from_json, config_json, fitting, load_published, published_state
+from .pythia import Pythia, PythiaConfig
+
+CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+_ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def load(kind: type[Pythia], source: str | Path, device: BackendDevice | None, dtype: str, revision: str | None) -> Pythia:
+    """``Pythia.from_pretrained``. Nothing is made before the files are seen to hold what config.json says."""
+    folder = _folder(source, revision)
+    config = read_config(folder)
+    state = read_folder(folder)
+    if config.layers > len(state):
+        raise CheckpointError(
+            f"[from_pretrained] {folder / CONFIG} says {config.layers} layers: the files hold {len(state)} tensors"
+        )
+    device = device or backend_selection.cpu()
+    try:
+        planned = kind(config, device=shapes_only(), dtype=dtype, seed=None)
+        fitting(planned, state)
+        _check_room(planned, device, folder)
+        model = kind(config, device=device, dtype=dtype, seed=None)
+        load_published(model, state)
+    except CheckpointError as error:
+        raise CheckpointError(f"[from_pretrained] {folder}: {error}") from None
+    return model
+
+
+def read_config(folder: Path) -> PythiaConfig:
+    """raises: CheckpointError if the folder's config.json is absent, damaged or of another kind of model."""
+    try:
+        found = files.parse_json(files.read_small(files.member(folder, CONFIG)))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"[from_pretrained] cannot read {folder / CONFIG}: {files.reason(error)}") from error
+    return config_from_json(found)
+
+
+def _check_room(planned: Pythia, device: BackendDevice, folder: Path) -> None:
+    """A file may be sparse: its size costs nobody anything until it is read."""
+    needed, there = (
+        sum(p.realize_cached_data().nbytes for p in planned.parameters()),
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+    )
+    if device.name != "cuda" and needed > there:
+        raise CheckpointError(f"parameters take {needed:,} bytes ({there:,} are in this machine)")
+
+
+def _folder(source: str | Path, revision: str | None) -> Path:
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or not _ON_THE_HUB.fullmatch(str(source)):
+        raise CheckpointError(f"[from_pretrained] no such folder: {source} (or a name on the Hub, as EleutherAI/pythia-70m)")
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError:
+        raise CheckpointError(
+            f"[from_pretrained] no such folder: {source}; the Hub needs a package (pip install 'needle[hub]')"
+        ) from None
+    wanted = [CONFIG, "model*.safetensors", INDEX, TOKENIZER, TOKENIZER_CONFIG]
+    try:
+        return Path(huggingface_hub.snapshot_download(str(source), revision=revision, allow_patterns=wanted))
+    except Exception as error:  # of several libraries; without a network not even an OSError in each of them
+        raise CheckpointError(
+            f"[from_pretrained] no such folder, and the Hub did not give {source}: {files.reason(error)}"
+        ) from error
+
+
+def save(model: Pythia, folder: Path, tokenizer: TextTokenizer | None, max_shard_size: int | str) -> None:
+    """``Pythia.save_pretrained``: all is written beside its place first, and then moved there."""
+    limit = parse_size(max_shard_size)
+    partial = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))
+        write(model, partial, tokenizer, limit)
+        made = sorted(path.name for path in partial.iterdir())
+        for name in made:
+            files.flush(partial / name)
+        for path in folder.iterdir():
+            if is_weights(path.name) and path.name not in made:  # of a model in more files
+                path.unlink()
+        for name in made:
+            os.replace(partial / name, folder / name)
+        files.flush(folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"[save_pretrained] cannot write {folder}: {files.reason(error)} (room in a writable folder)"
+        ) from error
+    finally:
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def write(model: Pythia, folder: Path, tokenizer: TextTokenizer | None = None, max_shard_bytes: int = 5 * 10**9) -> None:
+    """The files, into a folder that has none of them. raises: OSError."""
+    write_folder(folder, published_state(model), max_shard_bytes)
+    end = 0 if tokenizer is None or tokenizer.end_of_text is None else tokenizer.end_of_text
+    _write_json(folder / CONFIG, config_json(model.config, model.dtype, end))
+    if tokenizer is None:
+        return
+    (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
+    special = {} if tokenizer.end_of_text is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.max_seq_len, **special}
+    _write_json(folder / TOKENIZER_CONFIG, {**about, "clean_up_tokenization_spaces": False})
+
+
+def _write_json(path: Path, content: dict) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes of a number, or of a text such as "5GB" or "200MiB". raises: CheckpointError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(size).upper().strip())
+    bytes_ = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
+    if bytes_ < 1:
+        raise CheckpointError(
+            f"[save_pretrained] max_shard_size is {size!r} (accepted: bytes, or a text such as '5GB' or '200MiB')"
+        )
+    return bytes_

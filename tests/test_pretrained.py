@@ -1,0 +1,500 @@
+"""Models in the ecosystem's format: read, written, loaded by transformers where it is installed; hostile folders are refused."""
+
+import importlib.util
+import json
+import os
+import struct
+import tracemalloc
+import types
+import unicodedata
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import needle as ndl
+from golden.formula import PythiaShape, parameter_shapes
+from needle.checkpoints import read_tensors, write_tensors
+from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
+from needle.errors import CheckpointError
+from needle.models import SIZES, Pythia, PythiaConfig, published_state
+from needle.models.pretrained import parse_size
+
+safetensors = pytest.importorskip("safetensors")
+GOLDEN = Path(__file__).parent / "golden"
+PUBLISHED = GOLDEN / "pythia_tiny_published"  # written by transformers, in three shards
+TOLERANCE = 1e-4
+TINY = PythiaConfig(layers=2, width=32, heads=4, feed_forward=64, vocab_size=97)
+TEXT = Path(__file__).read_text() + "\n\tété, 漢字 and 🙂   spaces\n\n<|endoftext|>"
+
+
+def relative(found, expected):
+    return float(np.abs(np.asarray(found, np.float64) - expected).max() / np.abs(expected).max())
+
+
+def logits(model, ids):
+    with ndl.no_grad():
+        return model(ndl.Tensor(ids, device=model.device, dtype="int32", requires_grad=False)).numpy()
+
+
+def stored(folder):
+    """Every tensor of a folder, read by the package safetensors."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safetensors.safe_open(path, "numpy") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}
+    return found
+
+
+@pytest.fixture
+def golden():
+    with np.load(GOLDEN / "pythia_tiny.npz") as file:
+        return dict(file)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder that loads, in one file."""
+    Pythia.from_pretrained(PUBLISHED).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+# ---- both directions
+
+
+def test_a_folder_that_transformers_wrote(host, golden):
+    model = Pythia.from_pretrained(PUBLISHED, device=host)
+    assert model.config == TINY and model.device == host
+    assert relative(logits(model, golden["ids"]), golden["logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("size, files", [("5GB", 1), ("40KB", 3), (1, 28)])
+def test_what_is_saved_is_what_transformers_saves(tmp_path, size, files):
+    Pythia.from_pretrained(PUBLISHED).save_pretrained(tmp_path, max_shard_size=size)
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    found, expected = stored(tmp_path), stored(PUBLISHED)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name], strict=True)
+    mine, theirs = (json.loads((path / "config.json").read_text()) for path in (tmp_path, PUBLISHED))
+    known = {"classifier_dropout", "hidden_dropout", "is_decoder", "pad_token_id", "transformers_version"}
+    assert {key: value for key, value in theirs.items() if key not in known} == {key: mine[key] for key in theirs.keys() - known}
+    if files > 1:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == expected.keys()
+        assert index["metadata"]["total_size"] == sum(array.nbytes for array in expected.values())
+
+
+def test_saving_again_replaces_every_file(folder, golden):
+    (folder / "README.md").write_text("mine")
+    model = Pythia(TINY, seed=3)
+    for size in (20_000, 40_000, "1GB", 30_000):
+        model.save_pretrained(folder, max_shard_size=size)
+        again = Pythia.from_pretrained(folder)
+        for (name, p), q in zip(model.named_parameters(), again.parameters()):
+            np.testing.assert_array_equal(p.numpy(), q.numpy(), err_msg=name)
+        assert (folder / "README.md").read_text() == "mine" and not list(folder.glob(".*"))
+        assert len(stored(folder)) == sum(len(read_tensors(path)) for path in folder.glob("*.safetensors")) == 28
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_old_folders_in_other_precisions(tmp_path, golden, dtype):
+    """As published in 2023: constants in every layer, rotary_pct, no rope_parameters, half precision."""
+    pytest.importorskip("ml_dtypes")
+    arrays = {
+        name: ndl.backend_ndarray.NDArray(values, dtype=dtype, device=ndl.cpu_numpy()) for name, values in stored(PUBLISHED).items()
+    }
+    for layer in range(2):
+        place = f"gpt_neox.layers.{layer}.attention."
+        arrays[place + "bias"] = np.tril(np.ones((1, 1, 64, 64), bool))
+        arrays[place + "masked_bias"] = np.array(-1e9, np.float32)
+        arrays[place + "rotary_emb.inv_freq"] = np.ones(1, np.float32)
+    write_tensors(tmp_path / "model.safetensors", arrays)
+    config = json.loads((PUBLISHED / "config.json").read_text())
+    for key in ("rope_parameters", "attention_bias", "attention_dropout", "dtype"):
+        del config[key]
+    config |= {"rotary_pct": 0.25, "rotary_emb_base": 10000, "torch_dtype": dtype}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = Pythia.from_pretrained(tmp_path)
+    assert model.config == TINY and model.dtype == "float32"
+    rounding = {"float16": 5e-3, "bfloat16": 4e-2, "float64": TOLERANCE}[dtype]  # of the weights
+    assert relative(logits(model, golden["ids"]), golden["logits"]) < rounding
+
+
+def test_a_sparse_model_keeps_its_pattern(tmp_path):
+    config = TINY.with_sparse("mixed", 16, 3)
+    Pythia(config, seed=1).save_pretrained(tmp_path)
+    assert Pythia.from_pretrained(tmp_path).config == config
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_every_size_has_the_published_names_and_shapes(name):
+    layers, width, heads, feed_forward = SIZES[name]
+    model = Pythia(PythiaConfig.named(name), device=ndl.meta(), seed=None)
+    expected = parameter_shapes(PythiaShape(50304, width, heads, feed_forward, layers))
+    assert {name: array.shape for name, array in published_state(model).items()} == expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_transformers_agrees_in_both_directions(tmp_path):
+    torch, transformers = pytest.importorskip("torch"), importlib.import_module("transformers")
+    ids = np.random.default_rng(0).integers(0, 97, (2, 40))
+    reference = transformers.GPTNeoXForCausalLM(
+        transformers.GPTNeoXConfig(
+            vocab_size=97, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=256, initializer_range=0.1,
+            max_position_embeddings=128,
+        )
+    ).eval()  # fmt: skip
+    reference.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
+    model = Pythia.from_pretrained(tmp_path / "theirs")
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(ids)).logits.numpy()
+    assert relative(logits(model, ids), expected) < TOLERANCE
+    fresh = Pythia(PythiaConfig(layers=3, width=64, heads=4, feed_forward=256, vocab_size=300), seed=5)
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", [TEXT * 3], 300, "text")
+    for size in ("5GB", "100KB"):
+        fresh.save_pretrained(tmp_path / "mine", tokenizer, max_shard_size=size)
+        theirs = transformers.GPTNeoXForCausalLM.from_pretrained(tmp_path / "mine").eval()
+        assert theirs.dtype == torch.float32
+        with torch.no_grad():
+            found = theirs(torch.from_numpy(ids)).logits.numpy()
+        assert relative(found, logits(fresh, ids)) < TOLERANCE
+    tokens = transformers.AutoTokenizer.from_pretrained(tmp_path / "mine")
+    assert tokens(TEXT)["input_ids"] == tokenizer.encode(TEXT).tolist() and tokens.eos_token == "<|endoftext|>"
+    assert theirs.config.eos_token_id == tokens.eos_token_id == tokenizer.end_of_text
+
+
+# ---- tokenizers
+
+
+def test_the_tokenizer_goes_along(tmp_path):
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", [TEXT * 3], 300, "text")
+    Pythia(TINY).save_pretrained(tmp_path / "model", tokenizer)
+    again = load_tokenizer(tmp_path / "model" / "tokenizer.json")
+    np.testing.assert_array_equal(again.encode(TEXT), tokenizer.encode(TEXT))
+    assert again.decode(again.encode(TEXT)) == TEXT
+    about = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert about["eos_token"] == "<|endoftext|>" and about["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+@pytest.mark.skipif("NEEDLE_TEST_TOKENIZER" not in os.environ, reason="NEEDLE_TEST_TOKENIZER names no 20B_tokenizer.json")
+def test_the_published_tokenizer():
+    """Ids that GPTNeoXTokenizer of transformers gives with the file published as 20B_tokenizer.json."""
+    tokenizer = load_tokenizer(Path(os.environ["NEEDLE_TEST_TOKENIZER"]))
+    golden = json.loads((GOLDEN / "published_tokenizer.json").read_text(encoding="utf-8"))
+    assert tokenizer.size == golden["size"] and tokenizer.end_of_text == 0
+    for text, ids in golden["texts"]:
+        assert tokenizer.encode(text).tolist() == ids
+        assert tokenizer.decode(ids) == unicodedata.normalize("NFC", text)  # as the tokenizer does with what it is given
+
+
+# ---- memory
+
+
+def test_memory_beyond_the_model_is_one_tensor(tmp_path):
+    """numpy's arrays are seen by tracemalloc, the model's by its device."""
+    device = ndl.cpu()
+    model = Pythia(PythiaConfig(layers=4, width=256, heads=4, feed_forward=1024, vocab_size=8000), device=device)
+    total = sum(array.nbytes for array in published_state(model).values())
+    largest = 8000 * 256 * 4
+    for size in ("5GB", "3MB"):
+        tracemalloc.start()
+        model.save_pretrained(tmp_path / size, max_shard_size=size)
+        assert tracemalloc.get_traced_memory()[1] < largest + (12 << 20) < total
+        tracemalloc.stop()
+        before = device.memory_stats()["live"]
+        device.reset_peak()
+        tracemalloc.start()
+        again = Pythia.from_pretrained(tmp_path / size)
+        assert tracemalloc.get_traced_memory()[1] < largest + (4 << 20)
+        tracemalloc.stop()
+        assert device.memory_stats()["live"] - before == total
+        assert device.memory_stats()["peak"] - before <= total + largest
+        del again
+
+
+# ---- the Hub
+
+
+def test_a_name_on_the_hub(monkeypatch, tmp_path, folder):
+    """The Hub's cache has links in snapshots/REVISION to files in blobs."""
+    snapshot, blobs = (
+        tmp_path / "models--EleutherAI--pythia" / "snapshots" / "abc",
+        tmp_path / "models--EleutherAI--pythia" / "blobs",
+    )
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / f"blob{i}")
+        (snapshot / path.name).symlink_to(Path("..", "..", "blobs", f"blob{i}"))
+    asked = []
+
+    def download(name, revision, allow_patterns):
+        asked.append((name, revision))
+        assert not any("bin" in pattern or pattern == "*" for pattern in allow_patterns)
+        return str(snapshot)
+
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
+    assert Pythia.from_pretrained("EleutherAI/pythia", revision="step1000").config == TINY
+    assert asked == [("EleutherAI/pythia", "step1000")]
+    assert Pythia.from_pretrained(snapshot).config == TINY
+
+
+def test_without_a_network_or_the_package(monkeypatch):
+    def no_network(*_, **__):
+        raise OSError("Got: ConnectError: Name or service not known\nPlease check your internet connection.")
+
+    modules = __import__("sys").modules
+    monkeypatch.setitem(modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=no_network))
+    with pytest.raises(
+        CheckpointError, match=r"Hub did not give EleutherAI/pythia-70m: .*Name or service not known Please"
+    ) as caught:
+        Pythia.from_pretrained("EleutherAI/pythia-70m")
+    assert "\n" not in str(caught.value)
+    monkeypatch.setitem(modules, "huggingface_hub", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'needle\[hub\]'"):
+        Pythia.from_pretrained("EleutherAI/pythia-70m")
+
+
+@pytest.mark.parametrize("name", ["no/such/folder", "../up", "/absent", "a b/c", "x", "", ".hidden/x"])
+def test_names_that_are_neither(name, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", types.SimpleNamespace())
+    with pytest.raises(CheckpointError, match=r"no such folder|cannot read"):
+        Pythia.from_pretrained(name)
+
+
+# ---- hostile folders
+
+
+def write_raw(path, header, data=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
+
+
+def entry(shape, start, stop, dtype="F32"):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+HEADERS = {
+    "empty file": (b"", b"", 0),
+    "overlapping offsets": ({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12), None),
+    "a hole": ({"a": entry([2], 4, 12)}, bytes(12), None),
+    "beyond the end": ({"a": entry([4], 0, 16)}, bytes(8), None),
+    "backwards": ({"a": entry([2], 8, 0)}, bytes(8), None),
+    "negative offset": ({"a": entry([2], -8, 0)}, bytes(8), None),
+    "bytes left over": ({"a": entry([2], 0, 8)}, bytes(12), None),
+    "shape and bytes differ": ({"a": entry([3], 0, 8)}, bytes(8), None),
+    "negative shape": ({"a": entry([-1, -2], 0, 8)}, bytes(8), None),
+    "product overflows": ({"a": entry([1 << 62, 4], 0, 0)}, b"", None),
+    "huge header": ({"a": entry([2], 0, 8)}, bytes(8), 1 << 60),
+    "header beyond the file": ({"a": entry([2], 0, 8)}, bytes(8), 1000),
+    "duplicate key": (b'{"a":%b,"a":%b}' % ((json.dumps(entry([2], 0, 8)).encode(),) * 2), bytes(8), None),
+    "deep": (b"[" * 100_000, b"", None),
+    "no object": (b"[]", b"", None),
+    "no entry": ({"a": 1}, b"", None),
+    "unknown dtype": ({"a": entry([8], 0, 8, "F8_E4M3")}, bytes(8), None),
+    "no such dtype": ({"a": entry([8], 0, 8, "object")}, bytes(8), None),
+    "a number's digits": (b'{"a": ' + b"9" * 100_000 + b"}", b"", None),
+    "no UTF-8": (b'{"\xff": 1}', b"", None),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_lying_headers(tmp_path, case):
+    path = tmp_path / "x.safetensors"
+    write_raw(path, *HEADERS[case])
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
+        read_tensors(path)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    tracemalloc.stop()
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_whatever_safetensors_refuses_is_refused(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("mutant") / "x.safetensors"
+    arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float16), "c": np.array(7, np.int64)}
+    write_tensors(path, arrays)
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place] = data.draw(st.integers(0, 255))
+    content = content[: data.draw(st.integers(len(content) - 3, len(content)))]
+    path.write_bytes(content)
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            expected = {name: file.get_tensor(name) for name in file.keys()}
+    except Exception:
+        with pytest.raises(CheckpointError):
+            read_tensors(path)
+        return
+    try:
+        found = read_tensors(path)
+    except CheckpointError:
+        return  # stricter
+    assert found.keys() == expected.keys()
+    for name in found:
+        assert found[name].tobytes() == expected[name].tobytes() and found[name].dtype == expected[name].dtype
+
+
+def change_config(**changes):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        config.update(changes)
+        (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value != "absent"}))
+
+    return change
+
+
+def change_tensors(change):
+    def changed(folder):
+        arrays = {name: np.array(values) for name, values in read_tensors(folder / "model.safetensors").items()}
+        change(arrays)
+        (folder / "model.safetensors").unlink()
+        write_tensors(folder / "model.safetensors", arrays)
+
+    return changed
+
+
+def change_index(change):
+    def changed(folder):
+        Pythia.from_pretrained(folder).save_pretrained(folder, max_shard_size=40_000)
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        change(index["weight_map"], folder)
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return changed
+
+
+def first(places, folder, value):
+    places[next(iter(places))] = value
+
+
+def link_out(places, folder):
+    """A shard that is a link to a good file elsewhere."""
+    outside = folder.parent / "outside.safetensors"
+    shard = folder / "model-00001-of-00003.safetensors"
+    shard.rename(outside)
+    shard.symlink_to(outside)
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def write(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def replace_by_link(name, target):
+    def change(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+
+    return change
+
+
+NORM = "gpt_neox.final_layer_norm.weight"
+HOSTILE = {
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+    "pickled weights": (pickled, "pickled and could run code"),
+    "truncated weights": (lambda folder: os.truncate(folder / "model.safetensors", 50_000), "not fully covered"),
+    "a tensor is missing": (change_tensors(lambda a: a.pop(NORM)), "missing .*final_layer_norm"),
+    "a tensor more": (change_tensors(lambda a: a.update(evil=np.zeros(3))), "unexpected .*evil"),
+    "needle's own name": (change_tensors(lambda a: a.update(embed_in=a.pop("gpt_neox.embed_in.weight"))), "unexpected .*embed_in"),
+    "nearly a constant": (change_tensors(lambda a: a.update({"gpt_neox.layers.0.mlp.bias": np.zeros(3)})), "unexpected"),
+    "wrong shape": (change_tensors(lambda a: a.update({NORM: np.zeros((4, 8), np.float32)})), r"\(4, 8\).*accepted: \(32,\)"),
+    "transposed": (change_tensors(lambda a: a.update({"embed_out.weight": np.zeros((32, 97), np.float32)})), r"\(32, 97\)"),
+    "integers": (change_tensors(lambda a: a.update({NORM: np.zeros(32, np.int32)})), "int32"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: No such file"),
+    "config is a folder": (lambda folder: ((folder / "config.json").unlink(), (folder / "config.json").mkdir()), "no file"),
+    "config is no JSON": (write("config.json", b"{"), "config.json"),
+    "config is large": (write("config.json", b" " * (5 << 20)), "larger than"),
+    "config is deep": (write("config.json", b'{"a":' * 200_000), "too deeply"),
+    "config says it twice": (write("config.json", b'{"vocab_size": 97, "vocab_size": 98}'), "'vocab_size' comes twice"),
+    "another model": (change_config(model_type="llama"), "model_type is 'llama'"),
+    "tied embeddings": (change_config(tie_word_embeddings=True), "tie_word_embeddings"),
+    "another activation": (change_config(hidden_act="gelu_new"), "hidden_act"),
+    "sequential residual": (change_config(use_parallel_residual=False), "use_parallel_residual"),
+    "stretched rotary": (change_config(rope_parameters={"rope_type": "yarn"}), "rope_parameters"),
+    "old stretched rotary": (change_config(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling"),
+    "no size": (change_config(hidden_size="absent"), "hidden_size is 'None'"),
+    "a text as size": (change_config(hidden_size="32"), "hidden_size"),
+    "true as size": (change_config(num_hidden_layers=True), "num_hidden_layers"),
+    "negative layers": (change_config(num_hidden_layers=-2), "num_hidden_layers"),
+    "a billion layers": (change_config(num_hidden_layers=10**9), "1000000000 layers"),
+    "a huge vocabulary": (change_config(vocab_size=2**31 - 1), r"embed_in.weight is \(97, 32\)"),
+    "too wide": (change_config(hidden_size=2**30), "is .*accepted"),
+    "heads do not divide": (change_config(num_attention_heads=5), "no multiple of 5 heads"),
+    "eps is no number": (change_config(layer_norm_eps="1"), "layer_norm_eps"),
+    "rotary beyond the head": (change_config(rope_parameters={"partial_rotary_factor": 4}), "rotary_pct"),
+    "a wrong pattern": (change_config(needle_attention={"pattern": "evil", "block": 16, "window": 1}), "needle_attention"),
+    "a wrong block": (change_config(needle_attention={"pattern": "local", "block": 10**6, "window": 1}), "block"),
+    "index leads up": (change_index(lambda p, f: first(p, f, "../outside.safetensors")), "leads out of the folder"),
+    "index is absolute": (change_index(lambda p, f: first(p, f, "/etc/passwd")), "leads out of the folder"),
+    "index names a folder": (change_index(lambda p, f: first(p, f, "..")), "leads out of the folder"),
+    "index names nothing": (change_index(lambda p, f: first(p, f, "")), "leads out of the folder"),
+    "index names a number": (change_index(lambda p, f: first(p, f, 3)), "no table of file names"),
+    "index is missing a file": (change_index(lambda p, f: first(p, f, "absent.safetensors")), "missing: .*absent"),
+    "index names another file": (change_index(lambda p, f: first(p, f, "model-00002-of-00003.safetensors")), "which is"),
+    "index lacks a tensor": (change_index(lambda p, f: p.popitem()), "says None"),
+    "index has a tensor more": (change_index(lambda p, f: p.update(evil="model-00001-of-00003.safetensors")), "not in"),
+    "zero bytes in the name": (change_index(lambda p, f: first(p, f, "a\0b")), "cannot read"),
+    "a shard is a link out": (change_index(link_out), "link out of the folder"),
+    "the weights are a link out": (replace_by_link("model.safetensors", "/etc/hostname"), "link out of the folder"),
+    "the config is a device": (replace_by_link("config.json", "/dev/zero"), "link out of the folder"),
+    "a link to itself": (replace_by_link("config.json", "config.json"), "config.json"),
+    "a pipe": (lambda folder: ((folder / "config.json").unlink(), os.mkfifo(folder / "config.json")), "no file"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_folders(folder, case):
+    change, said = HOSTILE[case]
+    change(folder)
+    tracemalloc.start()
+    live = ndl.cpu().memory_stats()["live"]
+    with pytest.raises(CheckpointError, match=said) as caught:
+        Pythia.from_pretrained(folder)
+    assert tracemalloc.get_traced_memory()[1] < 48 << 20 and ndl.cpu().memory_stats()["live"] == live
+    tracemalloc.stop()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sparse_file_larger_than_memory(folder):
+    """It costs nothing on the disk and everything when it is read."""
+    rows = 1 << 30
+    header = {}
+    stop = 0
+    for name, array in read_tensors(folder / "model.safetensors").items():
+        shape = [rows, 32] if "embed" in name else list(array.shape)
+        start, stop = stop, stop + int(np.prod(shape)) * 4
+        header[name] = entry(shape, start, stop)
+    write_raw(folder / "model.safetensors", header)
+    try:
+        os.truncate(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size + stop)
+    except OSError as error:
+        pytest.skip(f"no sparse files here: {error}")
+    change_config(vocab_size=rows)(folder)
+    with pytest.raises(CheckpointError, match=r"parameters take 274,.* bytes \(.* are in this machine\)"):
+        Pythia.from_pretrained(folder)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"\[save_pretrained\] cannot write .*file"):
+        Pythia(TINY).save_pretrained(tmp_path / "file")
+
+
+@pytest.mark.parametrize("size, expected", [("5GB", 5 * 10**9), ("200MiB", 200 << 20), ("1.5 kb", 1500), (77, 77), ("12", 12)])
+def test_sizes(size, expected):
+    assert parse_size(size) == expected
+
+
+@pytest.mark.parametrize("size", ["", "GB", "-5", "5TB", 0, "1e9", "nan"])
+def test_wrong_sizes(size):
+    with pytest.raises(CheckpointError, match="max_shard_size"):
+        parse_size(size)
