@@ -9,9 +9,11 @@ is back as soon as the last handle goes, without the garbage collector.
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,6 @@ from .backend_selection import Device, NDArray, array_api, default_device
 from .errors import DTypeError, GraphError, ShapeError
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
-TENSOR_COUNTER = 0  # live Tensors and TensorTuples
 
 _grad_enabled = True
 _segment: Segment | None = None  # the innermost rematerialize() that is being run
@@ -110,6 +111,13 @@ class _NoAutocast:
         set_autocast(self._before)
 
 
+def __getattr__(name: str) -> int:
+    """``TENSOR_COUNTER``: live Tensors and TensorTuples, counted when asked for, so that making one costs nothing more."""
+    if name != "TENSOR_COUNTER":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return sum(issubclass(type(found), Value) for found in gc.get_objects())
+
+
 # --- ops ---
 
 
@@ -186,17 +194,19 @@ class Node:
 
     spec: (shape, dtype, device) of the value, known also when the array is gone; a tuple of those for tuple ops.
     readers: gradients that have not run yet and will read ``array``; at 0 it is not kept.
-    time: tick of the write clock when the value was computed; an input written later must not be used to recompute.
+    born: tick of the write clock when the node was made, after its inputs.
+    time: tick when the value was computed, 0 before; an input written later must not be used to recompute.
+    live_handle: gives the handle, or None when that has gone.
     segment: the innermost Segment that all readers are in, which is where ``array`` is dropped and brought back.
     site: where it was made, for needle.memory; None unless that was asked for.
     """
 
     __slots__ = (
-        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "time", "handle", "segment", "site",
+        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "born", "time", "live_handle", "segment", "site",
         "__weakref__",
     )  # fmt: skip
 
-    def __init__(self, op: Op | None, inputs: tuple[Node, ...], requires_grad: bool):
+    def __init__(self, op: Op | None, inputs: tuple[Node, ...], requires_grad: bool, handle: Value):
         self.op = op
         self.inputs = inputs
         self.array: Any = None
@@ -204,13 +214,12 @@ class Node:
         self.readers = 0
         self.requires_grad = requires_grad
         self.released = False
+        self.born = write_stamp()
         self.time = 0
-        self.handle: weakref.ref[Value] | None = None
+        self.live_handle = weakref.ref(handle)
         self.segment: Segment | None = None
         self.site: Any = None
-
-    def live_handle(self) -> Value | None:
-        return self.handle() if self.handle is not None else None
+        handle._node = self
 
     def peek(self) -> Any:
         """The array if it is anywhere: in the cache or in a live handle."""
@@ -424,40 +433,30 @@ class Value:
 
     __slots__ = ("_data", "_node", "_requires_grad", "__weakref__")
 
-    def __new__(cls, *args, **kwargs):
-        global TENSOR_COUNTER
-        TENSOR_COUNTER += 1
-        return object.__new__(cls)
-
-    def __del__(self):
-        global TENSOR_COUNTER
-        if TENSOR_COUNTER is not None:  # the interpreter may be going down
-            TENSOR_COUNTER -= 1
-
     def _init(self, op, inputs, *, num_outputs=1, cached_data=None, requires_grad=None) -> None:
         """The course's constructor: a handle on op(*inputs), or on a leaf when op is None."""
         if requires_grad is None:
             requires_grad = any(x.requires_grad for x in inputs)
         self._setup(cached_data, requires_grad)
         if op is not None:
-            self._attach(Node(op, tuple(x._as_node() for x in inputs), requires_grad))
+            Node(op, tuple([x._as_node() for x in inputs]), requires_grad, self)
 
     def _setup(self, data, requires_grad: bool) -> None:
         self._data: Any = data
         self._node: Node | None = None
         self._requires_grad = requires_grad
 
-    def _attach(self, node: Node) -> None:
+    def _take_over(self, node: Node) -> None:
+        """Become the handle on ``node``."""
         self._node = node
-        node.handle = weakref.ref(self)
+        node.live_handle = weakref.ref(self)
 
     def _as_node(self) -> Node:
         """This value's node; a leaf gets one when a graph first needs it."""
         node = self._node
         if node is None:
-            node = Node(None, (), self._requires_grad)
+            node = Node(None, (), self._requires_grad, self)
             node.array = self._data
-            self._attach(node)
         return node
 
     @classmethod
@@ -466,7 +465,7 @@ class Value:
         handle = node.live_handle()
         if handle is None:
             handle = cls._passing(node)
-            node.handle = weakref.ref(handle)
+            handle._take_over(node)
         return handle
 
     @classmethod
@@ -492,7 +491,7 @@ class Value:
     def input_shapes(self) -> list[tuple[int, ...]]:
         """The inputs' shapes, without a handle on each: what most gradients need of them."""
         assert self._node is not None
-        return [(n.spec or _spec_of(n.array if n.op is None else realize(n)))[0] for n in self._node.inputs]
+        return [n.array._shape if n.op is None else (n.spec or _spec_of(realize(n)))[0] for n in self._node.inputs]
 
     @property
     def num_outputs(self) -> int:
@@ -547,6 +546,7 @@ class Value:
     @classmethod
     def make_from_op(cls, op: Op, inputs: Sequence[Value]):
         """op(*inputs). Without an input that requires a gradient, or under no_grad, a constant with no history."""
+        # Loops, not comprehensions: here a call more is a good part of the time of an op on small arrays.
         if _autocast is not None:
             inputs = _autocast(op, inputs)
         value = cls.__new__(cls)
@@ -558,7 +558,7 @@ class Value:
                     break
         if LAZY_MODE and _grad_enabled:  # without a graph nothing is put off: gradients are summed in place
             value._setup(None, requires_grad)
-            node = Node(op, tuple([x._as_node() for x in inputs]), requires_grad)
+            node = Node(op, tuple([x._as_node() for x in inputs]), requires_grad, value)
             if requires_grad:
                 if _segment is not None:
                     _segment.take(node)
@@ -566,16 +566,19 @@ class Value:
                     for n in node.inputs:
                         _home(n)
                 node.keep()
-            value._attach(node)
             return value
-        arrays = [x._data if x._data is not None else x.realize_cached_data() for x in inputs]
+        arrays = []
+        for x in inputs:
+            arrays.append(x._data if x._data is not None else x.realize_cached_data())
         out = op.compute(*arrays)
         value._setup(out, requires_grad)
         if requires_grad:
-            in_nodes = tuple([x._as_node() for x in inputs])
-            node = Node(op, in_nodes, True)
-            node.time = write_stamp()
-            node.spec = _spec_of(out)
+            in_nodes = []
+            for x in inputs:
+                in_nodes.append(x._node or x._as_node())
+            node = Node(op, tuple(in_nodes), True, value)
+            node.time = node.born
+            node.spec = _spec_of(out) if isinstance(out, tuple) else (out._shape, out._dtype, out._device)
             if _segment is not None:
                 _segment.take(node)
                 for n, array in zip(in_nodes, arrays):
@@ -595,8 +598,6 @@ class Value:
                 node.readers = 1
                 if _segment is None:
                     node.array = out
-            node.handle = weakref.ref(value)
-            value._node = node
             if _node_made is not None:
                 _node_made(node)
         return value
@@ -713,7 +714,8 @@ class Tensor(Value):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self._spec()[0]
+        data = self._data
+        return data._shape if data is not None else self._spec()[0]
 
     @property
     def dtype(self) -> str:
@@ -939,21 +941,17 @@ def from_dlpack(x: Any) -> Tensor:
 
 
 def _differentiable_order(root: Node, stop: frozenset[Node] = frozenset()) -> list[Node]:
-    """Post-order of the nodes under ``root`` that require a gradient; iterative, so that depth has no limit."""
-    order: list[Node] = []
+    """The nodes under ``root`` that require a gradient, inputs before what is made of them: in the order they were born."""
+    found = [root]
     seen = {root}
-    stack: list[tuple[Node, Any]] = [(root, iter(() if root in stop else root.inputs))]
-    while stack:
-        node, inputs = stack[-1]
-        for n in inputs:
-            if n.requires_grad and n not in seen:
-                seen.add(n)
-                stack.append((n, iter(() if n in stop else n.inputs)))
-                break
-        else:
-            order.append(node)
-            stack.pop()
-    return order
+    for node in found:  # which grows
+        if node not in stop:
+            for n in node.inputs:
+                if n.requires_grad and n not in seen:
+                    seen.add(n)
+                    found.append(n)
+    found.sort(key=attrgetter("born"))
+    return found
 
 
 class _Owned:
@@ -1041,7 +1039,8 @@ def _run_backward(
         found: dict[Node, Tensor] = {}
         while order:
             node = order.pop()
-            if isinstance(node.op, TensorTupleOp):
+            op = node.op
+            if isinstance(op, TensorTupleOp):
                 grad = _tuple_gradient(grads, node)
             else:
                 grad = grads.pop(node, None)
@@ -1049,7 +1048,7 @@ def _run_backward(
                     grad = grad.tensor
                 if grad is not None:
                     grad = _narrowed(grad, node.spec[1] if node.spec else getattr(node.peek(), "_dtype", ""))
-            if node.op is None or node in stop:
+            if op is None or node in stop:
                 if grad is not None:
                     found[node] = grad
                 continue
@@ -1061,8 +1060,8 @@ def _run_backward(
                     for n in node.read_nodes():
                         if n.segment in segments:
                             _open_segment(n.segment, segments, closing, disarm=not keeps)
-                _push_gradients(node, grad, grads, create_graph)
-            if not keeps:
+                _push_gradients(node, handle, grad, grads, create_graph)
+            if not keeps and (op.reads_inputs or op.reads_output):
                 node.release()
             if node in closing:
                 _close_segment(*closing.pop(node))
@@ -1092,29 +1091,31 @@ def _close_segment(segment: Segment, nodes: list[Node]) -> None:
             n.array = None
 
 
-def _push_gradients(node: Node, grad: Any, grads: dict, create_graph: bool) -> None:
+def _push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, create_graph: bool) -> None:
     """Adds this node's contribution to the gradients of its inputs."""
     op = node.op
     assert op is not None
+    inputs = node.inputs
     if op.selected_item is not None:
-        _add_gradient(grads, (node.inputs[0], op.selected_item), grad, create_graph)
+        _add_gradient(grads, (inputs[0], op.selected_item), grad, create_graph)
         return
     if create_graph and op.reference is not None:
         parts: Sequence[Any] = _reference_gradients(node, grad)
     else:
-        handle = node.live_handle()
         parts = op.gradient_as_tuple(grad, Value._passing(node) if handle is None else handle)
-    if len(parts) != len(node.inputs):
-        raise GraphError(f"[backward] {op.name}.gradient gave {len(parts)} gradients for {len(node.inputs)} inputs")
-    for n, part in zip(node.inputs, parts):
+    if len(parts) != len(inputs):
+        raise GraphError(f"[backward] {op.name}.gradient gave {len(parts)} gradients for {len(inputs)} inputs")
+    for n, part in zip(inputs, parts):
         if part is None or not n.requires_grad:
             continue
         if isinstance(n.op, TensorTupleOp):
             for i, item in enumerate(part):
                 if item is not None:
                     _add_gradient(grads, (n, i), item, create_graph)
-        else:
+        elif n in grads:
             _add_gradient(grads, n, part, create_graph)
+        else:
+            grads[n] = part
 
 
 def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -58,18 +58,20 @@ class BackendDevice:
     def __hash__(self) -> int:
         return hash(self._label)
 
-    @property
+    @cached_property
     def mod(self) -> ModuleType | None:
         """The module of kernels, or None where the device is absent (``why_absent()`` says why)."""
-        try:
-            return self.__dict__["_mod"]
-        except KeyError:
-            mod = self.__dict__["_mod"] = self._load()
-            if mod is not None:
-                self.__dict__["Array"] = mod.Array
-                if when_loaded is not None:
-                    when_loaded(self)
-            return mod
+        mod = self._load()
+        if mod is not None:
+            self.mod, self.Array = mod, mod.Array
+            if when_loaded is not None:
+                when_loaded(self)
+        return mod
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the device has been used."""
+        return self.__dict__.get("mod") is not None
 
     def _load(self) -> ModuleType | None:
         full_name = f"{__package__}.{self._module_name}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -26,13 +26,9 @@ __all__ = [
     "where", "asarray", "from_dlpack", "matmul", "write_stamp",
 ]  # fmt: skip
 
-_clock = itertools.count(1)
+# write_stamp() is the next tick of the clock that orders in-place writes and the making of graph nodes.
+write_stamp: Callable[[], int] = itertools.count(1).__next__
 _SCALARS = (int, float, bool, np.number, np.bool_)
-
-
-def write_stamp() -> int:
-    """The next tick of the clock that orders in-place writes and the making of graph nodes."""
-    return next(_clock)
 
 
 def prod(x: Iterable[int]) -> int:
@@ -289,7 +285,7 @@ class NDArray:
 
     def mark_written(self) -> None:
         """Stamps this memory as written now."""
-        self._handle.last_write = next(_clock)
+        self._handle.last_write = write_stamp()
 
     def same_memory(self, other: NDArray) -> bool:
         """Whether both are views of one buffer."""
@@ -450,7 +446,7 @@ class NDArray:
     def _unary(self, op: str, dtype: str | None = None) -> NDArray:
         out = _new(self._shape, dtype or self._dtype, self._device)
         function = getattr(self._device.mod, op)
-        if self._contiguous and self._handle.size == out._handle.size:
+        if self._contiguous and self._offset == 0:
             function(self._handle, out._handle)
         else:
             function(self._handle, self._strides, self._offset, out._handle, self._shape)
@@ -480,9 +476,8 @@ class NDArray:
         if a._shape == b._shape:
             if a._contiguous and b._contiguous:
                 out = _like(a, "bool" if to_bool else a._dtype)
-                handle = out._handle
-                if a._handle.size == handle.size == b._handle.size:
-                    function(a._handle, b._handle, handle)
+                if a._offset == 0 == b._offset:
+                    function(a._handle, b._handle, out._handle)
                     return out
             else:
                 out = _new(a._shape, "bool" if to_bool else a._dtype, device)
@@ -504,7 +499,7 @@ class NDArray:
             value = value.item()
         out = _new(a._shape, "bool" if to_bool else dtype, a._device)
         function = getattr(a._device.mod, op)
-        if a._contiguous and a._handle.size == out._handle.size:
+        if a._contiguous and a._offset == 0:
             function(a._handle, value, out._handle)
         else:
             function(a._handle, a._strides, a._offset, value, out._handle, a._shape)

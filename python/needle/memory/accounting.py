@@ -151,4 +151,4 @@ def _host_devices() -> list[BackendDevice]:
     """The CPU's devices that have been used: asking about memory must not import a backend."""
     from ..backend_ndarray.device import cpu, cpu_numpy
 
-    return [d for d in (cpu(), cpu_numpy()) if "_mod" in d.__dict__]
+    return [d for d in (cpu(), cpu_numpy()) if d.is_loaded]

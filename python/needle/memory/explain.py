@@ -70,7 +70,7 @@ def capacity(device: BackendDevice) -> int:
 def explain(error: OutOfMemoryError, message: str) -> str:
     """``message`` with all that is known about it, a line each."""
     global _explaining
-    device = next((d for d in [*all_devices(), meta()] if d.name == error.stats.get("device") and "_mod" in d.__dict__), None)
+    device = next((d for d in [*all_devices(), meta()] if d.name == error.stats.get("device") and d.is_loaded), None)
     if device is None or _explaining:
         return message
     _explaining = True

@@ -284,7 +284,7 @@ def free_failed_frames() -> None:
 
 def _apply_all() -> None:
     for device in [*all_devices(), meta()]:
-        if "_mod" in device.__dict__:
+        if device.is_loaded:
             _apply(device)
 
 

@@ -109,14 +109,11 @@ def setitem_in_place(a: Tensor, index, value) -> None:
         a.realize_cached_data()[index] = value.realize_cached_data()
         return
     before = a._as_node()
-    before.handle = None  # the old value lives on as a node; this handle moves to the new one
-    old = Tensor.__new__(Tensor)
-    old._setup(a._data, a.requires_grad)
-    old._attach(before)
+    old = Tensor.make_const(a._data, requires_grad=a.requires_grad)  # the old value lives on; this handle moves to the new one
+    old._take_over(before)
     new = SetItem(index)(old, value)
-    node: Node = new._as_node()
     a._data, a._requires_grad = new._data, new._requires_grad
-    a._attach(node)
+    a._take_over(new._as_node())
 
 
 class Embedding(TensorOp):
