@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..backend_ndarray.host_memory import FREED
 from .trace import trace
 from .units import readable
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # From the bottom up, what stays longest first. The colours differ also to eyes that see fewer. source: Okabe & Ito 2008.
 _COLOURS = {
@@ -23,6 +26,8 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
 
     raises: ModuleNotFoundError without plotly.
     """
+    from pathlib import Path
+
     from plotly import graph_objects as go
 
     names = [name for name in _COLOURS if any(h.category == name for h in [*traced.first, *(h for _, h in traced.events)])]

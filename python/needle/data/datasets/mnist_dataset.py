@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import struct
 
 import numpy as np
@@ -14,6 +13,8 @@ IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
 
 
 def _read(path: str) -> bytes:
+    import gzip  # here, not above: few programs read MNIST, and all import this
+
     try:
         with gzip.open(path, "rb") as file:
             return file.read()
