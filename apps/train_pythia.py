@@ -12,6 +12,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports run: the end, without a traceback
 
 import math
+import os
 import shlex
 import sys
 import time
@@ -21,8 +22,8 @@ from needle.data.text import TextData, load_text, unigram_entropy
 from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
 from pythia_app import checkpoint
 from pythia_app.options import device, parse, run_folder
-from pythia_app.report import METRICS, Reporter, duration, loss_picture, mib, table, writing
-from pythia_app.trainer import StopRequest, Trainer, compare_dense
+from pythia_app.report import METRICS, Reporter, alone_in, duration, loss_picture, mib, table, writing
+from pythia_app.trainer import StopRequest, Trainer, compare_dense, make_config, planned_peak
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped at once; the last checkpoint is as it was", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
+        return 1
 
 
 def run(options, saved: Path | None = None, state: dict | None = None) -> int:
@@ -52,12 +56,15 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         f"token frequencies alone give {unigram:.3f} nats",
         flush=True,
     )
+    kinds = (False, True) if options.compare_dense else (options.sparse,)
+    configs = [make_config(options, text.vocab_size, sparse) for sparse in kinds]
+    planned = 0 if options.eval_only else max(planned_peak(options, config, where) for config in configs)
     if options.compare_dense:
         with StopRequest() as stop:
-            rows = compare_dense(options, text, where, stop)
+            rows = compare_dense(options, configs, text, where, stop)
         print(table(rows, list(rows[0])))
         return 130 if stop.asked else 0
-    trainer = Trainer(options, text, where, options.sparse)
+    trainer = Trainer(options, configs[0], text, where)
     if saved is not None and state is not None:
         if not options.max_steps and not options.epochs:
             trainer.steps = state["steps"]
@@ -68,16 +75,18 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     layout, again = trainer.config.layout(options.seq_len), sum(trainer.config.checkpoint_segments)
     print(
         f"Pythia-{options.model} on {where}: {trainer.config.parameter_count():,} parameters; "
-        f"{options.pattern if options.sparse else 'dense'} attention, {layout.nnz_total} blocks of {layout.block}, density "
+        f"{configs[0].pattern or 'dense'} attention, {layout.nnz_total} blocks of {layout.block}, density "
         f"{layout.density:.2f}; {options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step"
-        + (f"; {again} of {trainer.config.layers} layers computed again in backward" if again else ""),
+        + (f"; {again} of {trainer.config.layers} layers computed again in backward" if again else "")
+        + (f"; planned peak memory {mib(planned)}" if planned else ""),
         flush=True,
     )
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    return train(options, trainer, text, unigram, folder)
+    with alone_in(folder):
+        return train(options, trainer, text, unigram, folder)
 
 
 def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path) -> int:
@@ -112,6 +121,9 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
             )
             return 130
         held = trainer.held_out_loss(text)
+        if not math.isfinite(held):
+            report.say(f"the held-out loss is {held}; the last step went too far (a lower --lr may help)")
+            return 1
         report.record({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
         say_held_out(report.say, held, unigram)
         seconds = time.perf_counter() - start
@@ -146,4 +158,6 @@ def write_sample(trainer: Trainer, text: TextData, folder: Path, seed: int, toke
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # samples and paths may have characters that the terminal has not
     sys.exit(main())

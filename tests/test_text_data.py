@@ -124,7 +124,7 @@ def test_wikitext_from_the_hub(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"\[wikitext-2\] .*no network tried 5 times; "):
         load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path / "other")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match=r"\[wikitext-2\] no local copy.*pip install 'needle.hub.'"):
+    with pytest.raises(DataError, match=r"\[wikitext-2\] no local copy.*pip install datasets"):
         load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path / "other")
 
 
@@ -164,14 +164,6 @@ def test_training_the_tokenizer_is_deterministic_and_sees_no_held_out_text(folde
     (x,), (y,) = ((tmp_path / c).rglob("tokenizer.json") for c in "ab")
     assert x.read_bytes() == y.read_bytes()
     np.testing.assert_array_equal(a.train, b.train)
-
-
-def test_a_truncated_token_file_is_made_again(folder, tmp_path):
-    first = np.array(load_text(str(folder), vocab_size=300, cache_dir=tmp_path / "c").train)
-    (path,) = (tmp_path / "c").rglob("train.bin")
-    path.write_bytes(path.read_bytes()[:100])
-    assert read_tokens(path) is None
-    np.testing.assert_array_equal(load_text(str(folder), vocab_size=300, cache_dir=tmp_path / "c").train, first)
 
 
 def test_given_tokenizer_file_and_larger_model_vocabulary(folder, tmp_path):
@@ -243,7 +235,7 @@ def test_other_bad_input(folder, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"\[empty\] no text: 0 files"):
         load_text(str(empty), cache_dir=tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(DataError, match=r"package missing: tokenizers \(pip install 'needle\[train\]'\)"):
+    with pytest.raises(DataError, match=r"package missing: tokenizers \(pip install tokenizers\)"):
         load_text(str(folder), vocab_size=300, cache_dir=tmp_path)
 
 
@@ -255,7 +247,9 @@ def test_a_damaged_cache_is_made_again(tmp_path):
     whole = {file: file.read_bytes() for file in files}
     assert len(files) == 5
     for file in files:
-        for damaged in (b"", whole[file][:-1], b"\xff\xfe", b"[]"):
+        middle = len(whole[file]) // 2
+        turned = whole[file][:middle] + bytes([whole[file][middle] ^ 1]) + whole[file][middle + 1 :]  # one bit
+        for damaged in (b"", whole[file][:-1], b"\xff\xfe", b"[]", turned if file.suffix == ".bin" else b"{}"):
             file.write_bytes(damaged)
             load_text(str(path), vocab_size=300, cache_dir=cache)
             assert {file: file.read_bytes() for file in files} == whole

@@ -125,7 +125,9 @@ WRONG = [
     (("--pattern", "star"), "unknown pattern: star"),
     (("--device", "tpu"), "unknown device: tpu"),
     (("--sparse", "--seq_len", "50"), "no multiple of the block size"),
-    (("--vocab_size", "50000"), "50000"),
+    (("--vocab_size", "2000"), "too little text for the vocabulary: 2000 ids asked"),
+    (("--vocab_size", "1000000"), "too little text for the vocabulary: 1000000 ids asked"),
+    (("--vocab_size", "256"), "[vocab_size] too small: 256"),
     (("--lr", "-1"), "[lr]"),
     (("--batch_size", "0"), "[batch_size]"),
     (("--checkpoint_layers", "-1"), "checkpoint_layers is -1"),
@@ -142,20 +144,120 @@ WRONG = [
     (("--block_size", "40", "--sparse"), "[block_size]"),
     (("--max_steps", "0"), "[max_steps]"),
     (("--max_tokens", "60"), "too short for one sequence"),
-    (("--dataset", ""), "unknown data set: ''"),
+    (("--dataset", ""), "[dataset] is empty"),
     (("--dataset", "/dev/null"), "/dev/null"),
     (("--checkpoint_dir", "README.md"), "README.md"),
     (("--checkpoint_dir", "n" * 300), "nnn"),
     (("--tokenizer", "tests"), "tests"),
     (("--batch_size", "1000000000"), "[batch_size]"),
+    (("--batch_size", "100000"), "[batch_size] 100000 x 64 tokens are too many"),
+    (("--load_checkpoint", "tests"), "no checkpoint in tests"),
+    (("--load_checkpoint", "README.md"), "no such folder: README.md"),
+    (("--load_checkpoint", "n" * 5000), "no such folder"),
+    (("--dataset", "n" * 5000), "unknown data set"),
+    (("--checkpoint_dir", ""), "[checkpoint_dir] is empty"),
+    (("--tokenizer", "no-such-file"), "no-such-file"),
+    (("--no_such_flag",), "--no_such_flag"),
+    (("--sparse", "--pattern", ""), "unknown pattern"),
 ]
 
 
-@pytest.mark.parametrize("arguments, said", WRONG, ids=[w[0][-1] for w in WRONG])
-def test_wrong_arguments_end_in_one_line(text, arguments, said):
-    done = run(text, *arguments)
-    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 or "usage:" in done.stderr
+@pytest.fixture
+def main(text, monkeypatch, capsys):
+    """The app in this process: (exit code, lines on stderr)."""
+    monkeypatch.chdir(ROOT)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+
+    def call(*arguments):
+        import train_pythia
+
+        try:
+            code = train_pythia.main(command(text, *arguments)[2:])
+        except SystemExit as ended:
+            code = ended.code
+        return code, capsys.readouterr().err.splitlines()
+
+    return call
+
+
+@pytest.mark.parametrize("arguments, said", WRONG, ids=[w[0][-1][:20] for w in WRONG])
+def test_wrong_arguments_end_in_one_line(main, arguments, said):
+    code, lines = main(*arguments)
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("train_pythia.py: error: ") and said in lines[0]
+
+
+def test_numbers_out_of_range_end_in_one_line(main):
+    from pythia_app.options import RANGES
+
+    for name, (low, high) in RANGES.items():
+        for value in (low - 1, high + 1, -(10**30), 10**30, "nan", "1e3", "", "x"):
+            code, lines = main(f"--{name}", value)
+            assert code == 2 and len(lines) == 1 and name in lines[0], (name, value, lines)
+    for name in ("lr", "epochs"):
+        for value in ("0", "-1", "nan", "inf", "1e300", "1e-400", "", "x"):
+            code, lines = main(f"--{name}", value)
+            assert code == 2 and len(lines) == 1 and name in lines[0], (name, value, lines)
+
+
+def test_wrong_arguments_leave_nothing(text, tmp_path):
+    """The same as a user sees it, with an exit code and without a traceback."""
+    cache = tmp_path / "cache"
+    for arguments in (("--vocab_size", 10**6), ("--batch_size", "two"), ("--dataset", "wikitext-2")):
+        done = subprocess.run(
+            [*command(text, "--checkpoint_dir", tmp_path / "run"), *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+            env={**environment(), "NEEDLE_CACHE": str(cache)},
+        )  # fmt: skip
+        assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done.stderr
+        assert list(tmp_path.rglob("*")) == []
+
+
+def test_wikitext_without_a_network(text, tmp_path):
+    """``datasets`` as it is without a network: warnings on the way, and an error of several lines."""
+    (tmp_path / "datasets.py").write_text(
+        "import logging\n"
+        "def load_dataset(*args):\n"
+        "    logging.getLogger('huggingface_hub').warning('retrying')\n"
+        "    raise ConnectionError('cannot reach the Hub:\\n  no route to host')\n"
+    )
+    environ = environment()
+    environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environ["PYTHONPATH"]])
+    done = subprocess.run(command(text, "--dataset", "wikitext-2"), cwd=ROOT, capture_output=True, text=True, env=environ)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "cannot reach the Hub: no route to host; data/wikitext-2 does not exist (put wiki.train.tokens" in done.stderr
+
+
+def test_a_damaged_cache_is_made_again(text, tmp_path):
+    environ = {**environment(), "NEEDLE_CACHE": str(tmp_path / "cache")}
+
+    def loss(folder):
+        done = subprocess.run(
+            command(text, "--max_steps", 1, "--checkpoint_dir", folder), cwd=ROOT, capture_output=True, text=True, env=environ
+        )
+        assert done.returncode == 0, done.stderr
+        return losses(folder)
+
+    first = loss(tmp_path / "first")
+    files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert len(files) == 5
+    for path in files:
+        path.write_bytes(path.read_bytes()[::-1])
+    assert loss(tmp_path / "second") == first
+
+
+def test_the_planned_peak_is_the_measured_one(text, tmp_path):
+    done = run(text, "--sparse", "--max_steps", 2, "--accumulation_steps", 3, "--checkpoint_dir", tmp_path)
+    peak = max(json.loads(line).get("peak_bytes", 0) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert f"planned peak memory {peak / 2**20:,.0f} MiB" in done.stdout
+
+
+def test_what_cannot_fit_is_refused_before_it_starts(main, monkeypatch, tmp_path):
+    from pythia_app import trainer
+
+    monkeypatch.setattr(trainer, "capacity", lambda device: 20 << 20)
+    code, lines = main("--batch_size", 64, "--checkpoint_dir", tmp_path / "run")
+    assert code == 2 and len(lines) == 1 and "at its peak (planned); cpu() has 20.00 MiB" in lines[0]
+    assert not (tmp_path / "run").exists()
 
 
 def test_cuda_without_a_gpu(text):
@@ -206,6 +308,42 @@ def test_a_loss_that_is_no_number_ends_the_run(text, tmp_path):
     done = run(text, "--max_steps", 20, "--lr", "1e30", "--checkpoint_dir", tmp_path)
     assert done.returncode == 1 and "a lower --lr may help" in done.stdout and "Traceback" not in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    first = losses(tmp_path)
+    # That run saved nothing, so another one may take the folder; its metrics are its own.
+    done = run(text, "--max_steps", 1, "--lr", "1e30", "--checkpoint_dir", tmp_path)
+    assert done.returncode == 1 and "the held-out loss is nan" in done.stdout and "Traceback" not in done.stderr
+    assert losses(tmp_path) == first[:1]
+
+
+def test_two_processes_cannot_share_a_folder(text, tmp_path):
+    with subprocess.Popen(
+        command(text, "--max_steps", 10**6, "--checkpoint_dir", tmp_path),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as first:
+        for line in first.stdout:
+            if line.startswith("step     1/"):
+                break
+        second = run(text, "--max_steps", 1, "--checkpoint_dir", tmp_path)
+        first.send_signal(signal.SIGINT)
+        first.stdout.read()
+    assert second.returncode == 2 and "another process is training in" in second.stderr and len(second.stderr.splitlines()) == 1
+    assert first.returncode == 130
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_output_that_nobody_reads(text, tmp_path):
+    with subprocess.Popen(
+        command(text, "--max_steps", 30, "--checkpoint_dir", tmp_path), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, env=environment(),
+    ) as process:  # fmt: skip
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
 
 
 def test_interrupted_before_training(text, tmp_path):

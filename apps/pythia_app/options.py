@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
+import os
 import tempfile
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import needle as ndl
 from needle.errors import DataError, DeviceError, ShapeError
@@ -15,7 +16,20 @@ from needle.models import SIZES, layers_or_bytes
 from needle.nn import PATTERNS
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
-MOST_TOKENS = 1 << 24  # in a micro-batch: the layers' arrays of more would have a TiB
+MOST_TOKENS = 1 << 22  # in a micro-batch
+HUGE = (1 << 63) - 1
+# What a whole number may be; far above what runs, so that planning and tokenizing never meet a number they cannot hold.
+RANGES = {
+    "vocab_size": (1, 1 << 20),
+    "seed": (0, HUGE),
+    "block_size": (1, 128),
+    "window": (1, 1 << 20),
+    "max_tokens": (1, HUGE),
+    "max_steps": (1, HUGE),
+    "batch_size": (1, MOST_TOKENS),
+    "seq_len": (1, 1 << 17),
+    "accumulation_steps": (1, 1 << 20),
+}
 # What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
 CHANGEABLE = ("dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "lr")
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
@@ -27,6 +41,13 @@ def _flag(group, name: str, **kwargs) -> None:
     group.add_argument(*names, **kwargs)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Says a default where there is one; the texts of the other flags say what happens without them."""
 
@@ -35,7 +56,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="train_pythia.py",
         description="Train a Pythia language model on text, with dense or block-sparse attention.",
         formatter_class=_HelpFormatter,
@@ -92,35 +113,35 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
 
 def check(options: argparse.Namespace) -> None:
     """raises: ShapeError, DataError or DeviceError in one line for what cannot work."""
-    if options.seed < 0:
-        raise ShapeError(f"[seed] is {options.seed} (accepted: 0 or more)")
+    for name, (low, high) in RANGES.items():
+        value = getattr(options, name)
+        if value is not None and not low <= value <= high:
+            raise ShapeError(f"[{name}] is {value} (accepted: {low} to {high:,})")
+    for name, high in (("epochs", 1e6), ("lr", 1e38)):
+        value = getattr(options, name)
+        if value is not None and not 0 < value <= high:
+            raise ShapeError(f"[{name}] is {value} (accepted: above 0, at most {high:g})")
+    for name in ("dataset", "tokenizer", "checkpoint_dir", "load_checkpoint"):
+        if getattr(options, name) == "":
+            raise DataError(f"[{name}] is empty (accepted: a name)")
     if options.compare_dense and options.load_checkpoint is not None:
         raise ShapeError("[compare_dense] trains from the start; load_checkpoint was given (accepted: one of the two)")
-    for name in ("vocab_size", "block_size", "window", "batch_size", "seq_len", "accumulation_steps"):
-        if getattr(options, name) < 1:
-            raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: at least 1)")
     if options.batch_size * options.seq_len > MOST_TOKENS:
         raise ShapeError(f"[batch_size] {options.batch_size} x {options.seq_len} tokens are too many (accepted: {MOST_TOKENS:,})")
     options.checkpoint_layers = layers_or_bytes(str(options.checkpoint_layers))
-    for name in ("max_tokens", "max_steps", "epochs"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ShapeError(f"[{name}] is {value} (accepted: above 0)")
-    if not 0 < options.lr < float("inf"):
-        raise ShapeError(f"[lr] is {options.lr} (accepted: above 0)")
     if options.model not in SIZES:
         raise ShapeError(f"[model] unknown model: {options.model} (accepted: {', '.join(SIZES)})")
     if options.pattern not in PATTERNS:
         raise ShapeError(f"[pattern] unknown pattern: {options.pattern} (accepted: {', '.join(PATTERNS)})")
     if options.sparse or options.compare_dense:
-        if options.block_size % 16 or options.block_size > 128:
+        if options.block_size % 16:
             raise ShapeError(f"[block_size] is {options.block_size} (accepted: multiples of 16 up to 128)")
         if options.seq_len % options.block_size:
             raise ShapeError(
                 f"[seq_len] is {options.seq_len}, no multiple of the block size {options.block_size} (accepted: "
                 f"{max(options.seq_len // options.block_size, 1) * options.block_size}, for example)"
             )
-    if options.load_checkpoint is not None and not Path(options.load_checkpoint).is_dir():
+    if options.load_checkpoint is not None and not os.path.isdir(options.load_checkpoint):
         raise DataError(f"[load_checkpoint] no such folder: {options.load_checkpoint} (a run's folder or a checkpoint in it)")
     device(options.device)
 
@@ -149,8 +170,9 @@ def run_folder(options: argparse.Namespace, saved: Path | None) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
         taken = (path / "latest").exists() and not (saved and path.samefile(saved.parent))
-    except OSError as error:
-        raise DataError(f"[checkpoint_dir] cannot write into {path}: {error.strerror} (a folder that can be written)") from error
+    except (OSError, ValueError) as error:  # ValueError: no path at all
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"[checkpoint_dir] cannot write into {path}: {reason} (a folder that can be written)") from error
     finally:
         for folder in missing:
             with contextlib.suppress(OSError):

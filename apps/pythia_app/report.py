@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -31,6 +32,28 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(f"[checkpoint_dir] cannot write {path}: {error.strerror or error} (room in a writable folder)") from error
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Holds the run's folder, so that two processes cannot mix their files. raises: DataError if another one holds it."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(place)
+        raise DataError(f"[checkpoint_dir] another process is training in {folder} (another folder)") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(place)
 
 
 def read_metrics(path: Path) -> list[dict]:

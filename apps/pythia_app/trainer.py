@@ -13,7 +13,11 @@ import numpy as np
 import needle as ndl
 from needle import ops
 from needle.data.text import TextData, TokenBatches
-from needle.models import Pythia, PythiaConfig, checkpointed, train_step
+from needle.errors import ShapeError
+from needle.memory.explain import capacity
+from needle.memory.planning import peak_bytes
+from needle.memory.units import readable
+from needle.models import Pythia, PythiaConfig, checkpointed, plannable, train_step
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
 
@@ -33,7 +37,27 @@ def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
     config = PythiaConfig.named(options.model, vocab_size=vocab_size, max_seq_len=options.seq_len)
     if sparse:
         config = config.with_sparse(options.pattern, options.block_size, options.window)
-    return checkpointed(config, options.checkpoint_layers, options.batch_size, options.seq_len, options.accumulation_steps)
+    return checkpointed(config, options.checkpoint_layers, options.batch_size, options.seq_len, planned_micro_batches(options))
+
+
+def planned_micro_batches(options) -> int:
+    """Micro-batches in the steps of a plan: more than two hold no more."""
+    return min(options.accumulation_steps, 2)
+
+
+def planned_peak(options, config: PythiaConfig, device) -> int:
+    """Bytes that training will hold at its peak, found by running two steps without data.
+
+    raises: ShapeError if the device, as far as is known, has fewer.
+    """
+    build = plannable(config, options.batch_size, options.seq_len, planned_micro_batches(options))
+    peak, there = peak_bytes(build), capacity(device)
+    if there and peak > there:
+        raise ShapeError(
+            f"[memory] training would hold {readable(peak)} at its peak (planned); {device} has {readable(there)} "
+            "(a smaller batch_size, seq_len, vocab_size or model; `python -m needle plan` shows where it goes)"
+        )
+    return peak
 
 
 class StopRequest:
@@ -59,9 +83,8 @@ class StopRequest:
 class Trainer:
     """A model, its optimizer and its place in the text."""
 
-    def __init__(self, options, text: TextData, device, sparse: bool):
-        self.options, self.device = options, device
-        self.config = make_config(options, text.vocab_size, sparse)
+    def __init__(self, options, config: PythiaConfig, text: TextData, device):
+        self.options, self.config, self.device = options, config, device
         self.model = Pythia(self.config, device=device, seed=options.seed)
         self.optimizer = AdamW(self.model.parameter_groups(0.1), lr=options.lr, betas=(0.9, 0.95), eps=1e-8)
         self.batches = TokenBatches(
@@ -119,11 +142,11 @@ def attention_seconds(config: PythiaConfig, batch: int, T: int, device) -> float
     return median(times) * config.layers
 
 
-def compare_dense(options, text: TextData, device, stop: StopRequest) -> list[dict]:
-    """Trains dense and sparse on the same batches, one after the other; a row of figures for each."""
+def compare_dense(options, configs: list[PythiaConfig], text: TextData, device, stop: StopRequest) -> list[dict]:
+    """Trains the configurations on the same batches, one after the other; a row of figures for each."""
     rows = []
-    for sparse in (False, True):
-        trainer = Trainer(options, text, device, sparse)
+    for config in configs:
+        trainer = Trainer(options, config, text, device)
         trainer.steps = options.max_steps or 20
         device.reset_peak()
         times, loss = [], float("nan")
@@ -135,7 +158,7 @@ def compare_dense(options, text: TextData, device, stop: StopRequest) -> list[di
         attention = attention_seconds(trainer.config, options.batch_size, options.seq_len, device)
         rows.append(
             {
-                "attention": options.pattern if sparse else "dense",
+                "attention": config.pattern or "dense",
                 "density": f"{layout.density:.3f}",
                 "blocks": layout.nnz_total,
                 "ms/step": f"{median(times) * 1e3:.0f}" if times else "-",

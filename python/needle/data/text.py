@@ -20,9 +20,9 @@ from .. import config
 from ..errors import DataError
 from .text_corpus import Corpus, load_corpus
 from .text_files import read_tokens, write_tokens
-from .text_tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
+from .text_tokenizer import SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
 
-_FORMAT = "1"  # part of the cache key: change it when the same input would give other tokens
+_FORMAT = "2"  # part of the cache key: change it when the same input would give other tokens
 _SCAN_TOKENS = 1 << 22
 
 
@@ -73,6 +73,9 @@ def load_text(
     if tokenizer is None:
         kept = _kept_tokenizer(trained_path)
         cached = kept is not None
+        most = SMALLEST_VOCABULARY + corpus.train_bytes // 2  # what is merged occurs twice
+        if vocab_size > most:
+            raise DataError(f"[{corpus.name}] too little text for the vocabulary: {vocab_size} ids asked (at most {most})")
         texts = (part for piece in corpus.train for part in piece.texts(corpus.name))
         tokens = kept or train_tokenizer(trained_path, texts, vocab_size, corpus.name)
 

@@ -93,9 +93,9 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
         folder = Path(data_dir) / "wikitext-2"
         return _wikitext(folder if folder.is_dir() else _download_wikitext(folder, Path(cache_dir)))
     path = Path(dataset).expanduser()
-    if dataset and path.is_file():
+    if dataset and os.path.isfile(path):  # unlike Path's, False also for what can be no path
         return _from_files(path.name, [path], path.parent)
-    if dataset and path.is_dir():
+    if dataset and os.path.isdir(path):
         if all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
             return _wikitext(path)
         files = [file for file in _walk(path) if not file.name.startswith(".")]
@@ -136,7 +136,7 @@ def _download_wikitext(wanted: Path, cache_dir: Path) -> Path:
     try:
         import datasets
     except ModuleNotFoundError as error:
-        raise DataError(f"[wikitext-2] no local copy: {where}, or `pip install 'needle[hub]'` to download it)") from error
+        raise DataError(f"[wikitext-2] no local copy: {where}, or `pip install datasets` to download it)") from error
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the error below says it in one line
     try:
         splits = datasets.load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1")
@@ -213,7 +213,7 @@ def _walk(folder: Path, leave_out: Set[str] = frozenset()) -> list[Path]:
     for parent, folders, files in os.walk(folder):
         folders[:] = sorted(f for f in folders if f not in leave_out and not f.startswith("."))
         found += [Path(parent, file) for file in sorted(files)]
-    return [file for file in found if file.is_file()]
+    return [file for file in found if os.path.isfile(file)]
 
 
 def _digest(piece: Piece, name: str) -> str:

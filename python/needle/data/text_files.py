@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -30,28 +31,37 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
-    """Write ``path`` (little-endian ids), then ``path``.json (dtype, count), which vouches for it; map it as below."""
+    """Write ``path`` (little-endian ids), then ``path``.json, whose checksum vouches for it; map it as below."""
     dtype = token_dtype(vocab_size).newbyteorder("<")
-    count = 0
+    count = checksum = 0
     with write_atomically(path) as file:
         for part in ids:
-            file.write(part.astype(dtype).tobytes())
-            count += len(part)
+            raw = part.astype(dtype).tobytes()
+            file.write(raw)
+            count, checksum = count + len(part), zlib.crc32(raw, checksum)
     with write_atomically(_description(path)) as file:
-        file.write(json.dumps({"dtype": dtype.name, "tokens": count, "vocab_size": vocab_size}).encode())
+        file.write(json.dumps({"tokens": count, "vocab_size": vocab_size, "crc32": checksum}).encode())
     return _map(path, dtype, count)
 
 
 def read_tokens(path: Path) -> np.ndarray | None:
     """(tokens,) uint16 or uint32, memory-mapped and read-only; None if the file is absent or damaged."""
-    if not (path.is_file() and _description(path).is_file()):
-        return None
     try:
         description = json.loads(_description(path).read_text())
-        dtype, count = np.dtype(description["dtype"]).newbyteorder("<"), int(description["tokens"])
-    except (ValueError, TypeError, KeyError):
+        dtype, count = token_dtype(int(description["vocab_size"])).newbyteorder("<"), int(description["tokens"])
+        if path.stat().st_size != count * dtype.itemsize or _checksum(path) != description["crc32"]:
+            return None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    return _map(path, dtype, count) if path.stat().st_size == count * dtype.itemsize else None
+    return _map(path, dtype, count)
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with open(path, "rb") as file:
+        while raw := file.read(1 << 20):
+            checksum = zlib.crc32(raw, checksum)
+    return checksum
 
 
 def _map(path: Path, dtype: np.dtype, count: int) -> np.ndarray:

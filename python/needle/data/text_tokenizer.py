@@ -77,7 +77,7 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     tokenizers = _import_tokenizers()
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise DataError(f"[tokenizer] cannot read {path}: {error} (a tokenizer.json)") from error
     try:
         return TextTokenizer(tokenizers.Tokenizer.from_str(text))
@@ -89,7 +89,7 @@ def _import_tokenizers():
     try:
         import tokenizers
     except ModuleNotFoundError as error:
-        raise DataError("[tokenizer] package missing: tokenizers (pip install 'needle[train]')") from error
+        raise DataError("[tokenizer] package missing: tokenizers (pip install tokenizers)") from error
     return tokenizers
 
 

@@ -22,7 +22,7 @@ _MIB = float(1 << 20)
 
 def picture(traced: trace, path: str | os.PathLike) -> Path:
     """Writes an HTML page to ``path`` that shows ``traced``: bytes by category after each event, stacked; what each event was (op,
-    module, bytes, line) under the pointer; the peak and the trace's marks. Needs plotly (``pip install needle[report]``).
+    module, bytes, line) under the pointer; the peak and the trace's marks. Needs plotly.
 
     raises: ModuleNotFoundError without plotly.
     """
