@@ -64,7 +64,7 @@ def read_tensors(path: Path) -> dict[str, np.ndarray]:
     try:
         import safetensors
     except ModuleNotFoundError:
-        raise CheckpointError("[checkpoint] package missing: safetensors (pip install 'needle[train]')") from None
+        raise CheckpointError("[checkpoint] package missing: safetensors (pip install safetensors)") from None
     try:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -73,7 +73,7 @@ def _folder(source: str | Path, revision: str | None) -> Path:
         import huggingface_hub
     except ModuleNotFoundError:
         raise CheckpointError(
-            f"[from_pretrained] no such folder: {source}; the Hub needs a package (pip install 'needle[hub]')"
+            f"[from_pretrained] no such folder: {source}; the Hub needs a package (pip install huggingface_hub)"
         ) from None
     wanted = [CONFIG, "model*.safetensors", INDEX, TOKENIZER, TOKENIZER_CONFIG]
     try:
