@@ -150,6 +150,86 @@ def test_no_grad_detach_and_retain_grad(host):
         (x * x).backward(leaf([1.0, 2.0], host))
 
 
+def micro_batches(host, count=4):
+    rng = np.random.default_rng(0)
+    return [leaf(rng.standard_normal((6, 5)), host, requires_grad=False) for _ in range(count)]
+
+
+def network_loss(x, weights):
+    """Weights of each kind whose gradient is summed in place; the first is used twice."""
+    w, b, scale, table, ids = weights
+    h = ops.layer_norm(ops.linear(x, w, b), scale, b)
+    h = ops.linear(h, w, b) + ops.embedding(table, ids)
+    return ops.linear_cross_entropy(ops.tanh(h @ w), table.reshape((5, 7)), ids) * 0.25
+
+
+def weights_of_each_kind(host):
+    rng = np.random.default_rng(1)
+    shapes = ((5, 5), (5,), (5,), (7, 5))
+    ids = ndl.Tensor([0, 3, 3, 6, 1, 0], device=host, dtype="int32", requires_grad=False)
+    return [*[leaf(rng.standard_normal(s), host) for s in shapes], ids]
+
+
+def test_accumulating_adds_in_place_what_backward_gives(host):
+    weights = weights_of_each_kind(host)
+    expected = [0.0] * 4
+    for x in micro_batches(host):
+        network_loss(x, weights).backward()
+        expected = [e + w.grad.numpy() for e, w in zip(expected, weights)]
+    for w in weights[:4]:
+        w.grad = None
+    for i, x in enumerate(micro_batches(host)):
+        before = [w.grad for w in weights[:4]]
+        network_loss(x, weights).backward(accumulate=True)
+        assert i == 0 or [w.grad for w in weights[:4]] == before  # Tensors compare by identity
+    for w, e in zip(weights, expected):
+        np.testing.assert_allclose(w.grad.numpy(), e, rtol=1e-4, atol=1e-5)
+
+
+def test_accumulating_needs_no_second_gradient(cpu):
+    w = leaf(np.ones((300, 400)), cpu)
+    x = leaf(np.ones((8, 300)), cpu, requires_grad=False)
+    ids = ndl.Tensor(np.arange(8), device=cpu, dtype="int32", requires_grad=False)
+    for make in (
+        lambda: (x @ w).sum(),
+        lambda: ops.linear(x, w, leaf(np.ones(400), cpu)).sum(),
+        lambda: ops.embedding(w, ids).sum(),
+        lambda: ops.linear_cross_entropy(x, w, ids) * 0.5,
+    ):
+        w.grad = None
+        make().backward()
+        loss = make()
+        with ndl.memory.peak(cpu) as p:
+            loss.backward(accumulate=True)
+        assert p.above_start < w.size * 4 / 2
+
+
+def test_a_gradient_that_something_else_holds_is_not_added_to(host):
+    x, y = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host)
+    (x * y).sum().backward()
+    held = x.grad
+    used = held * y  # a graph that reads the gradient
+    (x * 10).sum().backward(accumulate=True)
+    np.testing.assert_array_equal(x.grad.numpy(), [13.0, 14.0])
+    used.sum().backward(accumulate=True)
+    np.testing.assert_array_equal(y.grad.numpy(), [4.0, 6.0])  # x + the gradient as it was
+    (x + y).sum().backward()  # one array for both
+    (x * 2 + y).sum().backward(accumulate=True)
+    np.testing.assert_array_equal(x.grad.numpy(), [3.0, 3.0])
+    np.testing.assert_array_equal(y.grad.numpy(), [2.0, 2.0])
+
+
+def test_a_loss_whose_gradients_forward_made_can_be_differentiated_again(host):
+    weights = weights_of_each_kind(host)
+    loss = network_loss(micro_batches(host)[0], weights)
+    loss.backward(retain_graph=True)
+    first = [w.grad.numpy() for w in weights[:4]]
+    loss.backward()  # writes into the arrays that forward made
+    assert all(np.array_equal(w.grad.numpy(), f) for w, f in zip(weights, first))
+    loss.backward()  # and here they are made again
+    assert all(np.array_equal(w.grad.numpy(), f) for w, f in zip(weights, first))
+
+
 def test_lazy_mode(host):
     autograd.LAZY_MODE = True
     try:

@@ -135,6 +135,11 @@ class Op:
 
     A fused op may offer ``reference(*inputs)``, the same value composed of ops that can be differentiated twice; it is used for
     gradients that themselves need a graph.
+
+    makes_gradients: ``gradient`` gives arrays that are new and that nothing else holds, so that others are added to them in place.
+    An op may offer ``accumulate_gradient(out_grad, node, sums)``: ``gradient``, but what would be added to ``sums[i]``, an array or
+    None per input, may be added there, and None given for it; and ``consuming_gradient(out_grad, output)``, used when nobody else
+    holds the arrays of its output or will read them: it may write into them, and give them away.
     """
 
     reads_inputs: bool | tuple[int, ...] = True
@@ -143,6 +148,9 @@ class Op:
     autocast: str | None = None
     compute_dtype: str | None = None
     reference: Callable[..., Any] | None = None
+    makes_gradients: bool = False
+    accumulate_gradient: Callable[..., Any] | None = None
+    consuming_gradient: Callable[..., Any] | None = None
     # True: gradient of a tuple-valued op takes None for outputs that nothing used, instead of zeros.
     accepts_missing_grads: bool = False
     # The index of the item that a tuple-selecting op gives; None for all others.
@@ -641,12 +649,13 @@ class TensorTuple(Value):
 class _GradientSource:
     """Where a gradient came from, so that its own history can be made when somebody asks for it."""
 
-    __slots__ = ("root", "leaf", "out_grad")
+    __slots__ = ("root", "leaf", "out_grad", "in_place")
 
-    def __init__(self, root: Node, leaf: Node, out_grad: Tensor | None):
+    def __init__(self, root: Node, leaf: Node, out_grad: Tensor | None, in_place: bool):
         self.root = weakref.ref(root)
         self.leaf = leaf
         self.out_grad = out_grad
+        self.in_place = in_place  # the array is the gradient's alone
 
     def rebuild(self) -> Tensor:
         root = self.root()
@@ -801,8 +810,9 @@ class Tensor(Value):
         """Sets ``.grad`` of the leaves under this tensor to the gradient of sum(self * out_grad).
 
         out_grad: shape of self; default ones. retain_graph: keep the saved arrays for another call (without it they are
-        recomputed). accumulate: add to ``.grad`` instead of overwriting it. create_graph: give the gradients a history of their
-        own. raises: GraphError if nothing here requires a gradient, or a changed parameter would be needed again.
+        recomputed). accumulate: add to ``.grad``, in place, instead of overwriting it; if that fails midway it holds a part of
+        the sum. create_graph: give the gradients a history of their own.
+        raises: GraphError if nothing here requires a gradient, or a changed parameter would be needed again.
         """
         if self._source is not None and self._node is None:
             self._source.rebuild().backward(out_grad, retain_graph, accumulate, create_graph)
@@ -820,21 +830,24 @@ class Tensor(Value):
 
     def _set_gradients(self, out_grad: Tensor | None, retain_graph: bool, accumulate: bool, create_graph: bool) -> None:
         root = self._as_node()
-        found = _run_backward(root, out_grad, retain_graph, create_graph)
+        found = _run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate)
         # Memory that a leaf has been given already; 0 is borrowed memory, which has no number of its own.
         given = {0} if out_grad is None else {0, out_grad.realize_cached_data().serial}
         for leaf, grad in found.items():
             handle = leaf.live_handle()
-            if not isinstance(handle, Tensor):
+            if not isinstance(handle, Tensor) or grad is handle._grad:  # the sum has been made there
                 continue
             if accumulate and handle._grad is not None:
                 grad = _accumulated(handle._grad, grad, create_graph)
             elif not create_graph:
                 array = grad.realize_cached_data()
                 # One array may be the gradient of two leaves (a + b); each leaf gets its own.
-                grad = Tensor.make_const(array.copy() if array.serial in given else array)
+                own = isinstance(grad._source, _Summed)
+                if array.serial in given:
+                    array, own = array.copy(), True
                 given.add(array.serial)
-                grad._source = _GradientSource(root, leaf, out_grad)
+                grad = Tensor.make_const(array)
+                grad._source = _GradientSource(root, leaf, out_grad, own)
             handle._grad = grad
 
     # --- operators --------------------------------------------------------------------------------------------
@@ -955,7 +968,7 @@ def _differentiable_order(root: Node, stop: frozenset[Node] = frozenset()) -> li
 
 
 class _Owned:
-    """A gradient summed from several parts: its array belongs to the sum and may be added to in place."""
+    """A gradient whose array nothing else holds, so that it may be added to in place."""
 
     __slots__ = ("tensor",)
 
@@ -963,35 +976,54 @@ class _Owned:
         self.tensor = tensor
 
 
-def _add_gradient(grads: dict, key: Any, grad: Tensor, create_graph: bool) -> None:
+def _add_gradient(grads: dict, key: Any, grad: Tensor, create_graph: bool, new: bool = False) -> None:
+    """new: nothing else holds the array of ``grad``."""
     have = grads.get(key)
-    if have is None:
-        grads[key] = grad
-    elif create_graph:
-        grads[key] = have + grad
+    if create_graph:
+        grads[key] = grad if have is None else have + grad
+    elif have is None:
+        grads[key] = _Owned(grad) if new and grad.realize_cached_data().is_compact() else grad
     elif isinstance(have, _Owned):
         have.tensor.realize_cached_data().add_in_place(grad.realize_cached_data())
     else:
-        grads[key] = _Owned(have + grad)
+        grads[key] = _Owned(_sum(have, grad, new))
+
+
+def _sum(have: Tensor, grad: Tensor, own: bool) -> Tensor:
+    """have + grad, in the array of ``grad`` if that is its ``own``."""
+    a, b = have.realize_cached_data(), grad.realize_cached_data()
+    if own and b.is_compact() and a.dtype == b.dtype and a.shape == b.shape:
+        b.add_in_place(a)
+        return grad
+    return Tensor.make_const(a + b)
 
 
 def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
     """have + grad. A sum made here belongs to ``.grad`` alone, so the next one is added to it in place."""
     if create_graph:
         return have + grad
-    if getattr(have._source, "in_place", False):
-        have.realize_cached_data().add_in_place(grad.realize_cached_data())
-        return have
-    total = Tensor.make_const(have.realize_cached_data() + grad.realize_cached_data())
-    total._source = _AccumulatedSource()
+    total = _sum(have, grad, isinstance(grad._source, _Summed))
+    total._source = _Summed()
     return total
+
+
+def _sums_so_far(leaves: Iterable[Node]) -> dict[Node, _Owned]:
+    """The leaves' gradients that what comes next may be added to in place: no graph and nothing but ``.grad`` holds them."""
+    found = {}
+    for leaf in leaves:
+        handle = leaf.live_handle()
+        have = handle._grad if isinstance(handle, Tensor) else None
+        if have is not None and have._node is None and getattr(have._source, "in_place", False):
+            have._source = _Summed()
+            found[leaf] = _Owned(have)
+    return found
 
 
 ALL_ONES = object()  # as a Tensor's _source: the gradient that backward starts from, known to be 1 without reading it
 
 
-class _AccumulatedSource:
-    """Marks a gradient summed over several backward calls: it has no one root to be rebuilt from."""
+class _Summed:
+    """Marks a gradient whose array is its own: one summed over several backward calls has no one root to be rebuilt from."""
 
     __slots__ = ()
     in_place = True
@@ -1006,8 +1038,12 @@ def _run_backward(
     retain_graph: bool,
     create_graph: bool,
     stop: frozenset[Node] = frozenset(),
+    accumulate: bool = False,
 ) -> dict[Node, Tensor]:
-    """Gradients of the leaves (and of ``stop`` nodes) under ``root``. Sets ``.grad`` where retain_grad() asked for it."""
+    """Gradients of the leaves (and of ``stop`` nodes) under ``root``. Sets ``.grad`` where retain_grad() asked for it.
+
+    accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then.
+    """
     order = _differentiable_order(root, stop)
     segments: dict[Segment, list[Node]] = {}
     incomplete = root.peek() is None
@@ -1036,6 +1072,8 @@ def _run_backward(
         else:
             seed = out_grad if create_graph else out_grad.detach()
         grads: dict[Any, Any] = {root: seed}
+        if accumulate and not create_graph:
+            grads.update(_sums_so_far(n for n in order if n.op is None and n is not root))
         found: dict[Node, Tensor] = {}
         while order:
             node = order.pop()
@@ -1044,13 +1082,16 @@ def _run_backward(
                 grad = _tuple_gradient(grads, node)
             else:
                 grad = grads.pop(node, None)
-                if isinstance(grad, _Owned):
+                own = isinstance(grad, _Owned)
+                if own:
                     grad = grad.tensor
                 if grad is not None:
                     grad = _narrowed(grad, node.spec[1] if node.spec else getattr(node.peek(), "_dtype", ""))
             if op is None or node in stop:
                 if grad is not None:
                     found[node] = grad
+                    if own:
+                        grad._source = _Summed()
                 continue
             if grad is not None:
                 handle = node.live_handle()
@@ -1060,7 +1101,7 @@ def _run_backward(
                     for n in node.read_nodes():
                         if n.segment in segments:
                             _open_segment(n.segment, segments, closing, disarm=not keeps)
-                _push_gradients(node, handle, grad, grads, create_graph)
+                _push_gradients(node, handle, grad, grads, keeps, create_graph)
             if not keeps and (op.reads_inputs or op.reads_output):
                 node.release()
             if node in closing:
@@ -1091,7 +1132,7 @@ def _close_segment(segment: Segment, nodes: list[Node]) -> None:
             n.array = None
 
 
-def _push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, create_graph: bool) -> None:
+def _push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, keeps: bool, create_graph: bool) -> None:
     """Adds this node's contribution to the gradients of its inputs."""
     op = node.op
     assert op is not None
@@ -1099,10 +1140,20 @@ def _push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, cr
     if op.selected_item is not None:
         _add_gradient(grads, (inputs[0], op.selected_item), grad, create_graph)
         return
+    new = op.makes_gradients
+    parts: Sequence[Any]
     if create_graph and op.reference is not None:
-        parts: Sequence[Any] = _reference_gradients(node, grad)
+        parts = _reference_gradients(node, grad)
+    elif op.consuming_gradient is not None and not keeps and handle is None and node.readers == 1 and node.array is not None:
+        output, node.array = node.array, None
+        parts, new = op.consuming_gradient(grad, output), True
     else:
-        parts = op.gradient_as_tuple(grad, Value._passing(node) if handle is None else handle)
+        value = Value._passing(node) if handle is None else handle
+        if op.accumulate_gradient is not None and not create_graph:
+            sums = [have.tensor._data if isinstance(have, _Owned) else None for have in map(grads.get, inputs)]
+            parts = op.accumulate_gradient(grad, value, sums)
+        else:
+            parts = op.gradient_as_tuple(grad, value)
     if len(parts) != len(inputs):
         raise GraphError(f"[backward] {op.name}.gradient gave {len(parts)} gradients for {len(inputs)} inputs")
     for n, part in zip(inputs, parts):
@@ -1112,8 +1163,8 @@ def _push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, cr
             for i, item in enumerate(part):
                 if item is not None:
                     _add_gradient(grads, (n, i), item, create_graph)
-        elif n in grads:
-            _add_gradient(grads, n, part, create_graph)
+        elif new or n in grads:
+            _add_gradient(grads, n, part, create_graph, new)
         else:
             grads[n] = part
 

@@ -26,6 +26,7 @@ class Attention(TensorTupleOp):
     """
 
     autocast = "lower"
+    makes_gradients = True
     accepts_missing_grads = True
 
     def __init__(self, layout: BlockLayout, scale: float):

@@ -123,6 +123,7 @@ class Embedding(TensorOp):
     raises: IndexError for an id outside 0..V-1 (on a GPU at the next synchronisation).
     """
 
+    makes_gradients = True
     reads_inputs = (1,)
     reads_output = False
 
@@ -130,9 +131,15 @@ class Embedding(TensorOp):
         return kernels.embedding(weight, ids)
 
     def gradient(self, out_grad, node):
+        return self.accumulate_gradient(out_grad, node, (None, None))
+
+    def accumulate_gradient(self, out_grad, node, sums):
         weight, ids = node.inputs
-        dweight = kernels.embedding_backward(out_grad.realize_cached_data(), ids.realize_cached_data(), weight.shape[0])
-        return Tensor.make_const(dweight), None
+        dy, into = out_grad.realize_cached_data(), sums[0]
+        if into is not None and into._dtype != dy._dtype:
+            into = None
+        dweight = kernels.embedding_backward(dy, ids.realize_cached_data(), weight.shape[0], into)
+        return Tensor.make_const(dweight) if into is None else None, None
 
     @staticmethod
     def reference(weight, ids):

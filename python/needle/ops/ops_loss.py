@@ -96,6 +96,13 @@ class LinearCrossEntropy(TensorTupleOp):
         upstream = out_grad[0].realize_cached_data().astype(dhidden.dtype, copy=False)
         return Tensor.make_const(dhidden * upstream), Tensor.make_const(dweight * upstream), None
 
+    def consuming_gradient(self, out_grad, output):
+        _, *grads = output
+        if out_grad[0]._source is not ALL_ONES:
+            for g in grads:
+                g.mul_in_place(out_grad[0].realize_cached_data())
+        return *[Tensor.make_const(g) for g in grads], None
+
     def reference(self, hidden, weight, targets):
         return _reference_loss(matmul(hidden, weight), targets, self.ignore_index)
 

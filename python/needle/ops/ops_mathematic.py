@@ -521,11 +521,15 @@ class MatMul(_InputRead):
     """(..., m, k) @ (..., k, n), leading axes broadcast; 1-D operands as in numpy."""
 
     autocast = "lower"
+    makes_gradients = True
 
     def compute(self, a, b):
         return _matmul(a, b)
 
     def gradient(self, out_grad, node):
+        return self.accumulate_gradient(out_grad, node, (None, None))
+
+    def accumulate_gradient(self, out_grad, node, sums):
         a, b = node.inputs
         if a.ndim == 1 or b.ndim == 1:
             return self._vector_gradient(out_grad, a, b)
@@ -535,7 +539,10 @@ class MatMul(_InputRead):
         if b.requires_grad:
             if b.ndim == 2 and a.ndim > 2:  # one large product instead of a batch of them and a sum
                 a, out_grad = reshape(a, (-1, a.shape[-1])), reshape(out_grad, (-1, out_grad.shape[-1]))
-            grad_b = unbroadcast(matmul(transpose(a), out_grad), b.shape)
+            if b.ndim == 2:
+                grad_b = _product_into(transpose(a), out_grad, sums[1])
+            else:
+                grad_b = unbroadcast(matmul(transpose(a), out_grad), b.shape)
         return grad_a, grad_b
 
     @staticmethod
@@ -557,10 +564,19 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return MatMul()(a, b)
 
 
+def _product_into(a: Tensor, b: Tensor, out: NDArray | None) -> Tensor | None:
+    """a @ b; where it can be added to ``out``, that is done instead, without an array for it, and None comes back."""
+    if out is None or out._dtype != a.dtype or a.dtype != b.dtype:
+        return matmul(a, b)
+    _matmul(a.realize_cached_data(), b.realize_cached_data(), out=out, accumulate=True)
+    return None
+
+
 class Linear(_InputRead):
     """x @ weight + bias in one op. x (..., K), weight (K, N), bias (N,) or (1, N) -> (..., N)."""
 
     autocast = "lower"
+    makes_gradients = True
     reads_inputs = (0, 1)
 
     def compute(self, x, weight, bias):
@@ -571,10 +587,13 @@ class Linear(_InputRead):
         return out
 
     def gradient(self, out_grad, node):
+        return self.accumulate_gradient(out_grad, node, (None, None, None))
+
+    def accumulate_gradient(self, out_grad, node, sums):
         x, weight, bias = node.inputs
         rows = reshape(out_grad, (-1, out_grad.shape[-1]))
         grad_x = matmul(out_grad, transpose(weight)) if x.requires_grad else None
-        grad_w = matmul(transpose(reshape(x, (-1, x.shape[-1]))), rows) if weight.requires_grad else None
+        grad_w = _product_into(transpose(reshape(x, (-1, x.shape[-1]))), rows, sums[1]) if weight.requires_grad else None
         grad_b = reshape(summation(rows, 0), bias.shape) if bias.requires_grad else None
         return grad_x, grad_w, grad_b
 

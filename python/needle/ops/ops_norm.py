@@ -19,6 +19,7 @@ class LayerNorm(TensorTupleOp):
     """
 
     autocast = "float32"
+    makes_gradients = True
     reads_inputs = (0, 1)
     accepts_missing_grads = True
 
