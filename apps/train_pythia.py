@@ -20,10 +20,12 @@ from pathlib import Path
 
 from needle.data.text import TextData, load_text, unigram_entropy
 from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
+from needle.memory import LeakCheck, set_limit
 from pythia_app import checkpoint
+from pythia_app.memory import Budget
 from pythia_app.options import device, parse, run_folder
 from pythia_app.report import METRICS, Reporter, alone_in, duration, loss_picture, mib, table, writing
-from pythia_app.trainer import StopRequest, Trainer, compare_dense, make_config, planned_peak
+from pythia_app.trainer import StopRequest, Trainer, compare_dense, make_config
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -48,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     """saved, state: the checkpoint to go on from and what it says; ``options`` are made with it."""
     where = device(options.device)
-    folder = None if options.compare_dense or options.eval_only else run_folder(options, saved)
+    folder = None if options.compare_dense or options.eval_only or options.plan else run_folder(options, saved)
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=options.tokenizer)
     unigram = unigram_entropy(text.train, text.heldout, text.vocab_size)
     print(
@@ -58,7 +60,13 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     )
     kinds = (False, True) if options.compare_dense else (options.sparse,)
     configs = [make_config(options, text.vocab_size, sparse) for sparse in kinds]
-    planned = 0 if options.eval_only else max(planned_peak(options, config, where) for config in configs)
+    budgets = [Budget(options, text.vocab_size, where, sparse) for sparse in kinds]
+    if options.plan:
+        for budget in budgets:
+            budget.show()
+        return 0
+    planned = 0 if options.eval_only else max(budget.peak() for budget in budgets)
+    set_limit(options.memory_limit, where)
     if options.compare_dense:
         with StopRequest() as stop:
             rows = compare_dense(options, configs, text, where, stop)
@@ -85,7 +93,7 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         say_held_out(print, trainer.held_out_loss(text), unigram)
         return 0
     folder.mkdir(parents=True, exist_ok=True)
-    with alone_in(folder):
+    with alone_in(folder), budgets[0].advice:
         return train(options, trainer, text, unigram, folder)
 
 
@@ -93,10 +101,11 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
     tokens = options.batch_size * options.seq_len * options.accumulation_steps
     start, first = time.perf_counter(), trainer.step
     with Reporter(folder, trainer.steps, first) as report:
-        with StopRequest() as stop:
+        with StopRequest() as stop, LeakCheck() as leaks:
             while trainer.step < trainer.steps and not stop.asked:
                 before = time.perf_counter()
                 loss = trainer.train_step()
+                leaks.step()
                 if not math.isfinite(loss):
                     report.say(f"step {trainer.step}: the loss is {loss}; stopped, nothing saved (a lower --lr may help)")
                     return 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -245,18 +246,12 @@ def test_a_damaged_cache_is_made_again(text, tmp_path):
     assert loss(tmp_path / "second") == first
 
 
-def test_the_planned_peak_is_the_measured_one(text, tmp_path):
-    done = run(text, "--sparse", "--max_steps", 2, "--accumulation_steps", 3, "--checkpoint_dir", tmp_path)
-    peak = max(json.loads(line).get("peak_bytes", 0) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert f"planned peak memory {peak / 2**20:,.0f} MiB" in done.stdout
-
-
 def test_what_cannot_fit_is_refused_before_it_starts(main, monkeypatch, tmp_path):
-    from pythia_app import trainer
+    from needle import memory
 
-    monkeypatch.setattr(trainer, "capacity", lambda device: 20 << 20)
+    monkeypatch.setattr(memory, "capacity", lambda device: 20 << 20)
     code, lines = main("--batch_size", 64, "--checkpoint_dir", tmp_path / "run")
-    assert code == 2 and len(lines) == 1 and "at its peak (planned); cpu() has 20.00 MiB" in lines[0]
+    assert code == 2 and len(lines) == 1 and "at its peak (planned); cpu() has 20.00 MiB; none of" in lines[0]
     assert not (tmp_path / "run").exists()
 
 
@@ -416,7 +411,7 @@ def small_run(tmp_path):
 
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("place", ["mkdir", "flush", "replace", "replace again"])
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "interrupted"])
+@pytest.mark.parametrize("error", [lambda: OSError(28, "No space left on device"), KeyboardInterrupt], ids=["full", "interrupted"])
 def test_a_save_that_fails_anywhere_keeps_the_one_before(small_run, monkeypatch, place, error, step):
     from needle.errors import CheckpointError
     from pythia_app import checkpoint
@@ -429,7 +424,7 @@ def test_a_save_that_fails_anywhere_keeps_the_one_before(small_run, monkeypatch,
     def fail(*args, **kwargs):
         calls.append(args)
         if len(calls) == (2 if "again" in place else 1):
-            raise error
+            raise error()
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -476,3 +471,19 @@ def test_damaged_checkpoints(small_run):
     (folder / "latest").write_text("step-000001")
     with pytest.raises(CheckpointError, match=r"m\.\S+ in .* is absent"):
         load()
+
+
+def test_the_plan_is_what_the_run_takes(text, tmp_path):
+    """To the byte, with nothing made by planning; a limit of just that much is kept, and one byte less is refused at once."""
+    shape = ("--sparse", "--batch_size", 2, "--accumulation_steps", 3)
+    done = run(text, *shape, "--plan", "--checkpoint_dir", tmp_path / "plan")
+    assert done.returncode == 0 and not (tmp_path / "plan").exists(), done.stderr
+    assert "fits: cpu() has" in done.stdout and "layers.5" in done.stdout
+    peak = int(re.search(r"\(([\d,]+) bytes\)", done.stdout)[1].replace(",", ""))
+    done = run(text, *shape, "--max_steps", 3, "--memory_limit", peak, "--checkpoint_dir", tmp_path / "run")
+    assert done.returncode == 0 and f"planned peak memory {peak / 2**20:,.0f} MiB" in done.stdout, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(row.get("peak_bytes", 0) for row in rows) == peak
+    done = run(text, *shape, "--max_steps", 3, "--memory_limit", peak - 1, "--checkpoint_dir", tmp_path / "less")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "[memory_limit] the step needs" in done.stderr and "what fits: --" in done.stderr

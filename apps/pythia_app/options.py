@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import needle as ndl
 from needle.errors import DataError, DeviceError, ShapeError
+from needle.memory import parse_bytes
 from needle.models import SIZES, layers_or_bytes
 from needle.nn import PATTERNS
 
@@ -90,6 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     _flag(training, "eval_only", action="store_true", help="only the loss on held-out text")
     where = parser.add_argument_group("machine and files")
     _flag(where, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
+    _flag(where, "memory_limit", default=None, metavar="BYTES", help="the most that arrays may take: 2GiB, T4 (default: all)")
+    _flag(where, "plan", action="store_true", help="only say what the run takes and where every byte goes; allocates nothing")
     _flag(where, "checkpoint_dir", default=None, metavar="FOLDER", help="the run's folder (default: runs/MODEL-TIME)")
     _flag(where, "load_checkpoint", default=None, metavar="FOLDER", help="go on from a run's folder or a checkpoint")
     return parser
@@ -143,6 +146,8 @@ def check(options: argparse.Namespace) -> None:
             )
     if options.load_checkpoint is not None and not os.path.isdir(options.load_checkpoint):
         raise DataError(f"[load_checkpoint] no such folder: {options.load_checkpoint} (a run's folder or a checkpoint in it)")
+    if options.memory_limit is not None:
+        parse_bytes(options.memory_limit)
     device(options.device)
 
 

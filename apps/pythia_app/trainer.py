@@ -13,11 +13,7 @@ import numpy as np
 import needle as ndl
 from needle import ops
 from needle.data.text import TextData, TokenBatches
-from needle.errors import ShapeError
-from needle.memory.explain import capacity
-from needle.memory.planning import peak_bytes
-from needle.memory.units import readable
-from needle.models import Pythia, PythiaConfig, checkpointed, plannable, train_step
+from needle.models import Pythia, PythiaConfig, checkpointed, train_step
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
 
@@ -43,21 +39,6 @@ def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
 def planned_micro_batches(options) -> int:
     """Micro-batches in the steps of a plan: more than two hold no more."""
     return min(options.accumulation_steps, 2)
-
-
-def planned_peak(options, config: PythiaConfig, device) -> int:
-    """Bytes that training will hold at its peak, found by running two steps without data.
-
-    raises: ShapeError if the device, as far as is known, has fewer.
-    """
-    build = plannable(config, options.batch_size, options.seq_len, planned_micro_batches(options))
-    peak, there = peak_bytes(build), capacity(device)
-    if there and peak > there:
-        raise ShapeError(
-            f"[memory] training would hold {readable(peak)} at its peak (planned); {device} has {readable(there)} "
-            "(a smaller batch_size, seq_len, vocab_size or model; `python -m needle plan` shows where it goes)"
-        )
-    return peak
 
 
 class StopRequest:

@@ -1,0 +1,72 @@
+"""What a run takes before it is made: its plan, whether that fits, and what to change where it does not."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+from needle import memory
+from needle.errors import ShapeError
+from needle.memory import readable
+from needle.memory.planning import Build
+from needle.models import plannable
+from pythia_app.trainer import make_config, planned_micro_batches
+
+
+class Budget:
+    """The plan of a run with these options on ``device``, and the memory that is there for it.
+
+    bytes: ``--memory_limit``, or what the device has; 0: unknown. sparse: the kind of attention.
+    """
+
+    def __init__(self, options: Namespace, vocab_size: int, device, sparse: bool):
+        self.options, self.vocab_size, self.device, self.sparse = options, vocab_size, device, sparse
+        self.bytes = memory.parse_bytes(options.memory_limit) if options.memory_limit else memory.capacity(device)
+        self.advice = memory.advise(self.build_for, self._changes())
+
+    def build_for(self, **changes: Any) -> Build:
+        """The ``build`` of ``memory.plan`` for the run as it is, or with other values for some of its flags."""
+        options = Namespace(**{**vars(self.options), **changes})
+        config = make_config(options, self.vocab_size, self.sparse)
+        return plannable(config, options.batch_size, options.seq_len, planned_micro_batches(options))
+
+    def _changes(self) -> list[tuple[str, dict[str, Any]]]:
+        """What leaves a step's result as it is: each layer computed again in backward, smaller micro-batches, both."""
+        batch, count = self.options.batch_size, self.options.accumulation_steps
+        smaller: list[dict[str, Any]] = []
+        while batch % 2 == 0:
+            batch, count = batch // 2, count * 2
+            smaller.append({"batch_size": batch, "accumulation_steps": count})
+        found = smaller
+        if self.options.checkpoint_layers != 1:
+            again = {"checkpoint_layers": 1}
+            found = [again, *smaller, *({**change, **again} for change in smaller)]
+        return [(" ".join(f"--{name} {value}" for name, value in change.items()), change) for change in found]
+
+    def peak(self) -> int:
+        """Bytes that training will hold at its peak: the allocator's figure of a real run, exactly.
+
+        raises: ShapeError, with a change that fits if there is one, if they are more than there are.
+        """
+        peak = memory.peak_bytes(self.build_for())
+        if self.bytes and peak > self.bytes:
+            name = "memory_limit" if self.options.memory_limit else "memory"
+            raise ShapeError(f"[{name}] {self._what_fits()} (`--plan` shows where it goes)")
+        return peak
+
+    def show(self) -> None:
+        """The whole plan as a table, and whether it fits."""
+        found = memory.plan(self.build_for())
+        print(found)
+        if self.bytes and found.peak_bytes > self.bytes:
+            print(self._what_fits())
+        else:
+            print(f"fits: {self._there()}")
+
+    def _what_fits(self) -> str:
+        needs, *rest = self.advice.text(self.bytes).splitlines()
+        return "; ".join([f"{needs.partition(';')[0]}; {self._there()}", *rest])
+
+    def _there(self) -> str:
+        there = readable(self.bytes) if self.bytes else "an unknown amount"
+        return f"the limit is {there}" if self.options.memory_limit else f"{self.device} has {there}"
