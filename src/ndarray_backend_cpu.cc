@@ -87,5 +87,6 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", &set_num_threads);
   m.def("matmul_tiled", &Bound<&matmul_tiled>::call);
+  m.attr("__tile_size__") = 8;
   m.attr("__gemm__") = gemm_library();
 }

@@ -271,4 +271,5 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
   m.def("reset_launch_counts", &needle::reset_launch_counts);
   m.def("num_threads", [] { return 1; });  // of the host: kernels decide on the device's
   m.def("set_num_threads", [](int) {});
+  m.attr("__tile_size__") = 4;  // the course's; nothing here is in such tiles
 }

@@ -930,8 +930,9 @@ class Tensor(Value):
     def broadcast_to(self, shape) -> Tensor:
         return ops.BroadcastTo(shape)(self)
 
-    def reshape(self, *shape) -> Tensor:
-        return ops.Reshape(shape[0] if len(shape) == 1 else shape)(self)
+    def reshape(self, shape, *more) -> Tensor:
+        """Under another shape, given as one or as several numbers."""
+        return ops.Reshape((shape, *more) if more else shape)(self)
 
     def transpose(self, axes=None) -> Tensor:
         """Swaps two axes, by default the last two."""

@@ -305,13 +305,22 @@ inline void bind_unary(py::module_& m, const std::string& name, UnaryOp op) {
   });
 }
 
-inline void bind_binary(py::module_& m, const std::string& name, BinaryOp op) {
+// compute(out); where a comparison is to go into an array of numbers, as in the course, 0 and 1.
+template <class Compute>
+void with_truth_as_numbers(bool is_comparison, const Array& out, const Compute& compute) {
+  if (!is_comparison || out.dtype() == DType::kBool) return compute(out);
+  const Array truth(allocator(), out.size(), DType::kBool);
+  compute(truth);
+  strided_copy(truth, {1}, 0, out, {1}, 0, {out.size()});
+}
+
+inline void bind_binary(py::module_& m, const std::string& name, BinaryOp op, bool is_comparison) {
   const std::string ewise = "ewise_" + name, scalar = "scalar_" + name, rscalar = "rscalar_" + name;
-  m.def(ewise.c_str(), [op](const Array& a, const Array& b, const Array& out) {
+  m.def(ewise.c_str(), [op, is_comparison](const Array& a, const Array& b, const Array& out) {
     const Dims shape{out.size()};
     const View x = whole(a, shape), y = whole(b, shape);
     Unlocked unlocked(out.size());
-    ewise_binary(op, x, y, out);
+    with_truth_as_numbers(is_comparison, out, [&](const Array& to) { ewise_binary(op, x, y, to); });
   });
   m.def(ewise.c_str(),
         [op](const Array& a, const Dims& a_strides, int64_t a_offset, const Array& b,
@@ -321,11 +330,12 @@ inline void bind_binary(py::module_& m, const std::string& name, BinaryOp op) {
           Unlocked unlocked(out.size());
           ewise_binary(op, x, y, out);
         });
-  m.def(scalar.c_str(), [op](const Array& a, Scalar b, const Array& out) {
+  m.def(scalar.c_str(), [op, is_comparison](const Array& a, Scalar b, const Array& out) {
     const Dims shape{out.size()};
     const View x = whole(a, shape);
     Unlocked unlocked(out.size());
-    scalar_binary(op, x, b, out);
+    with_truth_as_numbers(is_comparison, out,
+                          [&](const Array& to) { scalar_binary(op, x, b, to); });
   });
   m.def(scalar.c_str(), [op](const Array& a, const Dims& strides, int64_t offset, Scalar b,
                              const Array& out, const Dims& shape) {
@@ -349,7 +359,8 @@ inline void bind_binary(py::module_& m, const std::string& name, BinaryOp op) {
 
 inline void bind_ewise(py::module_& m) {
 #define NEEDLE_UNARY(name, kind, expression) bind_unary(m, "ewise_" #name, UnaryOp::name);
-#define NEEDLE_BINARY(name, kind, expression) bind_binary(m, #name, BinaryOp::name);
+#define NEEDLE_BINARY(name, kind, expression) \
+  bind_binary(m, #name, BinaryOp::name, std::string(#kind) == "CMP");
 #include "ewise_ops.def"
   m.def("where", [](const Array& c, const Array& a, const Array& b, const Array& out) {
     const Dims shape{out.size()};
@@ -434,7 +445,6 @@ inline void bind_fused(py::module_& m) {
 
 inline void bind_backend(py::module_& m) {
   m.attr("__device_name__") = NEEDLE_STRING(NEEDLE_DEVICE);
-  m.attr("__tile_size__") = 8;
   m.def("sync", [] { sync(); });
   bind_array(m);
   bind_memory(m);

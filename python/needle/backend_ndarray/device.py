@@ -36,16 +36,17 @@ def drop_device_caches() -> None:
 class BackendDevice:
     """A device by name. Equal by name, hashable; missing attributes are looked up in the module of its kernels.
 
-    The module is imported when first needed, so that naming a device costs nothing and an absent one is a clear error
-    only where it is used. ``numpy_semantics`` (the course's NEEDLE_BACKEND=np) keeps numpy's dtypes and gives full reductions the
-    shape ``()``; otherwise array-likes become float32 and full reductions have shape ``(1,)``.
+    mod: a module, or None for an absent device; or a module's name. That one is imported when first needed, so that naming a device
+    costs nothing and an absent one is a clear error only where it is used. numpy_semantics (the course's NEEDLE_BACKEND=np) keeps
+    numpy's dtypes and gives full reductions the shape ``()``; otherwise array-likes become float32 and full reductions have shape
+    ``(1,)``.
     """
 
-    def __init__(self, name: str, module_name: str, numpy_semantics: bool = False, label: str | None = None):
+    def __init__(self, name: str, mod: ModuleType | str | None, numpy_semantics: bool = False, label: str | None = None):
         self.name = name
         self.numpy_semantics = numpy_semantics
         self.default_float = "float64" if numpy_semantics else "float32"
-        self._module_name = module_name
+        self._source = mod
         self._label = label or f"{name}()"
         self._why_absent = ""
 
@@ -74,13 +75,16 @@ class BackendDevice:
         return self.__dict__.get("mod") is not None
 
     def _load(self) -> ModuleType | None:
-        full_name = f"{__package__}.{self._module_name}"
+        if not isinstance(self._source, str):
+            self._why_absent = "it was made without a module"
+            return self._source
+        full_name = f"{__package__}.{self._source}"
         try:
             mod = importlib.import_module(full_name)
         except ModuleNotFoundError as error:
             if error.name != full_name:
                 raise
-            self._why_absent = f"the extension {self._module_name} is not built (run: make lib)"
+            self._why_absent = f"the extension {self._source} is not built (run: make lib)"
             return None
         # A CUDA module imports happily on a machine without a GPU.
         if hasattr(mod, "device_count") and mod.device_count() == 0:
@@ -89,7 +93,7 @@ class BackendDevice:
         return mod
 
     def __getattr__(self, name: str) -> Any:
-        mod = None if name.startswith("__") and name != "__tile_size__" else self.mod
+        mod = None if name.startswith("__") and name not in ("__tile_size__", "__device_name__") else self.mod
         if mod is None:
             raise AttributeError(f"device {self._label} has no attribute {name!r}")
         return getattr(mod, name)

@@ -323,12 +323,12 @@ class NDArray:
     def flat(self) -> NDArray:
         return self.reshape((self.size,))
 
-    def reshape(self, *new_shape) -> NDArray:
+    def reshape(self, new_shape, *more) -> NDArray:
         """The same elements in row-major order under another shape; one length may be -1.
 
         Shares memory when this view is contiguous. raises: ShapeError if the sizes differ or it is not contiguous.
         """
-        shape = _as_shape(new_shape[0] if len(new_shape) == 1 else new_shape)
+        shape = _as_shape((new_shape, *more) if more else new_shape)
         if -1 in shape:
             known = -math.prod(shape)
             if shape.count(-1) > 1 or known <= 0 or self.size % known:
