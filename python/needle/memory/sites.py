@@ -14,7 +14,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from .. import autograd
@@ -137,14 +137,17 @@ def _from_module(frame: FrameType, found: dict[str, Any]) -> None:
         (found["module"],) = _read(frame, "self")
 
 
-# What the frames of some of needle's functions tell.
-_TELLING: dict[CodeType, Callable[[FrameType, dict[str, Any]], None]] = {
-    autograd.Value.make_from_op.__func__.__code__: _from_make,  # type: ignore[attr-defined]
-    autograd._push_gradients.__code__: _from_gradient,
-    autograd._recompute.__code__: _from_recompute,
-    Tensor._set_gradients.__code__: _from_backward,
-    Module.__call__.__code__: _from_module,
-    **{f.__code__: _from_optimizer for f in (SGD.step, Adam.step, AdamW.step, AdamW._make_states)},
+# What the frames of some of needle's functions tell, by id(code): the hash of a code object is that of all that is in it.
+_TELLING: dict[int, Callable[[FrameType, dict[str, Any]], None]] = {
+    id(function.__code__): tell
+    for function, tell in (
+        (autograd.Value.make_from_op, _from_make),
+        (autograd._push_gradients, _from_gradient),
+        (autograd._recompute, _from_recompute),
+        (Tensor._set_gradients, _from_backward),
+        (Module.__call__, _from_module),
+        *((f, _from_optimizer) for f in (SGD.step, Adam.step, AdamW.step, AdamW._make_states)),
+    )
 }
 _is_core: dict[str, bool] = {}
 
@@ -163,7 +166,7 @@ def _read_stack(frame: FrameType | None) -> Site:
     user: FrameType | None = None
     while frame is not None:
         code = frame.f_code
-        tell = _TELLING.get(code)
+        tell = _TELLING.get(id(code))
         if tell is not None:
             tell(frame, found)
         elif user is None and not is_core(code.co_filename):
