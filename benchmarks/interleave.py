@@ -28,16 +28,6 @@ WAITS = {
 
 
 @dataclass(frozen=True)
-class Contestant:
-    """``name`` is what the report calls it; ``python`` runs ``script``; ``waits`` is a key of WAITS."""
-
-    name: str
-    python: str
-    script: Path
-    waits: str = "default"
-
-
-@dataclass(frozen=True)
 class Row:
     """One line of a table: a case, its arguments, and how to measure it.
 
@@ -52,6 +42,18 @@ class Row:
     steps: int = 1
     settle: int = 0
     warmup: int = 2
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """``name`` is what the report calls it; ``python`` runs ``script``; ``waits`` is a key of WAITS; ``row``: what it runs, if that
+    is not what the others run."""
+
+    name: str
+    python: str
+    script: Path
+    waits: str = "default"
+    row: Row | None = None
 
 
 class WorkerError(RuntimeError):
@@ -75,6 +77,7 @@ class Worker:
 
     def begin(self, row: Row) -> None:
         """Builds the row's case and warms it up."""
+        self.row = row
         self._process.send_signal(signal.SIGCONT)
         self.setup = self._ask(f"setup {row.case} {json.dumps(row.args)}")
         self.seconds: list[float] = []
@@ -85,7 +88,8 @@ class Worker:
             self._ask(f"step {row.warmup - 1}")
         self._process.send_signal(signal.SIGSTOP)
 
-    def turn(self, row: Row) -> None:
+    def turn(self) -> None:
+        row = self.row
         self._process.send_signal(signal.SIGCONT)
         if row.settle:
             self._ask(f"step {row.settle}")
@@ -157,12 +161,12 @@ def measure(
         for contestant in contestants:
             worker = kept.pop(contestant.name, None) if kept else None
             workers.append(worker or Worker(contestant, threads, limit_s))
-            workers[-1].begin(row)
+            workers[-1].begin(contestant.row or row)
         with busy_cores(busy):
             for _ in range(rounds):
                 for worker in workers:
-                    worker.turn(row)
-        records = [_record(worker, row, workers[0], threads, busy) for worker in workers]
+                    worker.turn()
+        records = [_record(worker, workers[0], threads, busy) for worker in workers]
         if kept is not None:
             kept.update((worker.contestant.name, worker) for worker in workers)
             workers = []
@@ -172,7 +176,8 @@ def measure(
             worker.close()
 
 
-def _record(worker: Worker, row: Row, first: Worker, threads: int, busy: int) -> dict:
+def _record(worker: Worker, first: Worker, threads: int, busy: int) -> dict:
+    row = worker.row
     median = statistics.median(worker.seconds)
     ordered = sorted(worker.seconds)
     record = {

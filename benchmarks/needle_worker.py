@@ -76,14 +76,34 @@ def _causal_layout(seq_len: int, density: float, block: int = 64) -> BlockLayout
     return BlockLayout(mask, block, causal=True)
 
 
-def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64, density: float = 1) -> Case:
-    """Causal attention, B 1, over ``density`` of the causal blocks; with ``backward``, the gradients of q, k and v too."""
+def generation(prompt: int, new_tokens: int, vocab_size: int, device: str = "cpu", pattern: str | None = None) -> Case:
+    """Pythia-70M reads a prompt and goes on for ``new_tokens``, the likeliest ones; the value is the last."""
+    where = _device(device)
+    config = PythiaConfig.named("70m", vocab_size=vocab_size, max_seq_len=prompt + new_tokens)
+    if pattern:
+        config = config.with_sparse(pattern, block=64)
+    model = Pythia(config, device=where, seed=0)
+    ids = np.random.default_rng(0).integers(0, vocab_size, (1, prompt))
+    return _case(lambda: float(model.generate(ids, new_tokens, temperature=0)[0, -1]), where)
+
+
+def attention(
+    seq_len: int,
+    backward: bool,
+    device: str = "cpu",
+    heads: int = 8,
+    head_dim: int = 64,
+    density: float = 1,
+    batch_size: int = 1,
+    pattern: str | None = None,
+) -> Case:
+    """Causal attention over ``density`` of the causal blocks, or those of ``pattern``; with ``backward``, all gradients too."""
     where = _device(device)
     rng = np.random.default_rng(0)
-    shape = (1, heads, seq_len, head_dim)
+    shape = (batch_size, heads, seq_len, head_dim)
     q, k, v = (_array(rng, shape, where, requires_grad=backward) for _ in range(3))
     grad = _array(rng, shape, where)
-    layout = _causal_layout(seq_len, density)
+    layout = PythiaConfig().with_sparse(pattern).layout(seq_len) if pattern else _causal_layout(seq_len, density)
 
     def step() -> None:
         out = ops.attention(q, k, v, layout)
@@ -137,4 +157,13 @@ def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
 
 if __name__ == "__main__":
     os.environ.setdefault("NEEDLE_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", ""))
-    serve({"pythia_step": pythia_step, "attention": attention, "product": product, "adds": adds, "gemm": gemm})
+    serve(
+        {
+            "pythia_step": pythia_step,
+            "generation": generation,
+            "attention": attention,
+            "product": product,
+            "adds": adds,
+            "gemm": gemm,
+        }
+    )

@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from interleave import HERE, WAITS, Contestant, Row, Worker, WorkerError, append_results, machine, measure
@@ -43,10 +44,17 @@ def _product(kind: str, size: int, density: float) -> Row:
     return Row("product", {"kind": kind, "size": size, "density": density}, settle=1, steps=5)
 
 
+def _generation(prompt: int, **more) -> Row:
+    return Row("generation", {"prompt": prompt, "new_tokens": 32, "vocab_size": 10000, **more}, tokens=32, warmup=1)
+
+
+LOCAL = {"pattern": "local"}  # own block and the one before it
 DENSITIES = (1, 1 / 2, 1 / 4, 1 / 8)
+LAYERS = 6  # of Pythia-70M
 GROUPS: dict[str, list[Row]] = {
     "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
     "long": [_step(2, 512, 10000), _step(1, 2048, 10000), _step(1, 8192, 10000)],
+    "generation": [_generation(512), _generation(2048), _generation(8160)],
     "attention": [
         _attention(seq_len, backward, density)
         for seq_len in (2048, 8192)
@@ -66,6 +74,36 @@ GROUPS: dict[str, list[Row]] = {
         _attention(128, True, 1 / 2), *(_product(kind, 128, 1 / 2) for kind in ("sdd", "dsd", "dds")),
     ],
 }  # fmt: skip
+
+
+def _beside(group: str, row: Row) -> dict[str, Row]:
+    """What needle runs in the same turns as a row, by name: the sparse model, and the attention of both."""
+    if group == "generation":
+        return {"needle-local": _generation(row.args["prompt"], **LOCAL)}
+    if group != "long":
+        return {}
+    shape = {name: row.args[name] for name in ("batch_size", "seq_len")}
+    attention = {**shape, "backward": True}
+    return {
+        "needle-local": _step(vocab_size=row.args["vocab_size"], **shape, **LOCAL),
+        "attention": Row("attention", attention),
+        "attention-local": Row("attention", {**attention, **LOCAL}),
+    }
+
+
+def _add_prediction(records: list[dict]) -> None:
+    """Amdahl's law beside the sparse step: the dense one with its attention done in less time.
+
+    bound_s: attention in its density's share of the time. predicted_s: in the time that sparse attention took alone.
+    """
+    by_name = {record["contestant"]: record for record in records}
+    if "attention-local" not in by_name:
+        return
+    dense, local = by_name["needle"]["median_s"], by_name["needle-local"]
+    attention, attention_local = (LAYERS * by_name[name]["median_s"] for name in ("attention", "attention-local"))
+    local["attention_share_of_dense"] = attention / dense
+    local["bound_s"] = dense - attention * (1 - local["density"])
+    local["predicted_s"] = dense - attention + attention_local
 
 
 def main() -> int:
@@ -92,19 +130,27 @@ def main() -> int:
     limit_s = None if options.device == "cpu" else 120
     try:
         for group, threads, row in rows:
-            row = Row(**{**vars(row), "args": {**row.args, "device": options.device}})
             if time.monotonic() > end:
                 print(f"{row.case} {row.args}: not begun for lack of time", flush=True)
                 failed = True
                 continue
             try:
+                more = {name: _on(options.device, other) for name, other in _beside(group, row).items()}
+                beside = [Contestant(name, options.needle_python, NEEDLE_WORKER, row=other) for name, other in more.items()]
                 records = measure(
-                    row, contestants, threads=threads, rounds=options.rounds, busy=options.busy, limit_s=limit_s, kept=kept
+                    _on(options.device, row),
+                    contestants + (beside if options.only != "torch" else []),
+                    threads=threads,
+                    rounds=options.rounds,
+                    busy=options.busy,
+                    limit_s=limit_s,
+                    kept=kept,
                 )
             except WorkerError as error:
                 print(f"{row.case} {row.args}: {error}", flush=True)
                 failed = True
                 continue
+            _add_prediction(records)
             append_results(options.results / f"{group}.jsonl", [{**machine(), **record} for record in records])
             _print(records)
     finally:
@@ -127,6 +173,10 @@ def _contestants(options: argparse.Namespace) -> list[Contestant]:
     return found
 
 
+def _on(device: str, row: Row) -> Row:
+    return replace(row, args={**row.args, "device": device})
+
+
 def _print(records: list[dict]) -> None:
     first = records[0]
     args = " ".join(f"{key}={value}" for key, value in first["args"].items())
@@ -143,6 +193,15 @@ def _print(records: list[dict]) -> None:
             f" {rate}  x{r['time_over_first']:.2f}  {r['peak_rss_bytes'] / 1e6:8.0f} MB peak{device}",
             flush=True,
         )
+        if "bound_s" in r:
+            share, density, bound_ms, predicted_ms = (
+                r["attention_share_of_dense"], r["density"], r["bound_s"] * 1e3, r["predicted_s"] * 1e3
+            )  # fmt: skip
+            print(
+                f"    attention: {share:.2f} of the dense step, sparse density {density:.3f}; by Amdahl's law {bound_ms:.2f} ms,",
+                end=" ",
+            )
+            print(f"with the attention measured alone {predicted_ms:.2f} ms")
 
 
 def _cores() -> int:

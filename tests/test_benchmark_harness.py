@@ -76,7 +76,7 @@ def test_a_waiting_contestant_is_stopped(interleave, script):
         worker.begin(row)
         pid = worker._process.pid
         states = [_state_of(pid)]
-        worker.turn(row)
+        worker.turn()
         states.append(_state_of(pid))
         assert states == [psutil.STATUS_STOPPED] * 2
     finally:
@@ -123,3 +123,12 @@ def _state_of(pid):
             break
         time.sleep(0.01)
     return state
+
+
+def test_a_contestant_may_run_a_row_of_its_own(interleave, script):
+    row = interleave.Row("sleep", {"ms": 1}, tokens=10)
+    other = interleave.Row("sleep", {"ms": 20}, warmup=1)
+    contestants = [interleave.Contestant(name, sys.executable, script, row=r) for name, r in (("A", None), ("B", other))]
+    a, b = interleave.measure(row, contestants, threads=1, rounds=2)
+    assert a["args"] == {"ms": 1} and b["args"] == {"ms": 20}
+    assert "tokens_per_s" in a and "tokens_per_s" not in b and b["median_s"] >= 20e-3 and b["last_value"] == 3.0

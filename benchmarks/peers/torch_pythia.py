@@ -22,11 +22,17 @@ class Block(nn.Module):
         self.qkv, self.dense = nn.Linear(d_model, 3 * d_model), nn.Linear(d_model, d_model)
         self.up, self.down = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: tuple | None = None) -> torch.Tensor:
+        """cache: (keys, values, how many there are), which the new ones join; the prompt comes first, then single tokens."""
         B, T, C = x.shape
         packed = self.qkv(self.norm1(x)).view(B, T, self.n_heads, 3, C // self.n_heads)
         q, k, v = packed.permute(3, 0, 2, 1, 4)  # each (B, H, T, D)
-        attended = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            keys, values, used = cache
+            keys[:, :, used : used + T], values[:, :, used : used + T] = k, v
+            k, v = keys[:, :, : used + T], values[:, :, : used + T]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1 or cache is None)
         attended = self.dense(attended.transpose(1, 2).reshape(B, T, C))
         return x + attended + self.down(F.gelu(self.up(self.norm2(x))))
 
@@ -66,6 +72,25 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     a, b = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-b, a), dim=-1) * sin
     return torch.cat((turned, rest), dim=-1)
+
+
+@torch.no_grad()
+def generate(model: Pythia, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """(B, T + new_tokens): the prompt and the likeliest tokens after it, with keys and values cached."""
+    B, T = ids.shape
+    heads, width = model.blocks[0].n_heads, model.norm.normalized_shape[0]
+    shape = (B, heads, T + new_tokens, width // heads)
+    caches = [(ids.new_empty(shape, dtype=torch.float32), ids.new_empty(shape, dtype=torch.float32)) for _ in model.blocks]
+    fresh, used = ids, 0
+    for _ in range(new_tokens):
+        n = fresh.shape[1]
+        x = model.embed_in(fresh)
+        for block, (keys, values) in zip(model.blocks, caches):
+            x = block(x, model.cos[used : used + n], model.sin[used : used + n], (keys, values, used))
+        used += n
+        fresh = model.embed_out(model.norm(x[:, -1:])).argmax(-1)
+        ids = torch.cat((ids, fresh), dim=1)
+    return ids
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.AdamW:

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from torch_pythia import Pythia, make_optimizer, train_step
+from torch_pythia import Pythia, generate, make_optimizer, train_step
 
 from worker import Case, serve
 
@@ -54,6 +54,15 @@ def pythia_step(
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch_size, seq_len + 1))
     ids, targets = (torch.from_numpy(part.copy()).to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
     return _case(lambda: train_step(model, optimizer, ids, targets).item(), device)
+
+
+def generation(prompt: int, new_tokens: int, vocab_size: int, device: str = "cpu", pattern: str | None = None) -> Case:
+    """Pythia-70M reads a prompt and goes on for ``new_tokens``, the likeliest ones; the value is the last."""
+    device = _place(device)
+    torch.manual_seed(0)
+    model = Pythia(vocab_size, prompt + new_tokens).to(device)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, (1, prompt))).to(device)
+    return _case(lambda: float(generate(model, ids, new_tokens)[0, -1]), device)
 
 
 def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64, density: float = 1) -> Case:
@@ -118,4 +127,13 @@ def product(kind: str, size: int, density: float, block: int = 64, device: str =
 
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    serve({"pythia_step": pythia_step, "attention": attention, "product": product, "adds": adds, "gemm": gemm})
+    serve(
+        {
+            "pythia_step": pythia_step,
+            "generation": generation,
+            "attention": attention,
+            "product": product,
+            "adds": adds,
+            "gemm": gemm,
+        }
+    )
