@@ -65,14 +65,14 @@ def pythia_step(
 
 
 def _causal_layout(seq_len: int, density: float, block: int = 64) -> BlockLayout:
-    """The diagonal, and of each row's other causal blocks the nearest, so that about ``density`` of them are there."""
+    """The diagonal, and of each row's other causal blocks the nearest, as many as make ``density`` of all up to that row."""
     if density == 1:
         return dense_layout(seq_len, seq_len, block)
     n = seq_len // block
     mask = np.zeros((n, n), bool)
     for i in range(n):
-        keep = max(1, round(density * (i + 1)))
-        mask[i, i + 1 - keep : i + 1] = True
+        wanted = round(density * (i + 1) * (i + 2) / 2) - mask.sum()
+        mask[i, i + 1 - max(1, wanted) : i + 1] = True
     return BlockLayout(mask, block, causal=True)
 
 

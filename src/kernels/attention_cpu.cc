@@ -233,14 +233,13 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
               s.out_lanes + begin, kTile, true);
   });
 
-  A inverse[kTile];
-  for (int64_t i = 0; i < nq; ++i) {
-    const bool none = s.max[i] == -std::numeric_limits<A>::infinity() && s.sum[i] == 0;
-    inverse[i] = none ? A(0) : A(1) / s.sum[i];
-    lse[first + i] = none ? s.max[i] : s.max[i] + std::log(s.sum[i]);
+  // Without a key the maximum is -inf and the sum 0: log gives -inf, and out stays 0.
+  for (int64_t i = 0; i < nq; ++i) lse[first + i] = s.max[i] + std::log(s.sum[i]);
+  for (int64_t lane = 0; lane < width; lane += kLanes<A>) {
+    const Vec<A> sum = load(s.sum + lane), inverse = sum == Vec<A>{} ? Vec<A>{} : A(1) / sum;
+    for (int64_t d = 0; d < D; ++d)
+      store(s.out_lanes + d * kTile + lane, load(s.out_lanes + d * kTile + lane) * inverse);
   }
-  for (int64_t d = 0; d < D; ++d)
-    for (int64_t i = 0; i < nq; ++i) s.out_lanes[d * kTile + i] *= inverse[i];
   transpose_tile(s.out_lanes, kTile, D, nq, out.row(first), out.stride);
 }
 
