@@ -6,8 +6,12 @@ The definition is the reference backend in float64: the same call on the same va
 import numpy as np
 import pytest
 
+import needle as ndl
 from needle import dtype as dt
+from needle.backend_ndarray import kernels
 from needle.backend_ndarray import ndarray_backend_numpy as reference
+from needle.backend_ndarray.block_layout import BlockLayout
+from needle.backend_ndarray.ndarray import NDArray
 
 backend = pytest.importorskip("needle.backend_ndarray.ndarray_backend_cuda_sim", exc_type=ModuleNotFoundError)
 
@@ -481,6 +485,47 @@ def test_attention_of_larger_heads(D):
     check_attention("bfloat16", 1, 1, 40, 40, D, 32, 1, 0)
 
 
+ATTENTION_KERNELS = [f"attention_{part}_{kind}" for kind in ("mma_kernel", "kernel") for part in ("forward", "dq", "dkdv")]
+
+
+@half_float
+@pytest.mark.parametrize(
+    ("B", "H", "T", "S", "D", "block", "heads", "q_start"),
+    [(2, 4, 50, 50, 16, 16, 2, 0), (1, 2, 37, 80, 24, 32, 1, 43), (1, 1, 70, 70, 64, 64, 1, 0), (1, 1, 130, 140, 72, 128, 1, 10),
+     (1, 2, 60, 60, 128, 48, 2, 0), (1, 1, 40, 40, 200, 16, 1, 0), (1, 1, 1, 90, 256, 64, 1, 89)],
+)  # fmt: skip
+def test_attention_on_tensor_cores(dtype, B, H, T, S, D, block, heads, q_start):
+    check_attention(dtype, B, H, T, S, D, block, heads, q_start)
+    assert ran(*ATTENTION_KERNELS) == [2, 2, 2, 0, 0, 0]
+
+
+@half_float
+def test_attention_of_special_values_on_tensor_cores(dtype):
+    B, H, T, D, block = 1, 2, 40, 16, 32
+    (row_ptr, col_idx, part, *_), _, _, _ = layout_of(np.ones((1, 2, 2), bool))
+    q, k, v = (normal(B, T, H, D) for _ in range(3))
+    strides = heads_strides(B, H, T, D)
+    q[0, 2, 0, 1], k[0, 35, 1, 0], v[0, 5, 0, 3], v[0, 39, 0, 4] = np.nan, np.nan, np.nan, np.inf
+    check("attention_forward", dtype, In(q), strides, In(k), strides, In(v), strides, Out((B, T, H, D)), strides,
+          Out((B, H, T), True), row_ptr, col_idx, part, B, H, T, T, D, 1, block, 0, 0.25)  # fmt: skip
+    assert ran(*ATTENTION_KERNELS)[0] == 2
+
+
+@pytest.mark.parametrize(("dtype", "D", "capability"), [("float32", 16, "90"), ("bfloat16", 20, "90"), ("float16", 16, "75")])
+def test_attention_that_tensor_cores_cannot_take(monkeypatch, dtype, D, capability):
+    monkeypatch.setenv("NEEDLE_SIM_SM", capability)
+    check_attention(dtype, 1, 2, 37, 37, D, 16, 1, 0)
+    assert ran(*ATTENTION_KERNELS) == [0, 0, 0, 2, 2, 2]
+
+
+def test_attention_of_a_view_that_is_not_aligned():
+    x = NDArray(normal(1, 2, 40, 24), device=ndl.cuda_sim(), dtype="bfloat16")[:, :, :, 4:20]
+    layout = BlockLayout(np.ones((3, 3)), 16, causal=True)
+    found = [kernels.attention(y, y, y, layout, 0.25)[0].numpy().astype(np.float64) for y in (x, x.copy())]
+    np.testing.assert_allclose(*found, atol=TOLERANCE["bfloat16"])
+    assert ran(*ATTENTION_KERNELS) == [1, 0, 0, 1, 0, 0]
+
+
 @every_float
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 def test_blocksparse_products(dtype, block):
@@ -579,8 +624,20 @@ def blocksparse_case(dtype):
     return "blocksparse_dsd", dtype, (*args, 1, 96, 72, 96, 3, 1, 48)
 
 
+def attention_case(dtype):
+    B, H, T, D, block = 1, 2, 70, 64, 16
+    (row_ptr, col_idx, part, *_), cols, _, _ = layout_of(np.tri(5, dtype=bool)[None], np.eye(5, dtype=bool)[None])
+    strides = heads_strides(B, H, T, D)
+    x = [In(normal(B, T, H, D)) for _ in range(4)]
+    lse = In(np.full((B, H, T), 5.0), accumulate=True)
+    inputs = [y for pair in zip(x, [strides] * 4, strict=True) for y in pair]
+    outputs = [y for _ in range(3) for y in (Out((B, T, H, D)), strides)]
+    args = (*inputs, In(normal(B, T, H, D)), strides, lse, Out((B, H, T), True), *outputs, row_ptr, col_idx, part, *cols)
+    return "attention_backward", dtype, (*args, B, H, T, T, D, 1, block, 0, 0.125)
+
+
 @half_float
-@pytest.mark.parametrize("case", [matmul_case, blocksparse_case])
+@pytest.mark.parametrize("case", [matmul_case, blocksparse_case, attention_case])
 def test_tensor_core_kernels_in_every_order(monkeypatch, case, dtype):
     """More steps than the pipeline has stages: another order of threads or time of copying must not change a bit."""
     name, dtype, args = case(dtype)

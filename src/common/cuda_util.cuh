@@ -70,6 +70,13 @@ inline LaunchConfig grid_of(int64_t blocks, int block = kBlock, int64_t shared_b
                       stream()};
 }
 
+// The same for a kernel whose dynamic shared memory may need the opting in.
+template <auto Kernel>
+LaunchConfig grid_with_shared(int64_t work_items, int block, int64_t shared_bytes) {
+  if (shared_bytes > 48 * 1024) allow_dynamic_shared<Kernel>(size_t(shared_bytes));
+  return grid_of(blocks_for(work_items), block, shared_bytes);
+}
+
 __device__ inline int64_t first_index() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t index_step() { return int64_t(gridDim.x) * blockDim.x; }
 
@@ -84,6 +91,27 @@ struct alignas(sizeof(T) * N) Vec {
 template <class T>
 bool aligned_for(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % sizeof(T) == 0;
+}
+
+// sums of a thread that lie side by side, to memory, or added to what is there; `inside` of them
+// are within the matrix.
+template <class T, class A, int N>
+__device__ void store_run(T* to, const A (&sums)[N], int64_t inside, bool accumulate = false) {
+  using Run = Vec<T, N>;
+  const auto sum = [&](int i, T before) {
+    return T(accumulate ? accum_t<T>(before) + accum_t<T>(sums[i]) : accum_t<T>(sums[i]));
+  };
+  if (inside >= N && reinterpret_cast<uintptr_t>(to) % sizeof(Run) == 0) {
+    Run run{};
+    if (accumulate) run = *reinterpret_cast<const Run*>(to);
+#pragma unroll
+    for (int i = 0; i < N; ++i) run.v[i] = sum(i, run.v[i]);
+    *reinterpret_cast<Run*>(to) = run;
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < inside) to[i] = sum(i, accumulate ? to[i] : T{});
+  }
 }
 
 // An unsigned integer of a given size: data that is only moved needs no type.

@@ -7,43 +7,12 @@
 //   ds = scale p (dp - delta),  dq = ds k  (walking the rows of the layout),
 //   dv = p^T dout,  dk = ds^T q  (walking its columns, by the transposed index).
 // Nothing is added from two blocks of threads, so results repeat bit by bit. Accumulates in float32
-// (float64).
-#include "../common/cuda_util.cuh"
+// (float64). attention_mma_cuda.cu does the same for 16-bit floats on tensor cores.
 #include "../common/ewise_math_cuda.h"
+#include "attention_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
 namespace {
-
-// A (B, H, rows, D) operand with a contiguous last axis.
-template <class T>
-struct HeadsRef {
-  T* data;
-  int64_t stride_b, stride_h, stride_row;
-  __device__ T* row(int64_t b, int64_t h, int64_t r) const {
-    return data + b * stride_b + h * stride_h + r * stride_row;
-  }
-};
-template <class T>
-HeadsRef<T> heads_ref(const Array& a, const Dims& strides) {
-  return {a.data<typename std::remove_const<T>::type>(), strides[0], strides[1], strides[2]};
-}
-
-struct Layout {
-  const int32_t *ptr, *idx;  // of query blocks' lines, or of key blocks' in the transposed index
-  const uint8_t* partial;
-  int64_t heads, block;
-};
-
-template <class T>
-struct AttentionArguments {
-  using A = accum_t<T>;
-  HeadsRef<const T> q, k, v, dout;
-  HeadsRef<T> out, dq, dk, dv;  // out: forward only
-  A *lse, *delta;
-  Layout layout;
-  int64_t B, H, queries, keys, D, q_start;
-  A scale;
-};
 
 // 256 threads as 16 x 16: thread (y, x) holds the elements (y + 16 i, x + 16 j) of a tile.
 constexpr int kSide = 16;
@@ -96,19 +65,6 @@ __device__ void multiply_add(const A* weights, const A* values, A (&sums)[I][J])
   }
 }
 
-// What a tile of `size` lines within block `line` of (extent) lines covers: first line and how
-// many, none if rows <= 0.
-struct Span {
-  int64_t first, count;
-};
-__device__ inline Span span_of(int64_t line, int64_t inside, int64_t size, int64_t block,
-                               int64_t extent) {
-  const int64_t first = line * block + inside;
-  int64_t end = (line + 1) * block < extent ? (line + 1) * block : extent;
-  if (first + size < end) end = first + size;
-  return {first, end - first};
-}
-
 // Zeroes the columns D .. DMax of a tile once; load_tile never writes there, multiply_add reads
 // there.
 template <int Rows, int DMax, int Pitch, class A>
@@ -136,13 +92,10 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
   A* const kv_tile = q_tile + Rows * Shape::kPitch;
   A* const weights = kv_tile + Cols * Shape::kPitch;
   const Layout& layout = g.layout;
-  const int64_t lines = ceil_div(g.queries, layout.block), pieces = ceil_div(layout.block, Rows);
   clear_tail<Cols, DMax, Shape::kPitch>(kv_tile, g.D);
 
-  for (int64_t t = blockIdx.x; t < g.B * g.H * lines * pieces; t += gridDim.x) {
-    const int64_t line = t / pieces % lines, h = t / pieces / lines % g.H,
-                  b = t / pieces / lines / g.H;
-    const Span rows = span_of(line, t % pieces * Rows, Rows, layout.block, g.queries);
+  for (int64_t t = blockIdx.x; t < tiles_of(g, g.queries, Rows); t += gridDim.x) {
+    const auto [b, h, at, rows] = lines_of_tile(g, g.queries, Rows, t);
     if (rows.count <= 0) continue;
     __syncthreads();  // the tile before is read to the end
     load_tile<Rows, Shape::kPitch>(q_tile, g.q, b, h, rows.first, rows.count, g.D);
@@ -152,13 +105,11 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
       total[i] = A(0);
       for (int j = 0; j < DJ; ++j) sums[i][j] = A(0);
     }
-    const int64_t at = h % layout.heads * lines + line;
     for (int64_t e = layout.ptr[at]; e < layout.ptr[at + 1]; ++e) {
       const bool masked = layout.partial[e] != 0;
       for (int64_t c0 = 0; c0 < layout.block; c0 += Cols) {
         const Span cols = span_of(layout.idx[e], c0, Cols, layout.block, g.keys);
-        if (cols.count <= 0 || (masked && cols.first > g.q_start + rows.first + rows.count - 1))
-          break;
+        if (apart(g, rows, cols, masked)) break;
         __syncthreads();
         load_tile<Cols, Shape::kPitch>(kv_tile, g.k, b, h, cols.first, cols.count, g.D);
         __syncthreads();
@@ -325,24 +276,19 @@ __global__ void __launch_bounds__(kBlock) attention_dq_kernel(AttentionArguments
   Tiles tiles(shared);
   tiles.clear_tails(g.D);
   const Layout& layout = g.layout;
-  const int64_t lines = ceil_div(g.queries, layout.block), pieces = ceil_div(layout.block, Rows);
-  for (int64_t t = blockIdx.x; t < g.B * g.H * lines * pieces; t += gridDim.x) {
-    const int64_t line = t / pieces % lines, h = t / pieces / lines % g.H,
-                  b = t / pieces / lines / g.H;
-    const Span rows = span_of(line, t % pieces * Rows, Rows, layout.block, g.queries);
+  for (int64_t t = blockIdx.x; t < tiles_of(g, g.queries, Rows); t += gridDim.x) {
+    const auto [b, h, at, rows] = lines_of_tile(g, g.queries, Rows, t);
     if (rows.count <= 0) continue;
     __syncthreads();
     tiles.load_queries(g, b, h, rows);
     A dq[I][DJ];
     for (int i = 0; i < I; ++i)
       for (int j = 0; j < DJ; ++j) dq[i][j] = A(0);
-    const int64_t at = h % layout.heads * lines + line;
     for (int64_t e = layout.ptr[at]; e < layout.ptr[at + 1]; ++e) {
       const bool masked = layout.partial[e] != 0;
       for (int64_t c0 = 0; c0 < layout.block; c0 += Cols) {
         const Span cols = span_of(layout.idx[e], c0, Cols, layout.block, g.keys);
-        if (cols.count <= 0 || (masked && cols.first > g.q_start + rows.first + rows.count - 1))
-          break;
+        if (apart(g, rows, cols, masked)) break;
         __syncthreads();
         tiles.load_keys(g, b, h, cols);
         __syncthreads();
@@ -365,24 +311,19 @@ __global__ void __launch_bounds__(kBlock) attention_dkdv_kernel(AttentionArgumen
   Tiles tiles(shared);
   tiles.clear_tails(g.D);
   const Layout& layout = g.layout;  // the transposed index: lines are key blocks
-  const int64_t lines = ceil_div(g.keys, layout.block), pieces = ceil_div(layout.block, Cols);
-  for (int64_t t = blockIdx.x; t < g.B * g.H * lines * pieces; t += gridDim.x) {
-    const int64_t line = t / pieces % lines, h = t / pieces / lines % g.H,
-                  b = t / pieces / lines / g.H;
-    const Span cols = span_of(line, t % pieces * Cols, Cols, layout.block, g.keys);
+  for (int64_t t = blockIdx.x; t < tiles_of(g, g.keys, Cols); t += gridDim.x) {
+    const auto [b, h, at, cols] = lines_of_tile(g, g.keys, Cols, t);
     if (cols.count <= 0) continue;
     __syncthreads();
     tiles.load_keys(g, b, h, cols);
     A dk[J][DJ], dv[J][DJ];
     for (int i = 0; i < J; ++i)
       for (int j = 0; j < DJ; ++j) dk[i][j] = dv[i][j] = A(0);
-    const int64_t at = h % layout.heads * lines + line;
     for (int64_t e = layout.ptr[at]; e < layout.ptr[at + 1]; ++e) {
       const bool masked = layout.partial[e] != 0;
       for (int64_t r0 = 0; r0 < layout.block; r0 += Rows) {
         const Span rows = span_of(layout.idx[e], r0, Rows, layout.block, g.queries);
-        if (rows.count <= 0) break;
-        if (masked && cols.first > g.q_start + rows.first + rows.count - 1) continue;
+        if (apart(g, rows, cols, masked)) continue;
         __syncthreads();
         tiles.load_queries(g, b, h, rows);
         __syncthreads();
@@ -409,10 +350,59 @@ void dispatch_head_dim(int64_t D, F&& f) {
                               " has no kernel on this device (up to 256)");
 }
 
-template <auto Kernel>
-LaunchConfig with_shared(int64_t blocks, int64_t bytes) {
-  if (bytes > 48 * 1024) allow_dynamic_shared<Kernel>(size_t(bytes));
-  return grid_of(blocks_for(blocks), kBlock, bytes);
+// Each on tensor cores where they can take it.
+template <class T>
+void forward(const AttentionArguments<T>& g) {
+  if constexpr (sizeof(T) == 2) {
+    if (attention_fits_tensor_cores(g)) return attention_forward_mma(g);
+  }
+  dispatch_head_dim(g.D, [&](auto head_dim) {
+    constexpr int kDMax = decltype(head_dim)::value, kRowBytes = kDMax * int(sizeof(accum_t<T>));
+    constexpr int kRows = kRowBytes <= 256 ? 64 : kRowBytes <= 512 ? 32 : 16;
+    constexpr int kCols = kRows < 32 ? 16 : 32;
+    constexpr auto kKernel = attention_forward_kernel<T, kDMax, kRows, kCols>;
+    constexpr int kShared = ForwardShape<T, kDMax, kRows, kCols>::kSharedBytes;
+    launch<kKernel>(grid_with_shared<kKernel>(tiles_of(g, g.queries, kRows), kBlock, kShared), g);
+  });
+}
+
+// f(an integral constant: queries and keys of a tile; another: the head dimension).
+template <class T, class F>
+void dispatch_backward(int64_t D, F&& f) {
+  dispatch_head_dim(D, [&](auto head_dim) {
+    constexpr bool kSmall = decltype(head_dim)::value * sizeof(accum_t<T>) <= 256;
+    f(RowLanes<kSmall ? 32 : 16>{}, head_dim);
+  });
+}
+
+template <class T>
+void queries_backward(const AttentionArguments<T>& g) {
+  if (g.queries == 0) return;
+  constexpr auto kDelta = attention_delta_kernel<T>;
+  launch<kDelta>(rows_config(g.B * g.H * g.queries, kWarp), g);
+  if constexpr (sizeof(T) == 2) {
+    if (attention_fits_tensor_cores(g)) return attention_dq_mma(g);
+  }
+  dispatch_backward<T>(g.D, [&](auto size, auto head_dim) {
+    constexpr int kSize = decltype(size)::value, kDMax = decltype(head_dim)::value;
+    constexpr auto kKernel = attention_dq_kernel<T, kDMax, kSize, kSize>;
+    constexpr int kShared = BackwardShape<T, kDMax, kSize, kSize>::kSharedBytes;
+    launch<kKernel>(grid_with_shared<kKernel>(tiles_of(g, g.queries, kSize), kBlock, kShared), g);
+  });
+}
+
+template <class T>
+void keys_backward(const AttentionArguments<T>& g) {
+  if (g.keys == 0) return;
+  if constexpr (sizeof(T) == 2) {
+    if (attention_fits_tensor_cores(g)) return attention_dkdv_mma(g);
+  }
+  dispatch_backward<T>(g.D, [&](auto size, auto head_dim) {
+    constexpr int kSize = decltype(size)::value, kDMax = decltype(head_dim)::value;
+    constexpr auto kKernel = attention_dkdv_kernel<T, kDMax, kSize, kSize>;
+    constexpr int kShared = BackwardShape<T, kDMax, kSize, kSize>::kSharedBytes;
+    launch<kKernel>(grid_with_shared<kKernel>(tiles_of(g, g.keys, kSize), kBlock, kShared), g);
+  });
 }
 
 template <class T>
@@ -444,25 +434,14 @@ void attention_forward(const Array& q, const Dims& q_strides, const Array& k, co
   if (B * H * T * D == 0) return;
   dispatch_float(q.dtype(), "attention_forward", [&](auto tag) {
     using E = typename decltype(tag)::type;
-    dispatch_head_dim(D, [&](auto head_dim) {
-      constexpr int kDMax = decltype(head_dim)::value;
-      constexpr int kRowBytes = kDMax * int(sizeof(accum_t<E>));
-      constexpr int kRows = kRowBytes <= 256   ? 64
-                            : kRowBytes <= 512 ? 32
-                                               : 16,
-                    kCols = kRows < 32 ? 16 : 32;
-      auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block,
-                                   q_start, scale);
-      g.q = heads_ref<const E>(q, q_strides);
-      g.k = heads_ref<const E>(k, k_strides);
-      g.v = heads_ref<const E>(v, v_strides);
-      g.out = heads_ref<E>(out, out_strides);
-      g.lse = lse.data<accum_t<E>>();
-      const int64_t tiles = B * H * ceil_div(T, block) * ceil_div(block, kRows);
-      constexpr auto kKernel = attention_forward_kernel<E, kDMax, kRows, kCols>;
-      launch<kKernel>(
-          with_shared<kKernel>(tiles, ForwardShape<E, kDMax, kRows, kCols>::kSharedBytes), g);
-    });
+    auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block,
+                                 q_start, scale);
+    g.q = heads_ref<const E>(q, q_strides);
+    g.k = heads_ref<const E>(k, k_strides);
+    g.v = heads_ref<const E>(v, v_strides);
+    g.out = heads_ref<E>(out, out_strides);
+    g.lse = lse.data<accum_t<E>>();
+    forward(g);
   });
 }
 
@@ -479,38 +458,23 @@ void attention_backward(const Array& dout, const Dims& dout_strides, const Array
   if (B * H * D == 0) return;
   dispatch_float(q.dtype(), "attention_backward", [&](auto tag) {
     using E = typename decltype(tag)::type;
-    dispatch_head_dim(D, [&](auto head_dim) {
-      constexpr int kDMax = decltype(head_dim)::value;
-      constexpr int kSize =
-          kDMax * int(sizeof(accum_t<E>)) <= 256 ? 32 : 16;  // queries and keys of a tile
-      auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block,
-                                   q_start, scale);
-      g.q = heads_ref<const E>(q, q_strides);
-      g.k = heads_ref<const E>(k, k_strides);
-      g.v = heads_ref<const E>(v, v_strides);
-      g.dout = heads_ref<const E>(dout, dout_strides);
-      g.out = heads_ref<E>(out, out_strides);
-      g.dq = heads_ref<E>(dq, dq_strides);
-      g.dk = heads_ref<E>(dk, dk_strides);
-      g.dv = heads_ref<E>(dv, dv_strides);
-      g.lse = lse.data<accum_t<E>>();
-      g.delta = delta.data<accum_t<E>>();
-      constexpr int kShared = BackwardShape<E, kDMax, kSize, kSize>::kSharedBytes;
-      const int64_t pieces = ceil_div(block, kSize);
-      if (T > 0) {
-        constexpr auto kDelta = attention_delta_kernel<E>;
-        launch<kDelta>(rows_config(B * H * T, kWarp), g);
-        constexpr auto kKernel = attention_dq_kernel<E, kDMax, kSize, kSize>;
-        launch<kKernel>(with_shared<kKernel>(B * H * ceil_div(T, block) * pieces, kShared), g);
-      }
-      if (S > 0) {
-        g.layout.ptr = col_ptr.data<int32_t>();
-        g.layout.idx = row_idx.data<int32_t>();
-        g.layout.partial = t_partial.data<uint8_t>();
-        constexpr auto kKernel = attention_dkdv_kernel<E, kDMax, kSize, kSize>;
-        launch<kKernel>(with_shared<kKernel>(B * H * ceil_div(S, block) * pieces, kShared), g);
-      }
-    });
+    auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block,
+                                 q_start, scale);
+    g.q = heads_ref<const E>(q, q_strides);
+    g.k = heads_ref<const E>(k, k_strides);
+    g.v = heads_ref<const E>(v, v_strides);
+    g.dout = heads_ref<const E>(dout, dout_strides);
+    g.out = heads_ref<E>(out, out_strides);
+    g.dq = heads_ref<E>(dq, dq_strides);
+    g.dk = heads_ref<E>(dk, dk_strides);
+    g.dv = heads_ref<E>(dv, dv_strides);
+    g.lse = lse.data<accum_t<E>>();
+    g.delta = delta.data<accum_t<E>>();
+    queries_backward(g);
+    g.layout.ptr = col_ptr.data<int32_t>();
+    g.layout.idx = row_idx.data<int32_t>();
+    g.layout.partial = t_partial.data<uint8_t>();
+    keys_backward(g);
   });
 }
 

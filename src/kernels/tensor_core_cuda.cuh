@@ -37,6 +37,11 @@ constexpr bool swizzle_is_conflict_free() {
   return true;
 }
 
+// Whether cp.async can copy rows of `stride` 16-bit elements, 16 bytes at a time.
+inline bool copies_in_chunks(const void* first, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(first) % 16 == 0 && stride % kChunk == 0;
+}
+
 // A tile of rows of Cols elements in shared memory, aligned to 16 bytes.
 template <class T, int Cols>
 struct SwizzledTile {
@@ -46,12 +51,13 @@ struct SwizzledTile {
 
   T* data;
 
-  // Starts copying Rows rows from a matrix with unit column stride, of which (rows, cols) elements
-  // are there: zeros beyond. `from` and `stride` are multiples of 16 bytes.
-  template <int Rows, int Threads>
-  __device__ void copy(const T* from, int64_t stride, int rows, int cols) const {
+  // Starts copying `tile_rows` rows, by `threads` threads, from a matrix with unit column stride of
+  // which (rows, cols) elements are there: zeros beyond. `from` and `stride` are multiples of 16
+  // bytes.
+  __device__ __forceinline__ void copy(int tile_rows, int threads, const T* from, int64_t stride,
+                                       int rows, int cols) const {
 #pragma unroll
-    for (int c = int(threadIdx.x); c < Rows * kChunks; c += Threads) {
+    for (int c = int(threadIdx.x); c < tile_rows * kChunks; c += threads) {
       const int row = c / kChunks, col = c % kChunks * kChunk;
       const int inside = row < rows ? max(0, min(cols - col, kChunk)) : 0;
       ptx::cp_async<16>(at(row, col), inside > 0 ? from + row * stride + col : from,

@@ -92,9 +92,9 @@ class TensorCoreProduct {
   template <bool Along, int Lines>
   __device__ static void copy(T* to, const T* from, int64_t stride, int lines, int depth) {
     if constexpr (Along) {
-      SwizzledTile<T, kDepth>{to}.template copy<Lines, kThreads>(from, stride, lines, depth);
+      SwizzledTile<T, kDepth>{to}.copy(Lines, kThreads, from, stride, lines, depth);
     } else {
-      SwizzledTile<T, Lines>{to}.template copy<kDepth, kThreads>(from, stride, depth, lines);
+      SwizzledTile<T, Lines>{to}.copy(kDepth, kThreads, from, stride, depth, lines);
     }
   }
 
@@ -120,10 +120,5 @@ class TensorCoreProduct {
 
   float sum_[kI][kJ][4];
 };
-
-// Whether cp.async can copy rows of `stride` 16-bit elements, 16 bytes at a time.
-inline bool copies_in_chunks(const void* first, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(first) % 16 == 0 && stride % kChunk == 0;
-}
 
 }  // namespace needle::NEEDLE_DEVICE

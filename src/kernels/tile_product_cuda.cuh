@@ -56,27 +56,6 @@ struct Slice {
   int64_t depth;
 };
 
-// sums of a thread that lie side by side, to memory, or added to what is there; `inside` of them
-// are within the matrix.
-template <class T, class A, int N>
-__device__ void store_run(T* to, const A (&sums)[N], int64_t inside, bool accumulate = false) {
-  using Run = Vec<T, N>;
-  const auto sum = [&](int i, T before) {
-    return T(accumulate ? accum_t<T>(before) + accum_t<T>(sums[i]) : accum_t<T>(sums[i]));
-  };
-  if (inside >= N && reinterpret_cast<uintptr_t>(to) % sizeof(Run) == 0) {
-    Run run{};
-    if (accumulate) run = *reinterpret_cast<const Run*>(to);
-#pragma unroll
-    for (int i = 0; i < N; ++i) run.v[i] = sum(i, run.v[i]);
-    *reinterpret_cast<Run*>(to) = run;
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (i < inside) to[i] = sum(i, accumulate ? to[i] : T{});
-  }
-}
-
 template <class T_, int Tile>
 class TileProduct {
  public:
