@@ -9,6 +9,25 @@ import needle as ndl  # noqa: E402
 from needle import nn  # noqa: E402
 
 assert ndl.backend_selection.BACKEND == "np" and repr(ndl.cpu()) == "needle.cpu()" and not hasattr(ndl, "cuda")
+device = ndl.cpu()
+assert device == ndl.default_device() == ndl.backend_numpy.CPUDevice() and ndl.all_devices() == [device] and device.enabled()
+assert len({device, ndl.backend_numpy.CPUDevice()}) == 1 and isinstance(device, ndl.backend_numpy.CPUDevice)
+np.random.seed(0)
+drawn = device.randn(2, 3), device.rand(4)
+np.random.seed(0)
+for array, values in zip(drawn, (np.random.randn(2, 3), np.random.rand(4))):
+    np.testing.assert_array_equal(array, values)
+    assert array.dtype == "float64"
+for array, values in (
+    (device.zeros(2, 3), np.zeros((2, 3))), (device.ones(2, dtype="int32"), np.ones(2)), (device.full((2,), 7, dtype="float32"), [7, 7]),
+    (device.one_hot(3, np.array([2, 0]), dtype="float32"), np.eye(3)[[2, 0]]),
+):  # fmt: skip
+    np.testing.assert_array_equal(array, values)
+assert (
+    device.empty((2, 3), dtype="float32").shape == (2, 3)
+    and device.zeros(1).dtype == "float32"
+    and device.ones(1, dtype="int32").dtype == "int32"
+)
 x = ndl.Tensor([1.0, 2.0, 3.0])
 assert x.dtype == "float64" and ndl.Tensor([1, 2]).dtype == "int64" and x.sum().shape == () and ndl.Tensor(5).shape == ()
 assert isinstance(x.cached_data.astype("float32"), ndl.NDArray)

@@ -36,7 +36,22 @@ NAMES = {
     "RandomFlipHorizontal RandomCrop Transform",
     "needle.backend_ndarray": "NDArray BackendDevice cpu cuda cpu_numpy default_device all_devices array empty full broadcast_to reshape "
     "maximum log exp tanh sum flip prod",
+    "needle.backend_ndarray.ndarray": "NDArray BackendDevice array empty full",
+    "needle.backend_ndarray.ndarray_backend_numpy": "Array to_numpy from_numpy __device_name__",
+    "needle.backend_ndarray.ndarray_backend_cpu": "Array to_numpy from_numpy __device_name__ __tile_size__",
     "needle.backend_numpy": "Device CPUDevice cpu default_device all_devices",
+    "needle.ops.ops_mathematic": "EWiseAdd matmul",
+    "needle.ops.ops_logarithmic": "LogSumExp LogSoftmax",
+    "needle.ops.ops_tuple": "MakeTensorTuple",
+    "needle.init.init_basic": "rand randb one_hot",
+    "needle.init.init_initializers": "xavier_uniform",
+    "needle.nn.nn_basic": "Linear",
+    "needle.nn.nn_conv": "Conv",
+    "needle.nn.nn_sequence": "LSTM Embedding",
+    "needle.nn.nn_transformer": "Transformer",
+    "needle.data.data_basic": "Dataset DataLoader",
+    "needle.data.data_transforms": "RandomCrop",
+    "needle.data.datasets": "MNISTDataset NDArrayDataset CIFAR10Dataset Corpus",
 }
 
 
@@ -44,6 +59,23 @@ NAMES = {
 def test_names(module):
     found = __import__(module, fromlist=["x"])
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
+
+
+def test_the_package_gives_its_devices_and_ops():
+    assert ndl.cpu is ndl.backend_selection.cpu and ndl.cuda is ndl.backend_selection.cuda and ndl.cpu_numpy().enabled()
+    assert ndl.relu is ops.relu and ndl.TensorTuple is ndl.autograd.TensorTuple and ndl.ones is ndl.init.ones
+
+
+@pytest.mark.parametrize(
+    "backend, code, said", [("nd", 0, ""), ("np", 0, ""), ("torch", 1, "RuntimeError: NEEDLE_BACKEND is 'torch'")]
+)
+def test_importing_prints_nothing_unless_the_backend_is_unknown(backend, code, said):
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", "import needle"], capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path, "NEEDLE_BACKEND": backend},
+    )  # fmt: skip
+    assert done.returncode == code and done.stdout == "" and said in done.stderr and bool(said) == bool(done.stderr)
 
 
 def test_signatures():
