@@ -1,7 +1,8 @@
 """Train Pythia on text: python apps/train_pythia.py --sparse
 
-Everything it makes goes into one folder: checkpoint, metrics.jsonl, loss.png, sample.txt. Ctrl-C saves and says how to go on (exit
-code 130). A wrong argument or unusable text ends with one line and exit code 2.
+Everything it makes goes into one folder: checkpoints, metrics.jsonl, loss.png, sample.txt. Ctrl-C saves and says how to go on
+(exit code 130), SIGTERM saves, too (143). The same command with --resume goes on after whatever ended it. A wrong argument or
+unusable text ends with one line and exit code 2.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import time
 from pathlib import Path
 
+from needle.checkpoints import CheckpointFolder
 from needle.data.text import TextData, load_text, unigram_entropy
 from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
 from needle.memory import LeakCheck, set_limit
@@ -31,9 +33,14 @@ from pythia_app.trainer import StopRequest, Trainer, compare_dense, make_config
 def main(argv: list[str] | None = None) -> int:
     try:
         options = parse(argv)
-        if options.load_checkpoint is None:
+        where = options.load_checkpoint
+        if where is None and options.resume and CheckpointFolder(options.checkpoint_dir).names():
+            where = options.checkpoint_dir
+        if where is None:
             return run(options)
-        saved = checkpoint.find(Path(options.load_checkpoint))
+        saved, problems = checkpoint.find(Path(where))
+        for problem in problems:
+            print(f"{problem}; going on from {saved.name}", file=sys.stderr)
         state = checkpoint.read_state(saved)
         return run(parse(argv, state["options"]), saved, state)
     except (ShapeError, DataError, DeviceError, CheckpointError, IndexError, MemoryError) as error:
@@ -71,15 +78,12 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         with StopRequest() as stop:
             rows = compare_dense(options, configs, text, where, stop)
         print(table(rows, list(rows[0])))
-        return 130 if stop.asked else 0
+        return stop.exit_code if stop.asked else 0
     trainer = Trainer(options, configs[0], text, where)
     if saved is not None and state is not None:
-        if not options.max_steps and not options.epochs:
-            trainer.steps = state["steps"]
         checkpoint.load(saved, trainer.model, None if options.eval_only else trainer.optimizer)
         if not options.eval_only:
-            trainer.batches.load_state_dict(state["data"])
-        trainer.step = state["step"]
+            trainer.load_state(state)
     layout, again = trainer.config.layout(options.seq_len), sum(trainer.config.checkpoint_segments)
     print(
         f"Pythia-{options.model} on {where}: {trainer.config.parameter_count():,} parameters; "
@@ -94,12 +98,26 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         return 0
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder), budgets[0].advice:
-        return train(options, trainer, text, unigram, folder)
+        return train(options, trainer, text, unigram, folder, saved)
 
 
-def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path) -> int:
+def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path, saved: Path | None) -> int:
+    """saved: the checkpoint that it goes on from."""
     tokens = options.batch_size * options.seq_len * options.accumulation_steps
     start, first = time.perf_counter(), trainer.step
+    checkpoints = CheckpointFolder(folder, options.keep_last)
+
+    def save() -> Path:
+        return checkpoint.save(checkpoints, trainer.model, trainer.optimizer, trainer.state(), text.tokenizer)
+
+    def evaluate(saved: Path) -> float:
+        """After saving, so that what is killed meanwhile has lost nothing."""
+        held = trainer.held_out_loss(text)
+        if math.isfinite(held):
+            checkpoints.mark(saved, held)
+            report.record({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
+        return held
+
     with Reporter(folder, trainer.steps, first) as report:
         with StopRequest() as stop, LeakCheck() as leaks:
             while trainer.step < trainer.steps and not stop.asked:
@@ -119,21 +137,29 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                         "live_bytes": stats["live"],
                         "peak_bytes": stats["peak"],
                         "lr": trainer.optimizer.lr,
+                        **trainer.metrics,
                     },
                     left,
                 )
-            saved = checkpoint.save(folder, trainer.model, trainer.optimizer, trainer.state())
+                if (
+                    options.save_every
+                    and trainer.step % options.save_every == 0
+                    and trainer.step < trainer.steps
+                    and not stop.asked
+                ):
+                    evaluate(save())
+            if saved is None or trainer.step > first or not saved.parent.samefile(folder):
+                saved = save()
         if stop.asked:
             report.say(
                 f"stopped after step {trainer.step}; saved {saved}\n"
                 f"go on with: python apps/train_pythia.py --load_checkpoint {shlex.quote(str(folder))}"
             )
-            return 130
-        held = trainer.held_out_loss(text)
+            return stop.exit_code
+        held = evaluate(saved)
         if not math.isfinite(held):
             report.say(f"the held-out loss is {held}; the last step went too far (a lower --lr may help)")
             return 1
-        report.record({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
         say_held_out(report.say, held, unigram)
         seconds = time.perf_counter() - start
         done = (trainer.step - first) * tokens
@@ -141,6 +167,9 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
             f"{done:,} tokens in {duration(seconds)}, {done / max(seconds, 1e-9):,.0f} tokens/s with evaluation; "
             f"peak memory {mib(trainer.device.memory_stats()['peak'])}"
         )
+        best = checkpoints.best()
+        if best is not None and best != saved:
+            report.say(f"lowest held-out loss so far: {best}")
     write_sample(trainer, text, folder, options.seed)
     drawn = loss_picture(folder / "loss.png", unigram)
     made = ["checkpoint", METRICS, "sample.txt"] + (["loss.png"] if drawn else [])

@@ -7,6 +7,7 @@ import struct
 import tracemalloc
 import types
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ def test_what_is_saved_is_what_transformers_saves(tmp_path, size, files):
     for name in expected:
         np.testing.assert_array_equal(found[name], expected[name], strict=True)
     mine, theirs = (json.loads((path / "config.json").read_text()) for path in (tmp_path, PUBLISHED))
-    known = {"classifier_dropout", "hidden_dropout", "is_decoder", "pad_token_id", "transformers_version"}
+    known = {"classifier_dropout", "is_decoder", "pad_token_id", "transformers_version"}
     assert {key: value for key, value in theirs.items() if key not in known} == {key: mine[key] for key in theirs.keys() - known}
     if files > 1:
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -123,8 +124,8 @@ def test_old_folders_in_other_precisions(tmp_path, golden, dtype):
     assert relative(logits(model, golden["ids"]), golden["logits"]) < rounding
 
 
-def test_a_sparse_model_keeps_its_pattern(tmp_path):
-    config = TINY.with_sparse("mixed", 16, 3)
+def test_a_sparse_model_keeps_its_pattern_and_dropout(tmp_path):
+    config = replace(TINY.with_sparse("mixed", 16, 3), dropout=0.1)
     Pythia(config, seed=1).save_pretrained(tmp_path)
     assert Pythia.from_pretrained(tmp_path).config == config
 
@@ -430,6 +431,7 @@ HOSTILE = {
     "too wide": (change_config(hidden_size=2**30), "is .*accepted"),
     "heads do not divide": (change_config(num_attention_heads=5), "no multiple of 5 heads"),
     "eps is no number": (change_config(layer_norm_eps="1"), "layer_norm_eps"),
+    "all is dropped": (change_config(hidden_dropout=1.0), "hidden_dropout"),
     "rotary beyond the head": (change_config(rope_parameters={"partial_rotary_factor": 4}), "rotary_pct"),
     "a wrong pattern": (change_config(needle_attention={"pattern": "evil", "block": 16, "window": 1}), "needle_attention"),
     "a wrong block": (change_config(needle_attention={"pattern": "local", "block": 10**6, "window": 1}), "block"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -55,7 +56,7 @@ def test_a_run_learns_and_leaves_its_files(text, tmp_path):
     done = run(text, "--sparse", "--max_steps", 12, "--checkpoint_dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "density 0.70" in done.stdout and "below token frequencies alone" in done.stdout
-    for name in ("metrics.jsonl", "loss.png", "sample.txt", "latest", "step-000012/model.safetensors"):
+    for name in ("metrics.jsonl", "loss.png", "sample.txt", "checkpoints.json", "step-000012/model.safetensors"):
         assert (tmp_path / name).is_file()
     curve = losses(tmp_path)
     assert len(curve) == 12 and curve[-1] < curve[0] - 0.3
@@ -103,6 +104,80 @@ def test_resuming_keeps_what_made_the_run(text, tmp_path):
     assert losses(parts) == losses(whole)
 
 
+def until(process, start):
+    """What the process says up to the line that starts so."""
+    for line in process.stdout:
+        if line.startswith(start):
+            return line
+    raise AssertionError(process.wait())
+
+
+def test_sigterm_saves_and_the_same_command_with_resume_goes_on(text, tmp_path):
+    flags = ["--max_steps", 6, "--dropout", "0.1", "--accumulation_steps", 2, "--batch_size", 1, "--save_every", 2]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(text, *flags, "--resume", "--checkpoint_dir", whole).returncode == 0  # there is nothing to resume
+    assert [path.name for path in sorted(whole.glob("step-*"))] == ["step-000004", "step-000006"]
+    assert losses(whole) != losses(whole)[::-1] and len(losses(whole)) == 6
+    with subprocess.Popen(
+        command(text, *flags, "--checkpoint_dir", parts), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(),
+    ) as first:  # fmt: skip
+        until(first, "step     1/")
+        first.send_signal(signal.SIGTERM)
+        first.send_signal(signal.SIGTERM)
+        said, _ = first.communicate(timeout=300)
+    assert first.returncode == 143 and "saved" in said and 0 < len(losses(parts)) < 6
+    done = run(text, *flags, "--resume", "--checkpoint_dir", parts)
+    assert done.returncode == 0, done.stderr
+    assert losses(parts) == losses(whole)
+    before = contents(parts / "step-000006")
+    assert run(text, *flags, "--resume", "--checkpoint_dir", parts).returncode == 0  # nothing is left to do
+    assert contents(parts / "step-000006") == before and losses(parts) == losses(whole)
+
+
+def test_killed_and_resumed(text, tmp_path):
+    """NEEDLE_TEST_KILLS: how many times it is killed at a random moment after the first step."""
+    kills, rng, inside = int(os.environ.get("NEEDLE_TEST_KILLS", "2")), random.Random(0), 0
+    flags = ["--max_steps", 3 * kills, "--save_every", 1, "--checkpoint_dir"]
+    assert run(text, *flags, tmp_path / "whole").returncode == 0
+    expected, folder, done = losses(tmp_path / "whole"), tmp_path / "parts", 0
+    for _ in range(kills):
+        with subprocess.Popen(
+            [*command(text, *flags, folder), "--resume"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=environment(),
+        ) as process:  # fmt: skip
+            until(process, "Pythia-14m")
+            while process.poll() is None and len(losses(folder) if (folder / "metrics.jsonl").exists() else ()) <= done:
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0, 0.5))
+            process.kill()
+            _, complained = process.communicate()
+        assert complained == ""
+        inside += any(folder.glob(".step-*.partial"))
+        saved = [int(path.name.split("-")[1]) for path in folder.glob("step-*")]
+        done = max(saved, default=0)
+    rest = run(text, *flags, folder, "--resume")
+    assert rest.returncode == 0 and rest.stderr == ""
+    assert losses(folder) == expected and len(list(folder.glob("step-*"))) <= 3 and not list(folder.glob(".*"))
+    print(f"{kills} kills, {inside} of them while a checkpoint was written")
+
+
+def test_a_damaged_checkpoint_is_passed_over(text, tmp_path):
+    flags = ["--max_steps", 4, "--save_every", 2, "--checkpoint_dir", tmp_path]
+    assert run(text, *flags).returncode == 0
+    expected = losses(tmp_path)
+    with open(tmp_path / "step-000004" / "optimizer.safetensors", "r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"damage")
+    done = run(text, *flags, "--resume")
+    assert done.returncode == 0 and losses(tmp_path) == expected
+    assert (
+        done.stderr.count("\n") == 1
+        and "optimizer.safetensors is damaged" in done.stderr
+        and "going on from step-000002" in done.stderr
+    )
+
+
 def test_accumulation_eval_only_and_comparison(text, tmp_path):
     assert run(text, "--max_steps", 2, "--accumulation-steps", 2, "--checkpoint_dir", tmp_path).returncode == 0
     only = run(text, "--load_checkpoint", tmp_path, "--eval_only")
@@ -144,6 +219,10 @@ WRONG = [
     (("--seed", "-1"), "[seed]"),
     (("--block_size", "40", "--sparse"), "[block_size]"),
     (("--max_steps", "0"), "[max_steps]"),
+    (("--resume",), "--checkpoint_dir"),
+    (("--save_every", "-1"), "[save_every]"),
+    (("--keep_last", "0"), "[keep_last]"),
+    (("--dropout", "1"), "[dropout]"),
     (("--max_tokens", "60"), "too short for one sequence"),
     (("--dataset", ""), "[dataset] is empty"),
     (("--dataset", "/dev/null"), "/dev/null"),
@@ -296,7 +375,8 @@ def test_a_second_run_leaves_the_first_alone(text, tmp_path):
     assert run(text, "--load_checkpoint", tmp_path / "step-000002", "--max_steps", 3).returncode == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3] and rows[-2]["loss"] != 9
-    assert (tmp_path / "latest").read_text() == "step-000003" and not (tmp_path / "step-000002").exists()
+    index = json.loads((tmp_path / "checkpoints.json").read_text())["checkpoints"]
+    assert [entry["name"] for entry in index] == ["step-000002", "step-000003"]  # the last two
 
 
 def test_a_loss_that_is_no_number_ends_the_run(text, tmp_path):
@@ -388,89 +468,6 @@ def test_no_room_for_the_tokens(tmp_path):
     )
     assert done.returncode == 2 and "train.bin" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert [file.name for file in cache.rglob("*") if file.is_file()] == ["tokenizer.json"]
-
-
-@pytest.fixture
-def small_run(tmp_path):
-    """A tiny model with a checkpoint of its first step: (folder, model, optimizer, state)."""
-    import needle as ndl
-    from needle.models import Pythia, PythiaConfig
-    from needle.optim import AdamW
-    from pythia_app import checkpoint
-    from pythia_app.options import CHANGEABLE, FIXED
-
-    config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=20, max_seq_len=16)
-    model = Pythia(config, seed=0)
-    optimizer = AdamW(model.parameter_groups(), lr=0.1)
-    model.loss(*(ndl.Tensor([[1, 2, 3]], dtype="int32", requires_grad=False) for _ in range(2))).backward()
-    optimizer.step()
-    state = {"step": 1, "steps": 2, "data": {}, "options": dict.fromkeys(CHANGEABLE + FIXED)}
-    checkpoint.save(tmp_path, model, optimizer, state)
-    return tmp_path, model, optimizer, state
-
-
-@pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize("place", ["mkdir", "flush", "replace", "replace again"])
-@pytest.mark.parametrize("error", [lambda: OSError(28, "No space left on device"), KeyboardInterrupt], ids=["full", "interrupted"])
-def test_a_save_that_fails_anywhere_keeps_the_one_before(small_run, monkeypatch, place, error, step):
-    from needle.errors import CheckpointError
-    from pythia_app import checkpoint
-
-    folder, model, optimizer, state = small_run
-    before = contents(folder)
-    target = {"mkdir": Path, "flush": checkpoint.files}.get(place, checkpoint.os)
-    real, calls = getattr(target, place.split()[0]), []
-
-    def fail(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == (2 if "again" in place else 1):
-            raise error()
-        return real(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(target, place.split()[0], fail)
-        with pytest.raises((CheckpointError, KeyboardInterrupt)):
-            checkpoint.save(folder, model, optimizer, {**state, "step": step})
-    assert contents(folder) == before and len(list(folder.iterdir())) == 2
-    # Saving the same step again replaces it only when the new one is whole.
-    saved = checkpoint.save(folder, model, optimizer, {**state, "step": step})
-    assert checkpoint.find(folder) == saved and len(list(folder.iterdir())) == 2
-
-
-def test_damaged_checkpoints(small_run):
-    import shutil
-
-    from needle.errors import CheckpointError
-    from pythia_app import checkpoint
-
-    folder, model, optimizer, _ = small_run
-    whole, good = contents(folder / "step-000001"), folder / "step-000001"
-
-    def load():
-        path = checkpoint.find(folder)
-        checkpoint.read_state(path)
-        checkpoint.load(path, model, optimizer)
-
-    load()
-    for name, content in whole.items():
-        for damaged in (None, b"", content[: len(content) // 2], content[:-1], b"\xff" * 40, b"{}"):
-            (good / name).unlink() if damaged is None else (good / name).write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=name.split(".")[0]):
-                load()
-        (good / name).write_bytes(content)
-    state = json.loads(whole["state.json"])
-    (good / "state.json").write_text(json.dumps({**state, "optimizer_steps": "1"}))
-    with pytest.raises(CheckpointError, match="optimizer_steps"):
-        load()
-    (good / "state.json").write_bytes(whole["state.json"])
-    for pointer in (b"step-000009", b"\xff\xfe", b"../elsewhere"):
-        (folder / "latest").write_bytes(pointer)
-        with pytest.raises(CheckpointError, match=r"latest|step-000009"):
-            load()
-    shutil.copy(good / "model.safetensors", good / "optimizer.safetensors")
-    (folder / "latest").write_text("step-000001")
-    with pytest.raises(CheckpointError, match=r"m\.\S+ in .* is absent"):
-        load()
 
 
 def test_the_plan_is_what_the_run_takes(text, tmp_path):

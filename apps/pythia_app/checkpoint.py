@@ -1,111 +1,78 @@
-"""Checkpoints: weights and optimizer state as safetensors, the rest as JSON. A checkpoint is complete or absent."""
+"""Checkpoints of a run: the model as transformers loads it, the optimizer's tensors, and the rest of the state as JSON."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
-import shutil
 from pathlib import Path
 
 from needle import files
 from needle.backend_ndarray import NDArray
-from needle.checkpoints import read_tensors, write_tensors
+from needle.backend_ndarray.host_memory import OPTIMIZER_STATE
+from needle.checkpoints import CheckpointFolder, read_folder, read_tensors, verify, write_tensors
+from needle.data.text_tokenizer import TextTokenizer
 from needle.errors import CheckpointError
-from needle.models import Pythia, load_published, published_state
+from needle.models import Pythia, load_published, pretrained
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
 
-LATEST = "latest"
+STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
+KEYS = {"step", "steps", "data", "options", "optimizer_steps", "scaler", "random", "metrics"}
 
 
-def latest(folder: Path) -> str | None:
-    """Name of the run's newest checkpoint, or None. raises: CheckpointError if the pointer to it is damaged."""
-    try:
-        name = (folder / LATEST).read_text().strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"[load_checkpoint] cannot read {folder / LATEST}: {error}") from error
-    if Path(name).name != name:
-        raise CheckpointError(f"[load_checkpoint] {folder / LATEST} names no checkpoint: {name!r} (a folder beside it)")
-    return name
-
-
-def save(folder: Path, model: Pythia, optimizer: AdamW, state: dict) -> Path:
-    """Writes ``folder``/step-N and points ``folder``/latest at it; only then is the checkpoint before it removed.
-
-    raises: CheckpointError if it cannot be written; the one before then stays, and nothing of the new one.
-    """
-    before, base = latest(folder), f"step-{state['step']:06d}"
-    names = itertools.chain([base], (f"{base}-{n}" for n in itertools.count(2)))
-    target = next(folder / name for name in names if not (folder / name).exists())
-    partial, pointer = folder / f".{target.name}.partial", folder / f".{LATEST}.partial"
+def save(folder: CheckpointFolder, model: Pythia, optimizer: AdamW, state: dict, tokenizer: TextTokenizer | None = None) -> Path:
+    """The run's newest checkpoint from now on. raises: CheckpointError if there is no room; the one before then stays."""
     moments = {}
-    for p_name, p in model.named_parameters():
+    for name, p in model.named_parameters():
         if p in optimizer.m:
-            moments[f"m.{p_name}"] = optimizer.m[p]
-            moments[f"v.{p_name}"] = optimizer.v[p]
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write_tensors(partial / "model.safetensors", published_state(model))
-        write_tensors(partial / "optimizer.safetensors", moments)
-        (partial / "state.json").write_text(json.dumps({**state, "optimizer_steps": optimizer.t}))
-        for file in partial.iterdir():
-            files.flush(file)  # a machine that stops now must not keep the pointer and lose what it points to
-        os.replace(partial, target)
-        pointer.write_text(target.name)
-        files.flush(pointer)
-        os.replace(pointer, folder / LATEST)
-    except OSError as error:
-        raise CheckpointError(f"[checkpoint] cannot write {target}: {files.reason(error)} (room in a writable folder)") from error
-    finally:  # after Ctrl-C, too
-        shutil.rmtree(partial, ignore_errors=True)
-        pointer.unlink(missing_ok=True)
-        stale = before if latest(folder) == target.name else target.name
-        if stale:
-            shutil.rmtree(folder / stale, ignore_errors=True)
-    return target
+            moments |= {f"m.{name}": optimizer.m[p], f"v.{name}": optimizer.v[p]}
+
+    def write(path: Path) -> None:
+        pretrained.write(model, path, tokenizer)
+        write_tensors(path / OPTIMIZER, moments)
+        (path / STATE).write_text(json.dumps({**state, "optimizer_steps": optimizer.t}, allow_nan=False))
+
+    return folder.save(state["step"], write)
 
 
-def find(path: Path) -> Path:
-    """The checkpoint in a run's folder, or ``path`` itself. raises: CheckpointError if there is none."""
-    path = path / (latest(path) or "")
-    for part in ("state.json", "model.safetensors", "optimizer.safetensors"):
-        if not (path / part).is_file():
-            raise CheckpointError(f"[load_checkpoint] no checkpoint in {path}: {part} is missing")
-    return path
+def find(path: Path) -> tuple[Path, list[str]]:
+    """The newest whole checkpoint in a run's folder, or ``path`` itself; and what is wrong with newer ones.
+
+    raises: CheckpointError if there is none.
+    """
+    found = CheckpointFolder(path).newest()
+    if found is None:
+        verify(path)
+        return path, []
+    return found
 
 
 def read_state(path: Path) -> dict:
-    """What was saved beside the weights. raises: CheckpointError for a damaged file."""
+    """What was saved beside the tensors. raises: CheckpointError if it is not what ``save`` writes."""
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = files.parse_json(files.read_small(path / STATE))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"[load_checkpoint] cannot read {path / 'state.json'}: {error}") from error
-    state = state if isinstance(state, dict) else {}
+        raise CheckpointError(f"[load_checkpoint] cannot read {path / STATE}: {files.reason(error)}") from error
     options = state.get("options")
-    missing = {"step", "steps", "data", "optimizer_steps"} - set(state)
+    missing = KEYS - set(state)
     missing |= set(CHANGEABLE + FIXED) - set(options) if isinstance(options, dict) else {"options"}
     missing |= {name for name in ("step", "steps", "optimizer_steps") if not isinstance(state.get(name), int)}
     if missing:
-        raise CheckpointError(f"[load_checkpoint] {path / 'state.json'} lacks {', '.join(sorted(missing))}")
+        raise CheckpointError(f"[load_checkpoint] {path / STATE} lacks {', '.join(sorted(missing))}")
     return state
 
 
 def load(path: Path, model: Pythia, optimizer: AdamW | None) -> None:
     """Fills the model, and the optimizer if given. raises: CheckpointError for damaged or unfitting files."""
-    load_published(model, read_tensors(path / "model.safetensors"))
+    load_published(model, read_folder(path))
     if optimizer is None:
         return
-    file, steps = path / "optimizer.safetensors", read_state(path)["optimizer_steps"]
-    moments = read_tensors(file)
+    steps, moments = read_state(path)["optimizer_steps"], read_tensors(path / OPTIMIZER)
     for name, p in model.named_parameters() if steps else ():
         for letter, kept in (("m", optimizer.m), ("v", optimizer.v)):
             values = moments.get(f"{letter}.{name}")
             if values is None or values.shape != p.shape:
                 found = "absent" if values is None else values.shape
-                raise CheckpointError(f"[load_checkpoint] {letter}.{name} in {file} is {found} (accepted: {p.shape})")
+                raise CheckpointError(f"[load_checkpoint] {letter}.{name} in {path / OPTIMIZER} is {found} (accepted: {p.shape})")
             kept[p] = NDArray(values, device=p.device, dtype=str(values.dtype))
+            kept[p].category = OPTIMIZER_STATE
     optimizer.t = steps

@@ -30,9 +30,13 @@ RANGES = {
     "batch_size": (1, MOST_TOKENS),
     "seq_len": (1, 1 << 17),
     "accumulation_steps": (1, 1 << 20),
+    "save_every": (0, HUGE),
+    "keep_last": (1, 1 << 20),
 }
 # What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
-CHANGEABLE = ("dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "lr")
+CHANGEABLE = (
+    "dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "lr", "dropout",
+)  # fmt: skip
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 
 
@@ -88,12 +92,18 @@ def _parser() -> argparse.ArgumentParser:
         "the run's peak within SIZE, like 2GiB",
     )  # fmt: skip
     _flag(training, "lr", type=float, default=1e-3, help="peak learning rate (warmup, then cosine to a tenth)")
+    _flag(
+        training, "dropout", type=float, default=0.0, metavar="P", help="share of the embedding's and the layers' outputs left out"
+    )
     _flag(training, "eval_only", action="store_true", help="only the loss on held-out text")
     where = parser.add_argument_group("machine and files")
     _flag(where, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
     _flag(where, "memory_limit", default=None, metavar="BYTES", help="the most that arrays may take: 2GiB, T4 (default: all)")
     _flag(where, "plan", action="store_true", help="only say what the run takes and where every byte goes; allocates nothing")
     _flag(where, "checkpoint_dir", default=None, metavar="FOLDER", help="the run's folder (default: runs/MODEL-TIME)")
+    _flag(where, "resume", action="store_true", help="go on from the newest checkpoint in checkpoint_dir, if it has one")
+    _flag(where, "save_every", type=int, default=500, metavar="N", help="steps from one checkpoint to the next (0: only the last)")
+    _flag(where, "keep_last", type=int, default=2, metavar="K", help="checkpoints kept beside the best one")
     _flag(where, "load_checkpoint", default=None, metavar="FOLDER", help="go on from a run's folder or a checkpoint")
     return parser
 
@@ -129,6 +139,10 @@ def check(options: argparse.Namespace) -> None:
             raise DataError(f"[{name}] is empty (accepted: a name)")
     if options.compare_dense and options.load_checkpoint is not None:
         raise ShapeError("[compare_dense] trains from the start; load_checkpoint was given (accepted: one of the two)")
+    if options.resume and options.checkpoint_dir is None:
+        raise ShapeError("[resume] needs to know where the run is (accepted: with --checkpoint_dir FOLDER)")
+    if not 0 <= options.dropout < 1:
+        raise ShapeError(f"[dropout] is {options.dropout} (accepted: at least 0, below 1)")
     if options.batch_size * options.seq_len > MOST_TOKENS:
         raise ShapeError(f"[batch_size] {options.batch_size} x {options.seq_len} tokens are too many (accepted: {MOST_TOKENS:,})")
     options.checkpoint_layers = layers_or_bytes(str(options.checkpoint_layers))
@@ -174,7 +188,7 @@ def run_folder(options: argparse.Namespace, saved: Path | None) -> Path:
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
-        taken = (path / "latest").exists() and not (saved and path.samefile(saved.parent))
+        taken = any(path.glob("step-*")) and not (saved and path.samefile(saved.parent))
     except (OSError, ValueError) as error:  # ValueError: no path at all
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"[checkpoint_dir] cannot write into {path}: {reason} (a folder that can be written)") from error

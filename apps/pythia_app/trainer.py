@@ -12,6 +12,7 @@ import numpy as np
 
 import needle as ndl
 from needle import ops
+from needle.checkpoints import random_state, set_random_state
 from needle.data.text import TextData, TokenBatches
 from needle.models import Pythia, PythiaConfig, checkpointed, train_step
 from needle.optim import AdamW
@@ -30,7 +31,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
-    config = PythiaConfig.named(options.model, vocab_size=vocab_size, max_seq_len=options.seq_len)
+    config = PythiaConfig.named(options.model, vocab_size=vocab_size, max_seq_len=options.seq_len, dropout=options.dropout)
     if sparse:
         config = config.with_sparse(options.pattern, options.block_size, options.window)
     return checkpointed(config, options.checkpoint_layers, options.batch_size, options.seq_len, planned_micro_batches(options))
@@ -42,23 +43,33 @@ def planned_micro_batches(options) -> int:
 
 
 class StopRequest:
-    """Ctrl-C: the first asks the loop to stop after its step, the second stops at once."""
+    """Ctrl-C, or SIGTERM, by which machines are told to end: the loop stops after its step. A second Ctrl-C stops at once.
+
+    asked: the signal's number, 0 before it.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.asked = 0
 
     def __enter__(self) -> StopRequest:
-        self._before = signal.signal(signal.SIGINT, self._ask)
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def __exit__(self, *exc) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        for number, before in self._before.items():
+            signal.signal(number, before)
 
-    def _ask(self, *_) -> None:
-        if self.asked:
+    @property
+    def exit_code(self) -> int:
+        """As shells have it."""
+        return 128 + self.asked
+
+    def _ask(self, number: int, _) -> None:
+        if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
-        os.write(2, b"\nstopping after this step (Ctrl-C again: at once, without saving)\n")  # safe in a signal handler
+        if not self.asked:
+            os.write(2, b"\nstopping after this step (Ctrl-C again: at once, without saving)\n")  # safe in a signal handler
+        self.asked = self.asked or number
 
 
 class Trainer:
@@ -76,20 +87,44 @@ class Trainer:
         by_epochs = math.ceil((options.epochs or 0) * self.batches.batches_per_epoch / per_step)
         self.steps = options.max_steps or by_epochs or 150
         self.step = 0
+        self.scaler = None  # of the loss, where the precision needs one: an object with state_dict and load_state_dict
+        self.metrics = {"tokens": 0, "seconds": 0.0}  # of the whole run, however often it was resumed
 
     def state(self) -> dict:
-        options = {name: getattr(self.options, name) for name in CHANGEABLE + FIXED}
-        return {"step": self.step, "steps": self.steps, "data": self.batches.state_dict(), "options": options}
+        """All that a run has beside its tensors."""
+        return {
+            "step": self.step,
+            "steps": self.steps,
+            "data": self.batches.state_dict(),
+            "options": {name: getattr(self.options, name) for name in CHANGEABLE + FIXED},
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "random": random_state(self.model),
+            "metrics": self.metrics,
+        }
+
+    def load_state(self, state: dict) -> None:
+        """Goes on where ``state`` was taken; the model's and the optimizer's tensors are loaded by themselves."""
+        if not self.options.max_steps and not self.options.epochs:
+            self.steps = state["steps"]
+        self.step = state["step"]
+        self.batches.load_state_dict(state["data"])
+        if self.scaler and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        set_random_state(self.model, state["random"])
+        self.metrics = dict(state["metrics"])
 
     def tensors(self, batch) -> tuple[ndl.Tensor, ...]:
         return tuple(ndl.Tensor(x, device=self.device, dtype="int32", requires_grad=False) for x in batch)
 
     def train_step(self) -> float:
         """One optimizer step; the mean loss of its micro-batches, in nats."""
+        start = time.perf_counter()
         self.optimizer.lr = learning_rate(self.step, self.steps, self.options.lr)
         micro_batches = (self.tensors(batch) for batch in self.batches)
         loss = train_step(self.model, self.optimizer, micro_batches, self.options.accumulation_steps)
         self.step += 1
+        self.metrics["tokens"] += self.options.batch_size * self.options.seq_len * self.options.accumulation_steps
+        self.metrics["seconds"] += time.perf_counter() - start
         return loss
 
     def held_out_loss(self, text: TextData, tokens: int = EVAL_TOKENS) -> float:
@@ -101,11 +136,13 @@ class Trainer:
             name=f"{text.name}, held out",
         )  # fmt: skip
         total = count = 0.0
+        self.model.eval()
         with ndl.no_grad():
             for batch in batches:
                 ids, targets = self.tensors(batch)
                 total += self.model.loss(ids, targets).item() * targets.size
                 count += targets.size
+        self.model.train()
         return total / count
 
 

@@ -1,10 +1,11 @@
 """Models that can be imported in a notebook."""
 
+from . import pretrained
 from .published import load_published, published_gradients, published_state
 from .pythia import SIZES, Pythia, PythiaConfig
 from .training import checkpointed, layers_or_bytes, plannable, train_step
 
 __all__ = [
-    "SIZES", "Pythia", "PythiaConfig", "checkpointed", "layers_or_bytes", "load_published", "plannable", "published_gradients",
-    "published_state", "train_step",
+    "SIZES", "Pythia", "PythiaConfig", "checkpointed", "layers_or_bytes", "load_published", "plannable", "pretrained",
+    "published_gradients", "published_state", "train_step",
 ]  # fmt: skip

@@ -110,6 +110,7 @@ def config_json(config: PythiaConfig, dtype: str, end_of_text: int) -> dict[str,
         **{key: getattr(config, name) for key, name in _SIZES.items()},
         **{key: value for key, value in _FIXED.items() if value is not None},
         "layer_norm_eps": config.eps,
+        "hidden_dropout": config.dropout,
         "rope_parameters": rope,
         "rotary_pct": config.rotary_fraction,
         "rotary_emb_base": config.rotary_base,
@@ -142,6 +143,9 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
     for key, value, most in (("rotary_pct", fraction, 1.0), ("rope_theta", base, math.inf), ("layer_norm_eps", eps, 1.0)):
         if type(value) not in (int, float) or not 0 < value <= most:
             raise _wrong(key, value, f"above 0, at most {most:g}")
+    dropout = _first((found, "hidden_dropout"), default=0.0)
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        raise _wrong("hidden_dropout", dropout, "0 to 1")
     sparse = found.get(_SPARSE) or {}
     if sparse:
         if not isinstance(sparse, dict) or set(sparse) != {"pattern", "block", "window"} or sparse["pattern"] not in PATTERNS:
@@ -151,7 +155,13 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
         if sparse["block"] % 16 or sparse["block"] > 128:
             raise _wrong("block", sparse["block"], "multiples of 16 up to 128")
     try:
-        return PythiaConfig(**sizes, rotary_fraction=float(fraction), rotary_base=float(base), eps=float(eps), **sparse)
+        rest: dict[str, Any] = {
+            "rotary_fraction": float(fraction),
+            "rotary_base": float(base),
+            "eps": float(eps),
+            "dropout": float(dropout),
+        }
+        return PythiaConfig(**sizes, **rest, **sparse)
     except ShapeError as error:
         raise CheckpointError(f"[config.json] {error}") from None
 

@@ -19,7 +19,7 @@ from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.device import device_cache
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..errors import ShapeError
-from ..nn.nn_basic import LayerNorm, Module, Parameter
+from ..nn.nn_basic import LayerNorm, Module, Parameter, SeededDropout
 from ..nn.nn_remat import remat
 from ..nn.nn_sparse import causal_pattern
 
@@ -53,6 +53,7 @@ class PythiaConfig:
     rotary_fraction: float = 0.25
     rotary_base: float = 10000.0
     eps: float = 1e-5
+    dropout: float = 0.0
     pattern: str | None = None
     block: int = 64
     window: int = 2
@@ -132,13 +133,13 @@ def _normal(rng, shape, std: float, device, dtype: str) -> Parameter:
 
 
 class PythiaLayer(Module):
-    """x + attention(ln1(x)) + mlp(ln2(x))."""
+    """x + dropout(attention(ln1(x))) + dropout(mlp(ln2(x)))."""
 
-    def __init__(self, config: PythiaConfig, rng, device, dtype: str):
+    def __init__(self, config: PythiaConfig, dropout: SeededDropout, rng, device, dtype: str):
         super().__init__()
         C, F, L = config.width, config.feed_forward, config.layers
         small, output = math.sqrt(2 / (5 * C)), 2 / (L * math.sqrt(C))
-        self.config = config
+        self.config, self.dropout = config, dropout
         self.input_layernorm = LayerNorm(C, config.eps, device=device, dtype=dtype)
         self.post_attention_layernorm = LayerNorm(C, config.eps, device=device, dtype=dtype)
         self.query_key_value = _Affine(rng, C, 3 * C, small, device, dtype)
@@ -153,7 +154,7 @@ class PythiaLayer(Module):
         q, k, v = ops.rotary_qkv(ops.reshape(qkv, (B, T, H, 3, D)), cos, sin)  # each (B, H, T, D)
         mixed = ops.attention(q, k, v, layout)  # (B, H, T, D), lying in memory as (B, T, H, D)
         attended = self.dense(ops.reshape(ops.transpose(mixed, (1, 2)), (B, T, C)))
-        return x + (attended + self.feed_forward(x))
+        return x + (self.dropout(attended) + self.dropout(self.feed_forward(x)))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         return self.dense_4h_to_h(ops.gelu(self.dense_h_to_4h(self.post_attention_layernorm(x))))
@@ -213,7 +214,8 @@ class Pythia(Module):
         self.config, self.device, self.dtype = config, device, dtype
         std = math.sqrt(2 / (5 * config.width))
         self.embed_in = _normal(rng, (config.vocab_size, config.width), std, device, dtype)
-        self.layers = [PythiaLayer(config, rng, device, dtype) for _ in range(config.layers)]
+        self.dropout = SeededDropout(config.dropout, seed or 0)
+        self.layers = [PythiaLayer(config, self.dropout, rng, device, dtype) for _ in range(config.layers)]
         self.final_layer_norm = LayerNorm(config.width, config.eps, device=device, dtype=dtype)
         self.embed_out = _normal(rng, (config.width, config.vocab_size), std, device, dtype)
 
@@ -250,7 +252,7 @@ class Pythia(Module):
         T = ids.shape[1]
         cos, sin = self._tables(T)
         layout = self.config.layout(T)
-        x = ops.embedding(self.embed_in, ids)
+        x = self.dropout(ops.embedding(self.embed_in, ids))
         start = 0
         for count in self.config.checkpoint_segments:
             x = remat(self._run, x, start, start + count, cos, sin, layout)

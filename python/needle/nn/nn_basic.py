@@ -254,6 +254,23 @@ class Dropout(Module):
         return x * mask / (1 - self.p)
 
 
+class SeededDropout(Module):
+    """``ops.dropout`` in training: its masks depend on ``seed`` and on ``drawn``, how many were drawn before (in fours), alone.
+
+    So they can be computed again on any device, and a run that is resumed goes on with the masks it would have had.
+    """
+
+    def __init__(self, p: float, seed: int = 0):
+        super().__init__()
+        self.p, self.seed, self.drawn = p, seed, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        offset, self.drawn = self.drawn, self.drawn + -(-x.size // 4)
+        return ops.dropout(x, self.p, self.seed, offset)
+
+
 class Residual(Module):
     """fn(x) + x."""
 

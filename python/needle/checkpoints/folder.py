@@ -1,0 +1,191 @@
+"""A run's checkpoints: each is whole or absent, whenever the process, the machine or the disk gives up."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from .. import files
+from ..errors import CheckpointError
+
+INDEX, CHECKSUMS = "checkpoints.json", "checksums.json"
+_NAME = re.compile(r"step-(\d{6,})(?:-(\d+))?")
+
+
+class CheckpointFolder:
+    """Checkpoints of one run: the newest ``keep_last`` and the one with the lowest held-out loss.
+
+    A checkpoint is written under a hidden name, with a checksum of each file, waited for until it is on the disk, and then
+    renamed; after that checkpoints.json names it, and only then are older ones removed. A folder without checkpoints.json holds
+    what its subfolders' names say.
+    """
+
+    def __init__(self, path: str | Path, keep_last: int = 2):
+        if keep_last < 1:
+            raise CheckpointError(f"[keep_last] is {keep_last} (accepted: at least 1)")
+        self.path, self.keep_last = Path(path), keep_last
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """``write`` puts the files of a checkpoint into a new folder, which is the newest checkpoint afterwards.
+
+        raises: CheckpointError if there is no room; the checkpoints before are as they were then, as after any other exception.
+        """
+        entries, indexed = self._entries(), (self.path / INDEX).is_file()
+        names = itertools.chain([f"step-{step:06d}"], (f"step-{step:06d}-{n}" for n in itertools.count(2)))
+        target = next(self.path / name for name in names if not (self.path / name).exists())
+        partial = self.path / f".{target.name}.partial"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write(partial)
+            _seal(partial)
+            os.replace(partial, target)
+            files.flush(self.path)
+            entries.append({"name": target.name, "held_out_loss": None})
+            self._write_index(entries)
+        except OSError as error:
+            raise CheckpointError(
+                f"[checkpoint] cannot write {target}: {files.reason(error)} (room in a writable folder)"
+            ) from error
+        finally:  # after Ctrl-C, too
+            self._tidy(partial, indexed)
+        return target
+
+    def mark(self, checkpoint: Path, held_out_loss: float) -> None:
+        """Says how good a checkpoint is. raises: CheckpointError if that cannot be written."""
+        entries = self._entries()
+        for entry in entries:
+            if entry["name"] == checkpoint.name:
+                entry["held_out_loss"] = held_out_loss
+        try:
+            self._write_index(entries)
+        except OSError as error:
+            raise CheckpointError(f"[checkpoint] cannot write {self.path / INDEX}: {files.reason(error)}") from error
+        self._tidy(None, True)
+
+    def newest(self) -> tuple[Path, list[str]] | None:
+        """The newest checkpoint that is whole, and what is wrong with newer ones; None if there has never been one.
+
+        raises: CheckpointError if none is whole.
+        """
+        problems = []
+        for entry in reversed(self._entries()):
+            try:
+                verify(self.path / entry["name"])
+            except CheckpointError as error:
+                problems.append(str(error))
+            else:
+                return self.path / entry["name"], problems
+        if problems:
+            raise CheckpointError(problems[0])
+        return None
+
+    def names(self) -> list[str]:
+        """Of all checkpoints, whole or not, the newest last."""
+        return [entry["name"] for entry in self._entries()]
+
+    def best(self) -> Path | None:
+        """The checkpoint with the lowest held-out loss."""
+        name = _best(self._entries())
+        return self.path / name if name else None
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Name and held-out loss of each checkpoint, the newest last."""
+        path = self.path / INDEX
+        try:
+            entries = files.parse_json(files.read_small(path)).get("checkpoints")
+        except (FileNotFoundError, NotADirectoryError):
+            found = [name for name in self._folders() if (self.path / name / CHECKSUMS).is_file()]
+            return [{"name": name, "held_out_loss": None} for name in found]
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"[checkpoint] cannot read {path}: {files.reason(error)} (remove it: the folders' names will do)"
+            ) from error
+        if not isinstance(entries, list) or not all(map(_is_entry, entries)):
+            raise CheckpointError(f"[checkpoint] {path} names no checkpoints (remove it: the folders' names will do)")
+        return entries
+
+    def _folders(self) -> list[str]:
+        """Names of the checkpoints that are there, in the order of their steps."""
+        try:
+            found = [match for match in map(_NAME.fullmatch, os.listdir(self.path)) if match]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
+
+    def _write_index(self, entries: list[dict[str, Any]]) -> None:
+        """Of those that are kept."""
+        kept = {entry["name"] for entry in entries[-self.keep_last :]} | {_best(entries)}
+        text = json.dumps({"checkpoints": [entry for entry in entries if entry["name"] in kept]}, indent=2, allow_nan=False)
+        with files.write_atomically(self.path / INDEX) as file:
+            file.write(text.encode())
+
+    def _tidy(self, partial: Path | None, indexed: bool) -> None:
+        """Removes what is half-written, and the checkpoints that the index names no more. What was there before the index stays."""
+        if partial is not None:
+            shutil.rmtree(partial, ignore_errors=True)
+        if not indexed:
+            return
+        for path in self.path.glob(".step-*.partial"):  # of a process that was killed
+            shutil.rmtree(path, ignore_errors=True)
+        for name in set(self._folders()) - {entry["name"] for entry in self._entries()}:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or entry.keys() != {"name", "held_out_loss"}:
+        return False
+    known = entry["held_out_loss"] is None or isinstance(entry["held_out_loss"], float)
+    return known and isinstance(entry["name"], str) and _NAME.fullmatch(entry["name"]) is not None
+
+
+def _best(entries: list[dict[str, Any]]) -> str | None:
+    known = [entry for entry in entries if entry["held_out_loss"] is not None]
+    return min(known, key=lambda entry: entry["held_out_loss"])["name"] if known else None
+
+
+def _seal(folder: Path) -> None:
+    """Writes the files' checksums beside them and waits until all is on the disk."""
+    paths = sorted(folder.iterdir())
+    with ThreadPoolExecutor(2 * len(paths) + 1) as pool:  # while the disk writes, the checksums are computed
+        flushed = [pool.submit(files.flush, path) for path in paths]
+        sums = {path.name: checksum for path, checksum in zip(paths, pool.map(_checksum, paths))}
+        for waiting in flushed:
+            waiting.result()
+    with files.write_atomically(folder / CHECKSUMS) as file:
+        file.write(json.dumps(sums, indent=2).encode())
+
+
+def verify(folder: Path) -> None:
+    """raises: CheckpointError if a file of the checkpoint ``folder`` is absent or is not what was written."""
+    try:
+        sums = files.parse_json(files.read_small(folder / CHECKSUMS))
+        if not sums:
+            raise ValueError("no files are named")
+        paths = [files.member(folder, name) for name in sums]
+        with ThreadPoolExecutor(len(paths)) as pool:
+            found = dict(zip(sums, pool.map(_checksum, paths)))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointError(f"[checkpoint] no checkpoint in {folder}: {Path(error.filename).name} is missing") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"[checkpoint] cannot read {folder / CHECKSUMS}: {files.reason(error)}") from error
+    for name, checksum in sums.items():
+        if found[name] != checksum:
+            raise CheckpointError(f"[checkpoint] {folder / name} is damaged: {found[name]} (written: {checksum})")
+
+
+def _checksum(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if not size:  # nothing to map
+        return {"bytes": 0, "crc32": f"{0:08x}"}
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return {"bytes": size, "crc32": f"{zlib.crc32(content):08x}"}

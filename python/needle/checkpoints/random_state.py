@@ -1,0 +1,37 @@
+"""Where the random numbers stand: numpy's global stream, which ``init`` and ``nn.Dropout`` draw from, and a model's counters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import CheckpointError
+from ..nn.nn_basic import Module, SeededDropout
+
+
+def random_state(model: Module) -> dict[str, Any]:
+    """As JSON has it."""
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    return {"numpy": numpy, "drawn": [dropout.drawn for dropout in _dropouts(model)]}
+
+
+def set_random_state(model: Module, state: dict[str, Any]) -> None:
+    """Goes on where ``random_state`` was taken. raises: CheckpointError if ``state`` is none, or of another model."""
+    dropouts = _dropouts(model)
+    try:
+        numpy, drawn = state["numpy"], [int(count) for count in state["drawn"]]
+        key = np.array(numpy["state"]["key"], np.uint32)
+        if len(drawn) != len(dropouts):
+            raise ValueError(f"{len(drawn)} dropout layers ({len(dropouts)} are in the model)")
+        np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"[random_state] not a state of this model: {error}") from error
+    for dropout, count in zip(dropouts, drawn):
+        dropout.drawn = count
+
+
+def _dropouts(model: Module) -> list[SeededDropout]:
+    """Each once, though several layers may share it."""
+    return list(dict.fromkeys(m for m in model._children() if isinstance(m, SeededDropout)))

@@ -1,0 +1,382 @@
+"""What a run survives: kills at any moment, a full disk, damage; and that it then goes on bit for bit."""
+
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from devices import usable
+from needle import files, nn
+from needle.checkpoints import CheckpointFolder, random_state, set_random_state, verify
+from needle.data.text import TextData
+from needle.errors import CheckpointError
+from needle.models import Pythia, PythiaConfig
+from needle.optim import AdamW
+from pythia_app import checkpoint
+from pythia_app.options import CHANGEABLE, FIXED, parse
+from pythia_app.trainer import Trainer
+
+ROOT = Path(__file__).parent.parent
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write(value):
+    """What a run would write: one file that says ``value``."""
+    return lambda path: (path / "value").write_text(str(value))
+
+
+def value(path):
+    return int((path / "value").read_text())
+
+
+# ---- going on bit for bit
+
+
+CONFIG = PythiaConfig(
+    layers=1, width=16, heads=2, feed_forward=32, vocab_size=40, max_seq_len=8, dropout=0.2, checkpoint_layers=(1,)
+)  # fmt: skip
+
+
+@pytest.fixture
+def trainer():
+    """Makes the app's own, with a model that takes milliseconds."""
+    tokens = np.random.default_rng(0).integers(0, 40, 400).astype(np.uint16)
+    text = TextData("toy", tokens[:300], tokens[300:], 40, None, None)
+    options = parse(["--max_steps", "100", "--batch_size", "2", "--seq_len", "8", "--accumulation_steps", "2"])
+    return lambda device: Trainer(options, CONFIG, text, device)
+
+
+def resumed(made, path):
+    np.random.seed(99)  # what another process has drawn
+    checkpoint.load(path, made.model, made.optimizer)
+    made.load_state(checkpoint.read_state(path))
+    return made
+
+
+@pytest.mark.parametrize("name", ["cpu_numpy", "cpu", "cuda_sim", "cuda"])
+def test_50_and_50_steps_are_100(name, trainer, tmp_path):
+    """With accumulation, dropout, recomputed layers, and text that begins again."""
+    device = usable(name)
+    np.random.seed(1)
+    whole = trainer(device)
+    expected = [whole.train_step() for _ in range(100)]
+    drawn = np.random.rand(3)
+    np.random.seed(1)
+    first = trainer(device)
+    found = [first.train_step() for _ in range(50)]
+    path = checkpoint.save(CheckpointFolder(tmp_path), first.model, first.optimizer, first.state())
+    del first
+    second = resumed(trainer(device), path)
+    assert second.step == 50 and second.batches.epoch > 5
+    found += [second.train_step() for _ in range(50)]
+    assert found == expected and found[-1] < found[0]
+    for (name, p), q in zip(whole.model.named_parameters(), second.model.parameters()):
+        assert p.numpy().tobytes() == q.numpy().tobytes(), name
+        for kept, also in ((whole.optimizer.m, second.optimizer.m), (whole.optimizer.v, second.optimizer.v)):
+            assert kept[p].numpy().tobytes() == also[q].numpy().tobytes(), name
+    np.testing.assert_array_equal(np.random.rand(3), drawn)
+    assert second.metrics["tokens"] == whole.metrics["tokens"] == 100 * 2 * 2 * 8
+
+
+def test_a_checkpoint_is_a_model_that_loads(trainer, tmp_path, cpu):
+    run = trainer(cpu)
+    run.train_step()
+    path = checkpoint.save(CheckpointFolder(tmp_path), run.model, run.optimizer, run.state())
+    again = Pythia.from_pretrained(path)
+    assert replace(again.config, checkpoint_layers=run.model.config.checkpoint_layers) == run.model.config
+    again.eval(), run.model.eval()
+    ids = ndl.Tensor([[1, 2, 3]], dtype="int32", requires_grad=False)
+    np.testing.assert_array_equal(again(ids).numpy(), run.model(ids).numpy())
+
+
+def test_resuming_takes_no_more_memory_than_running(trainer, tmp_path, cpu):
+    """And every array is what it was: moments count as optimizer state."""
+    run = trainer(cpu)
+    run.train_step()
+    path = checkpoint.save(CheckpointFolder(tmp_path), run.model, run.optimizer, run.state())
+    before = cpu.memory_stats()
+    again = resumed(trainer(cpu), path)
+    after = cpu.memory_stats()
+    size = sum(p.realize_cached_data().nbytes for p in again.model.parameters())
+    grown = [b - a for a, b in zip(before["by_category"], after["by_category"])]
+    assert grown[1] == size and grown[3] == 2 * size and sum(grown) == 3 * size
+
+
+def test_random_numbers_go_on():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.SeededDropout(0.5, seed=1), [nn.SeededDropout(0.5, seed=2)]
+
+        def forward(self, x):
+            return self.b[0](self.a(x)) + nn.Dropout(0.5)(x)
+
+    x = ndl.ones(3, 5, requires_grad=False)
+    model = Two()
+    model(x)
+    state = json.loads(json.dumps(random_state(model)))
+    expected = [model(x).numpy() for _ in range(3)]
+    assert not np.array_equal(expected[0], expected[1])
+    other = Two()
+    set_random_state(other, state)
+    np.testing.assert_array_equal([other(x).numpy() for _ in range(3)], expected)
+    model.eval()
+    np.testing.assert_array_equal(model.a(x).numpy(), x.numpy())
+    for wrong in ({}, {**state, "drawn": [1]}, {**state, "drawn": ["a", 1]}, {**state, "numpy": {"bit_generator": "MT19937"}}):
+        with pytest.raises(CheckpointError, match=r"\[random_state\]"):
+            set_random_state(other, wrong)
+
+
+# ---- which checkpoints are kept
+
+
+def test_the_last_k_and_the_best_are_kept(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=3)
+    assert folder.newest() is None and folder.best() is None and folder.names() == []
+    losses = [5.0, 3.0, 4.0, 4.5, 3.5, 6.0, 3.25, 7.0]
+    for step, loss in enumerate(losses):
+        saved = folder.save(step, write(step))
+        assert folder.newest() == (saved, [])
+        folder.mark(saved, loss)
+        best = losses.index(min(losses[: step + 1]))
+        kept = sorted({best} | set(range(max(0, step - 2), step + 1)))
+        assert sorted(value(path) for path in tmp_path.glob("step-*")) == kept
+        assert value(folder.best()) == best and [value(tmp_path / name) for name in folder.names()] == kept
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"checkpoints.json"}
+
+
+def test_the_same_step_twice_and_an_older_one_later(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    folder.save(7, write(1))
+    assert folder.save(7, write(2)).name == "step-000007-2"
+    assert folder.save(5, write(3)).name == "step-000005" and folder.names() == ["step-000007-2", "step-000005"]
+    assert value(folder.newest()[0]) == 3
+    (tmp_path / "checkpoints.json").unlink()
+    assert folder.names() == ["step-000005", "step-000007-2"]  # by their names
+    folder.save(8, write(4))
+    assert [value(tmp_path / name) for name in folder.names()] == [2, 4]
+    with pytest.raises(CheckpointError, match="keep_last"):
+        CheckpointFolder(tmp_path, keep_last=0)
+
+
+# ---- damage
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A folder with two checkpoints."""
+    folder = CheckpointFolder(tmp_path)
+    folder.save(1, write(111111))
+    folder.save(2, write(222222))
+    return folder
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: flip(path / "value"),
+        lambda path: flip(path / "checksums.json"),
+        lambda path: (path / "value").unlink(),
+        lambda path: os.truncate(path / "value", 3),
+        lambda path: os.truncate(path / "value", 0),
+        lambda path: os.truncate(path / "checksums.json", 0),
+        lambda path: (path / "checksums.json").unlink(),
+        shutil.rmtree,
+    ],
+)
+def test_the_newest_is_damaged(two, damage):
+    damage(two.path / "step-000002")
+    found, problems = two.newest()
+    assert value(found) == 111111
+    assert len(problems) == 1 and "step-000002" in problems[0] and "\n" not in problems[0]
+    damage(two.path / "step-000001")
+    with pytest.raises(CheckpointError, match="step-000002"):
+        two.newest()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", "\0", '{"checkpoints": 3}', '{"checkpoints": [{"name": "../x", "held_out_loss": null}]}',
+     '{"checkpoints": [{"name": "step-000001", "held_out_loss": "3"}]}', '{"checkpoints": ["step-000001"]}', "[" * 9999],
+)  # fmt: skip
+def test_a_damaged_index(two, text):
+    (two.path / "checkpoints.json").write_text(text)
+    for use in (two.newest, two.best, lambda: two.save(3, write(3))):
+        with pytest.raises(CheckpointError, match=r"checkpoints\.json.*remove it"):
+            use()
+    assert value(two.path / "step-000001") == 111111 and value(two.path / "step-000002") == 222222
+    (two.path / "checkpoints.json").unlink()
+    assert value(two.newest()[0]) == 222222
+
+
+def test_checksums_do_not_lead_out(two):
+    (two.path.parent / "outside").write_text("")
+    for name in ("../../outside", "/etc/passwd", ".."):
+        (two.path / "step-000002" / "checksums.json").write_text(json.dumps({name: {"bytes": 0, "crc32": "00000000"}}))
+        with pytest.raises(CheckpointError, match="leads out"):
+            verify(two.path / "step-000002")
+
+
+@pytest.fixture
+def small_run(tmp_path):
+    """A tiny model with a checkpoint of its first step: (folder, model, optimizer, state)."""
+    config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=20, max_seq_len=16)
+    model = Pythia(config, seed=0)
+    optimizer = AdamW(model.parameter_groups(), lr=0.1)
+    model.loss(*(ndl.Tensor([[1, 2, 3]], dtype="int32", requires_grad=False) for _ in range(2))).backward()
+    optimizer.step()
+    state = {"step": 1, "steps": 2, "data": {}, "options": dict.fromkeys(CHANGEABLE + FIXED), "scaler": None, "metrics": {}}
+    state["random"] = random_state(model)
+    checkpoint.save(CheckpointFolder(tmp_path / "run", 1), model, optimizer, state)
+    return tmp_path / "run", model, optimizer, state
+
+
+def test_damaged_checkpoints_of_a_run(small_run):
+    folder, model, optimizer, _ = small_run
+    good = folder / "step-000001"
+    whole = contents(good)
+    assert set(whole) == {"checksums.json", "config.json", "model.safetensors", "optimizer.safetensors", "state.json"}
+    for name, content in whole.items():
+        for damaged in (None, b"", content[: len(content) // 2], content[:-1], b"\xff" * 40, b"{}"):
+            (good / name).unlink() if damaged is None else (good / name).write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=name.split(".")[0]):
+                checkpoint.find(folder)
+        (good / name).write_bytes(content)
+    assert checkpoint.find(folder) == checkpoint.find(good) == (good, [])
+
+
+@pytest.mark.parametrize(
+    "name, change, said",
+    [
+        ("state.json", lambda c: json.dumps({**json.loads(c), "optimizer_steps": "1"}).encode(), "optimizer_steps"),
+        ("state.json", lambda c: json.dumps({**json.loads(c), "options": 3}).encode(), "options"),
+        ("state.json", lambda c: b"[]", "no JSON object"),
+        ("state.json", lambda c: c.replace(b'"step"', b'"steps"'), "'steps' comes twice"),
+        ("optimizer.safetensors", lambda c: c.replace(b'"m.embed_in"', b'"m.embed_on"'), r"m\.embed_in in .* is absent"),
+        ("model.safetensors", lambda c: c.replace(b"gpt_neox.embed_in", b"gpt_neox.embed_on"), "names differ"),
+    ],
+)
+def test_what_no_checksum_sees(small_run, name, change, said):
+    """Somebody wrote it so: the checksums would fit."""
+    folder, model, optimizer, _ = small_run
+    path = folder / "step-000001"
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(change(content))
+    assert (path / name).read_bytes() != content
+    with pytest.raises(CheckpointError, match=said):
+        checkpoint.read_state(path)
+        checkpoint.load(path, model, optimizer)
+
+
+# ---- saves that fail
+
+
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("place", ["mkdir", "flush", "flush last", "replace", "replace last", "fsync"])
+@pytest.mark.parametrize("error", [lambda: OSError(28, "No space left on device"), KeyboardInterrupt], ids=["full", "interrupted"])
+def test_a_save_that_fails_anywhere_keeps_the_one_before(small_run, monkeypatch, place, error, step):
+    folder, model, optimizer, state = small_run
+    before = contents(folder)
+    name, *last = place.split()
+    target = {"mkdir": Path, "flush": files}.get(name, os)
+    real, calls = getattr(target, name), []
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        return real(*args, **kwargs)
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == wanted:
+            raise error()
+        return real(*args, **kwargs)
+
+    def save():
+        return checkpoint.save(CheckpointFolder(folder, 1), model, optimizer, {**state, "step": step})
+
+    spare = folder.parent / "spare"
+    shutil.copytree(folder, spare)
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, count)
+        checkpoint.save(CheckpointFolder(spare, 1), model, optimizer, {**state, "step": step})
+    wanted = len(calls) - (name == "flush") if last else 1  # the very last flush is of names that are already changed
+    assert wanted > 0
+    calls.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(target, name, fail)
+        with pytest.raises((CheckpointError, KeyboardInterrupt)):
+            save()
+    assert contents(folder) == before and len(list(folder.iterdir())) == 2
+    # Saving the same step again replaces it only when the new one is whole.
+    saved = save()
+    assert checkpoint.find(folder) == (saved, []) and len(list(folder.iterdir())) == 2
+
+
+def test_leftovers_of_a_killed_process_go_with_the_next_save(two):
+    shutil.copytree(two.path / "step-000002", two.path / "step-000009")  # renamed, and not yet in the index
+    shutil.copytree(two.path / "step-000002", two.path / ".step-000010.partial")
+    assert value(two.newest()[0]) == 222222
+    two.save(3, write(3))
+    assert sorted(path.name for path in two.path.iterdir()) == ["checkpoints.json", "step-000002", "step-000003"]
+
+
+SAVE_FOR_EVER = """
+import itertools, sys
+import numpy as np
+from needle.checkpoints import CheckpointFolder, write_tensors
+
+folder, tensors = CheckpointFolder(sys.argv[1]), {"x": np.arange(1 << 16, dtype=np.float32), "y": np.ones((300, 300), np.float32)}
+print("ready", flush=True)
+for step in itertools.count(int(sys.argv[2])):
+
+    def write(path):
+        write_tensors(path / "a.safetensors", tensors)
+        write_tensors(path / "b.safetensors", tensors)
+        (path / "value").write_text(str(step))
+
+    folder.save(step, write)
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_random_moments(tmp_path):
+    """Another process saves without a pause and says when a checkpoint is there. NEEDLE_TEST_KILLS: how many times it is killed."""
+    kills, rng, said, inside = int(os.environ.get("NEEDLE_TEST_KILLS", "10")), random.Random(0), -1, 0
+    for _ in range(kills):
+        command = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path), str(said + 1)]
+        with subprocess.Popen(command, cwd=ROOT / "python", stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"ready\n"
+            end = time.monotonic() + rng.uniform(0, 0.15)
+            while (left := end - time.monotonic()) > 0:
+                if select.select([process.stdout], [], [], left)[0]:
+                    said = int(process.stdout.readline())
+            process.kill()
+            for line in process.stdout:
+                said = int(line)
+        assert process.returncode == -signal.SIGKILL
+        inside += any(tmp_path.glob(".step-*.partial"))
+        found = CheckpointFolder(tmp_path).newest()
+        assert (said == -1) if found is None else (found[1] == [] and value(found[0]) in (said, said + 1))
+        said = said if found is None else value(found[0])
+    print(f"{kills} kills, {inside} of them while a checkpoint was written; {said} saved")
+    assert inside > 0 and said > 0
