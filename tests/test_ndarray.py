@@ -185,3 +185,18 @@ def test_a_step_on_meta_makes_the_allocations_of_a_real_step(cpu, pattern):
         peaks.append(device.memory_stats()["peak"] - start)
         del model, optimizer, ids
     assert peaks[0] == peaks[1] > 0
+
+
+def test_matmul_of_rows_further_apart_than_int32(cpu):
+    """The library behind it counts in int32. Of the 8 GiB only the pages of the two rows are ever touched."""
+    step = 2**31 + 16
+    try:
+        memory = cpu.empty((step + 64,))
+    except OutOfMemoryError:
+        pytest.skip("this machine does not promise 8 GiB")
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 64), dtype=np.float32), rng.standard_normal((64, 70), dtype=np.float32)
+    far = memory.as_strided((2, 64), (step, 1))
+    far[:, :] = NDArray(x, device=cpu)
+    np.testing.assert_allclose((far @ NDArray(y, device=cpu)).numpy(), x @ y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose((NDArray(y.T, device=cpu) @ far.permute((1, 0))).numpy(), (x @ y).T, rtol=1e-5, atol=1e-5)

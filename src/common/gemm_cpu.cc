@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <type_traits>
 
@@ -217,14 +218,25 @@ bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
 }
 
 #ifdef NEEDLE_OPENBLAS
+namespace {
+template <class... Sizes>
+bool fit_int(Sizes... sizes) {
+  return ((sizes <= std::numeric_limits<int>::max()) && ...);
+}
+}  // namespace
+
 void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,
                const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc) {
+  if (!fit_int(m, n, k, lda, ldb, ldc))
+    return gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
   const FlushSubnormals flush;
   scipy_cblas_sgemm(CblasRowMajor, flag(ta), flag(tb), int(m), int(n), int(k), 1.f, a, int(lda), b,
                     int(ldb), float(accumulate), c, int(ldc));
 }
 void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const double* a, int64_t lda,
                const double* b, int64_t ldb, bool accumulate, double* c, int64_t ldc) {
+  if (!fit_int(m, n, k, lda, ldb, ldc))
+    return gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
   scipy_cblas_dgemm(CblasRowMajor, flag(ta), flag(tb), int(m), int(n), int(k), 1., a, int(lda), b,
                     int(ldb), double(accumulate), c, int(ldc));
 }
