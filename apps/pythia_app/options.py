@@ -57,7 +57,7 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Says a default where there is one; the texts of the other flags say what happens without them."""
 
     def _get_help_string(self, action):
-        return action.help if action.default in (None, False) else super()._get_help_string(action)
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
 
 
 def _parser() -> argparse.ArgumentParser:

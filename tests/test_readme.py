@@ -1,0 +1,60 @@
+"""What README shows is what happens: its Python prints what it says, its flags and commands exist."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def run(*arguments):
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+
+
+@pytest.mark.parametrize(
+    "code, printed", re.findall(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", README, re.S), ids=["first", "leak"]
+)
+def test_python(code, printed):
+    done = run("-c", code)
+    assert done.returncode == 0 and done.stdout == printed, done.stdout + done.stderr
+
+
+def test_every_python_block_is_run():
+    assert README.count("```python\n") == 2
+
+
+def test_the_plan():
+    """Its rows and columns; the figures follow the code."""
+    shown = re.search(r"    \$ python -m needle (plan .*)\n((?:    .*\n)+)", README)
+    done = run("-m", "needle", *shown[1].split())
+    assert done.returncode == 0, done.stderr
+    title, header, *rows = (line.strip() for line in shown[2].splitlines())
+    printed = [line.strip() for line in done.stdout.splitlines()]
+    assert title in printed and header.split() in [line.split() for line in printed]
+    assert {row.split()[0] for row in rows} - {"..."} <= {line.split()[0] for line in printed if line}
+
+
+def test_flags_and_targets():
+    helps = run("apps/train_pythia.py", "--help").stdout + run("-m", "needle", "plan", "--help").stdout
+    benchmarks = (ROOT / "benchmarks" / "run.py").read_text()
+    for flag in re.findall(r"(?<![\w-])--[a-z_-]+", README):
+        assert flag in helps + benchmarks, flag
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:`|    )make ([a-z-]+)", README):
+        assert re.search(rf"^{target}(?: \w+)*:|^\w+ {target}:", makefile, re.M), target
+
+
+def test_files():
+    there = {path.name for folder in ("apps", "benchmarks", "docs", "src", "tests") for path in (ROOT / folder).rglob("*")}
+    named = re.findall(r"`([\w./-]+\.(?:md|py|cc|cu|h))`", README)
+    assert len(named) > 5
+    for name in named:
+        assert (ROOT / name).exists() if "/" in name else name in there or (ROOT / "python" / "needle" / name).exists(), name
