@@ -12,11 +12,11 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])}
+
+
 def run(*arguments):
-    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +40,14 @@ def test_the_plan():
     printed = [line.strip() for line in done.stdout.splitlines()]
     assert title in printed and header.split() in [line.split() for line in printed]
     assert {row.split()[0] for row in rows} - {"..."} <= {line.split()[0] for line in printed if line}
+
+
+def test_a_plan_that_nobody_reads_to_its_end():
+    """As in `python -m needle plan | head`."""
+    command = [sys.executable, "-m", "needle", "plan", "--model", "14m", "--seq_len", "64", "--batch_size", "1"]
+    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 1
 
 
 def test_flags_and_targets():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -23,10 +24,15 @@ def main(argv: list[str] | None = None) -> int:
     add_plan(commands)
     options = parser.parse_args(argv)
     try:
-        return options.run(options)
+        code = options.run(options)
+        sys.stdout.flush()
+        return code
     except ShapeError as error:
         print(f"needle: error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
+        return 1
 
 
 def add_plan(commands: Any) -> None:
