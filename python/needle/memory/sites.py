@@ -13,9 +13,8 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import autograd
 from ..autograd import Node, Tensor
@@ -31,8 +30,7 @@ _CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_CORE, "models") + os.sep  # written as a user would write them, and shown as the user's
 
 
-@dataclass(frozen=True)
-class Site:
+class Site(NamedTuple):
     """A place where memory is asked for.
 
     file, line, function: the innermost frame outside needle's core. op: the op that computes, if one does; phase: ``forward``,
@@ -169,7 +167,7 @@ def _read_stack(frame: FrameType | None) -> Site:
         tell = _TELLING.get(id(code))
         if tell is not None:
             tell(frame, found)
-        elif user is None and not is_core(code.co_filename):
+        elif user is None and not (_is_core.get(code.co_filename) or is_core(code.co_filename)):
             user = frame
         frame = frame.f_back
     file, line, function = (user.f_code.co_filename, user.f_lineno, user.f_code.co_name) if user else ("", 0, "")
@@ -215,10 +213,10 @@ def _mark_node(node: Node) -> None:
 
 def of_node(node: Node) -> Site | None:
     """Where the node was made, if that was recorded."""
-    if isinstance(node.site, tuple):
-        code, line = node.site
-        return Site(code.co_filename, line, code.co_name)
-    return node.site
+    if node.site is None or isinstance(node.site, Site):
+        return node.site
+    code, line = node.site
+    return Site(code.co_filename, line, code.co_name)
 
 
 # --- switching it on ---
