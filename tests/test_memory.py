@@ -70,6 +70,18 @@ def test_parameters_and_states_keep_their_category_through_steps(cpu, make):
     assert now["optimizer state"] - before["optimizer state"] == size * (1 if isinstance(optimizer, SGD) else 2)
 
 
+@pytest.mark.parametrize("make, arrays", [(lambda p: SGD(p, momentum=0.9), 1), (Adam, 0), (AdamW, 0)])
+def test_optimizers_update_in_place(cpu, make, arrays):
+    p = nn.Parameter(np.ones(10_000), device=cpu)
+    p.grad = ndl.Tensor(np.ones(10_000), device=cpu)
+    optimizer = make([p])
+    optimizer.step()  # makes the state
+    before = p.realize_cached_data()
+    with memory.peak(cpu) as peak:
+        optimizer.step()
+    assert p.realize_cached_data() is before and peak.above_start <= arrays * 40_000 + 1024
+
+
 def test_peaks_nest(cpu):
     outer_array = empty((1000,), device=cpu)
     with memory.peak(cpu) as outer:

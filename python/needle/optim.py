@@ -48,8 +48,17 @@ def _as_state(array: NDArray) -> NDArray:
     return array
 
 
+def _compact(p: Tensor) -> NDArray:
+    """The parameter's array, to be updated in place."""
+    w = p.realize_cached_data()
+    if not w.is_compact():
+        w = w.compact()
+        p.data = Tensor.make_const(w)
+    return w
+
+
 class SGD(Optimizer):
-    """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u."""
+    """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u, in place."""
 
     def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0):
         super().__init__(params)
@@ -60,43 +69,67 @@ class SGD(Optimizer):
         for p in self.params:
             if p.grad is None:
                 continue
-            w, g = p.realize_cached_data(), p.grad.realize_cached_data()
+            w, g = _compact(p), p.grad.realize_cached_data()
             if self.weight_decay:
                 g = g + w * self.weight_decay
             if self.momentum:
                 g = g * (1 - self.momentum)
-                before = self.u.get(p)
-                self.u[p] = g = _as_state(g if before is None else before * self.momentum + g)
-            p.data = Tensor.make_const((w - g * self.lr).astype(w.dtype, copy=False))
+                u = self.u.get(p)
+                if u is None:
+                    self.u[p] = _as_state(g)
+                else:
+                    u.mul_in_place(self.momentum)
+                    u.add_in_place(g)
+                    g = u
+            w.add_in_place(g * -self.lr)
+            w.mark_written()
 
 
-class Adam(Optimizer):
-    """Adam with L2 regularization added to the gradient. source: Kingma & Ba 2014, arXiv:1412.6980."""
+class _Moments(Optimizer):
+    """What Adam and AdamW share: two moments per parameter, float32 (float64 for float64), and the fused update."""
 
-    def __init__(self, params, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+    def __init__(self, params: Iterable[Tensor]):
         super().__init__(params)
-        self.lr, self.beta1, self.beta2, self.eps, self.weight_decay = lr, beta1, beta2, eps, weight_decay
         self.t = 0
         self.m: dict[Tensor, NDArray] = {}
         self.v: dict[Tensor, NDArray] = {}
 
+    def _make_states(self) -> None:
+        """All at once and before the first update, so that a step which runs out of memory has changed nothing."""
+        for p in self.params:
+            if p.grad is not None and p not in self.m:
+                wide = "float64" if p.dtype == "float64" else "float32"
+                m = _as_state(full(p.shape, 0, wide, p.device))
+                self.m[p], self.v[p] = m, _as_state(full(p.shape, 0, wide, p.device))
+
+    def _update(self, p, w, g, scale, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
+        m, v = self.m[p], self.v[p]
+        if (g.dtype == "float64") != (m.dtype == "float64"):
+            g = g.astype(m.dtype)
+        kernels.adamw_step(w, g, m, v, scale, lr, *betas, eps, decay, self.t)
+
+
+class Adam(_Moments):
+    """Adam with L2 regularization added to the gradient, in place. source: Kingma & Ba 2014, arXiv:1412.6980."""
+
+    def __init__(self, params, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+        super().__init__(params)
+        self.lr, self.beta1, self.beta2, self.eps, self.weight_decay = lr, beta1, beta2, eps, weight_decay
+
     def step(self) -> None:
+        self._make_states()
         self.t += 1
         for p in self.params:
             if p.grad is None:
                 continue
-            w, g = p.realize_cached_data(), p.grad.realize_cached_data()
+            w, g = _compact(p), p.grad.realize_cached_data()
             if self.weight_decay:
                 g = g + w * self.weight_decay
-            m, v = self.m.get(p), self.v.get(p)
-            self.m[p] = m = _as_state(g * (1 - self.beta1) if m is None else m * self.beta1 + g * (1 - self.beta1))
-            squares = g * g * (1 - self.beta2)
-            self.v[p] = v = _as_state(squares if v is None else v * self.beta2 + squares)
-            m_hat, v_hat = m / (1 - self.beta1**self.t), v / (1 - self.beta2**self.t)
-            p.data = Tensor.make_const((w - m_hat / (v_hat.sqrt() + self.eps) * self.lr).astype(w.dtype, copy=False))
+            one = full((1,), 1, "float32", w.device)
+            self._update(p, w, g, one, self.lr, (self.beta1, self.beta2), self.eps, 0.0)
 
 
-class AdamW(Optimizer):
+class AdamW(_Moments):
     """Adam with decoupled weight decay, one fused pass per parameter, in place.
 
     params: Tensors, or groups ``{"params": [...], "lr": ..., "weight_decay": ...}``. Moments are float32 (float64 for float64).
@@ -111,9 +144,7 @@ class AdamW(Optimizer):
             {"lr": lr, "weight_decay": weight_decay, **g, "params": list(g["params"])} for g in groups
         ]
         super().__init__(p for g in self.groups for p in g["params"])
-        self.betas, self.eps, self.t = betas, eps, 0
-        self.m: dict[Tensor, NDArray] = {}
-        self.v: dict[Tensor, NDArray] = {}
+        self.betas, self.eps = betas, eps
         self._scale: NDArray | None = None
 
     @property
@@ -134,27 +165,16 @@ class AdamW(Optimizer):
         self._scale = (max_norm / (norm + 1e-6)).minimum(1.0).astype("float32", copy=False)
         return norm
 
-    def _make_states(self) -> None:
-        """All at once and before the first update, so that a step which runs out of memory has changed nothing."""
-        for p in self.params:
-            if p.grad is not None and p not in self.m:
-                wide = "float64" if p.dtype == "float64" else "float32"
-                m = _as_state(full(p.shape, 0, wide, p.device))
-                self.m[p], self.v[p] = m, _as_state(full(p.shape, 0, wide, p.device))
-
     def step(self) -> None:
         self._make_states()
         self.t += 1
-        scale, (beta1, beta2) = self._scale, self.betas
+        scale = self._scale
         for g in self.groups:
             for p in g["params"]:
                 if p.grad is None:
                     continue
-                w, grad = p.realize_cached_data(), p.grad.realize_cached_data()
-                if not w.is_compact():
-                    w = w.compact()
-                    p.data = Tensor.make_const(w)
+                w, grad = _compact(p), p.grad.realize_cached_data()
                 if scale is None:
                     scale = full((1,), 1, "float32", w.device)
-                kernels.adamw_step(w, grad, self.m[p], self.v[p], scale, g["lr"], beta1, beta2, self.eps, g["weight_decay"], self.t)
+                self._update(p, w, grad, scale, g["lr"], self.betas, self.eps, g["weight_decay"])
         self._scale = None

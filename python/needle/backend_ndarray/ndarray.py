@@ -295,9 +295,12 @@ class NDArray:
         """self += other for a compact self; other broadcasts to it and is cast to its dtype."""
         self._in_place(other, "ewise_add")
 
-    def mul_in_place(self, other: NDArray) -> None:
+    def mul_in_place(self, other: NDArray | float) -> None:
         """self *= other for a compact self; other broadcasts to it and is cast to its dtype."""
-        self._in_place(other, "ewise_mul")
+        if isinstance(other, NDArray):
+            self._in_place(other, "ewise_mul")
+        else:
+            self._device.require().scalar_mul(self._handle, other, self._handle)
 
     def _in_place(self, other: NDArray, op: str) -> None:
         other = other.astype(self._dtype, copy=False).broadcast_to(self._shape)
