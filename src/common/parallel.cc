@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -161,25 +162,33 @@ int default_threads() {
   return wanted > 0 ? wanted : usable_cores();
 }
 
+using PoolPointer = std::shared_ptr<Pool>;
 std::mutex pool_mutex;
 std::atomic<int> wanted_threads{0};
-Pool* pool = nullptr;  // never destroyed at exit: its threads may be asleep while statics go away
+
+// Whoever runs a job holds the pool, so that a change of size lets it finish. Never destroyed at
+// exit: its threads may be asleep while statics go away.
+PoolPointer& the_pool() {
+  static PoolPointer* pool = new PoolPointer;
+  return *pool;
+}
 
 // A forked child has no workers and perhaps a locked mutex: it starts afresh.
 void forget_pool() {
   new (&pool_mutex) std::mutex;
-  pool = nullptr;
+  new (&the_pool()) PoolPointer;
   inside_task = false;
 }
 
-Pool& get_pool() {
+PoolPointer get_pool() {
   std::lock_guard<std::mutex> lock(pool_mutex);
+  PoolPointer& pool = the_pool();
   if (pool == nullptr) {
     static const int registered = pthread_atfork(nullptr, nullptr, forget_pool);
     (void)registered;
-    pool = new Pool(num_threads());
+    pool = std::make_shared<Pool>(num_threads());
   }
-  return *pool;
+  return pool;
 }
 
 }  // namespace
@@ -197,24 +206,20 @@ void set_num_threads(int n) {
   if (n < 1)
     throw std::invalid_argument(
         "[set_num_threads] no such number of threads: " + std::to_string(n) + " (1 or more)");
+  PoolPointer old;  // joined after the lock is gone, here or by whoever runs a job on it
   std::lock_guard<std::mutex> lock(pool_mutex);
   wanted_threads.store(n);
-  if (pool != nullptr && pool->threads() != n) {
-    pool->busy.lock();  // whoever is running finishes first
-    pool->busy.unlock();
-    delete pool;
-    pool = nullptr;
-  }
+  if (the_pool() != nullptr && the_pool()->threads() != n) old.swap(the_pool());
 }
 
 void parallel_for(int64_t n_tasks, const std::function<void(int64_t)>& task) {
   if (n_tasks <= 0) return;
   if (n_tasks > 1 && !inside_task && num_threads() > 1) {
-    Pool& p = get_pool();
-    std::unique_lock<std::mutex> busy(p.busy, std::try_to_lock);
+    const PoolPointer pool = get_pool();
+    std::unique_lock<std::mutex> busy(pool->busy, std::try_to_lock);
     if (busy.owns_lock()) {  // else another thread's job has the workers: run here
       Job job(task, n_tasks);
-      p.run(job);
+      pool->run(job);
       if (job.error) std::rethrow_exception(job.error);
       return;
     }
