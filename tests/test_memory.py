@@ -1,11 +1,13 @@
 """needle.memory: accounts, traces, plans, explanations and leaks."""
 
 import gc
+import os
 import re
 import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from needle.errors import OutOfMemoryError, ShapeError
 from needle.models import Pythia, PythiaConfig, checkpointed, plannable, train_step
 from needle.optim import SGD, Adam, AdamW
 
+ROOT = Path(__file__).parent.parent
 TINY = PythiaConfig(layers=2, width=32, heads=2, feed_forward=64, vocab_size=300)
 
 
@@ -509,3 +512,25 @@ def test_the_search_for_leaks_leaves_nothing_behind(with_layer, cpu):
 def test_importing_needle_does_not_import_plotly():
     code = "import sys, needle; assert 'plotly' not in sys.modules; assert 'needle.memory' in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- what is shown to others ---
+
+
+def in_root(*command):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_finds_its_leak():
+    said = in_root("examples/leak.py")
+    assert "`Judged.history` (leak.py:28) keeps the graph of 12 steps alive" in said
+    sizes = re.findall(r"step 2: (\S+ \S+), after step 12: (\S+ \S+)", said)
+    assert sizes[0][0] != sizes[0][1] and float(sizes[1][1].split()[0]) < float(sizes[1][0].split()[0]) * 1.01
+
+
+def test_the_page_plans_the_model_that_did_not_fit():
+    said = in_root("benchmarks/memory_page.py", "--only", "budget")
+    assert "179.7M parameters" in said and "32.00 GiB in fp32" in said and said.count("GiB |") >= 4

@@ -114,11 +114,17 @@ class BackendDevice:
 
     # Random numbers come from numpy's global stream, in float32 before any scaling: the course's golden values need both.
     def randn(self, *shape: int, dtype: str = "float32"):
-        values = np.random.randn(*shape)
-        return self._array(values if self.numpy_semantics else np.asarray(values, np.float32), dtype)
+        return self._drawn(np.random.randn, shape, dtype)
 
     def rand(self, *shape: int, dtype: str = "float32"):
-        values = np.random.rand(*shape)
+        return self._drawn(np.random.rand, shape, dtype)
+
+    def _drawn(self, draw: Callable, shape: tuple[int, ...], dtype: str):
+        from .ndarray import empty
+
+        if self.name == "meta":  # a plan of a large model makes no numbers
+            return empty(shape, dtype, self)
+        values = draw(*shape)
         return self._array(values if self.numpy_semantics else np.asarray(values, np.float32), dtype)
 
     def one_hot(self, n: int, i: Any, dtype: str = "float32"):
