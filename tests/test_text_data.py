@@ -1,6 +1,7 @@
 """Text to tokens to batches: what is held out, what is cached, what a batch holds, and what bad input says."""
 
 import math
+import os
 import sys
 import types
 
@@ -204,7 +205,7 @@ def test_token_files_hold_large_ids(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no text: 1 files, 0 of them binary"),
+        (b"", "no text: 1 files, 0 of them binary or closed"),
         (b"ab\0cd" * 1000, "binary data"),
         ("naïve café".encode("latin-1") * 100, "not UTF-8"),
         (make_text(0).encode("utf-16"), "not UTF-8"),
@@ -237,6 +238,30 @@ def test_other_bad_input(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"package missing: tokenizers \(pip install tokenizers\)"):
         load_text(str(folder), vocab_size=300, cache_dir=tmp_path)
+
+
+@pytest.fixture
+def closed(tmp_path):
+    folder = tmp_path / "text" / "closed"
+    folder.mkdir(parents=True)
+    (tmp_path / "text" / "open.txt").write_text(make_text(0))
+    folder.chmod(0)
+    yield folder
+    folder.chmod(0o700)
+
+
+def test_closed_folders(closed, tmp_path):
+    if os.access(closed, os.R_OK):
+        pytest.skip("this user may read every folder")
+    for dataset in (closed, closed.parent):
+        with pytest.raises(DataError, match=r"\[(closed|text)\] cannot read .*closed: Permission denied"):
+            load_corpus(str(dataset), cache_dir=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"cannot write .*closed.*: Permission denied"):
+        load_text(str(closed.parent / "open.txt"), vocab_size=300, cache_dir=closed)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "wikitext-2").symlink_to(closed)
+    with pytest.raises(DataError, match=r"\[wikitext-2\] cannot read"):
+        load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path / "cache")
 
 
 def test_a_damaged_cache_is_made_again(tmp_path):

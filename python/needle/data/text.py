@@ -10,6 +10,7 @@ Everything here is numpy. Batches are made when asked for, from a position that 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,7 +94,7 @@ def load_text(
 def _kept_tokenizer(path: Path) -> TextTokenizer | None:
     """None if the file is absent or damaged: it is then made again."""
     try:
-        return load_tokenizer(path) if path.is_file() else None
+        return load_tokenizer(path) if os.path.isfile(path) else None
     except DataError:
         return None
 

@@ -98,7 +98,7 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
     if dataset and os.path.isdir(path):
         if all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
             return _wikitext(path)
-        files = [file for file in _walk(path) if not file.name.startswith(".")]
+        files = [file for file in _walk(path, path.name) if not file.name.startswith(".")]
         return _from_files(path.name or str(path), files, path, skip_binary=True)
     raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, or an existing file or folder of text)")
 
@@ -107,7 +107,7 @@ def _stdlib() -> Corpus:
     folder = Path(sysconfig.get_path("stdlib"))
     files = [
         file
-        for file in _walk(folder, leave_out=_STDLIB_LEFT_OUT)
+        for file in _walk(folder, "stdlib", leave_out=_STDLIB_LEFT_OUT)
         # Generated when this Python was built, full of that machine's paths.
         if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
     ]
@@ -121,7 +121,7 @@ def _wikitext(folder: Path) -> Corpus:
     for split, names in _WIKITEXT_SPLITS.items():
         path = _first_present(folder, names)
         if path is None:
-            found = ", ".join(sorted(p.name for p in folder.iterdir())) or "nothing"
+            found = ", ".join(file.name for file in _walk(folder, "wikitext-2")) or "nothing"
             raise DataError(f"[wikitext-2] no {split} text in {folder}: found {found} ({', '.join(names)})")
         pieces[split] = Piece(path, 0, path.stat().st_size)
     digests = [_digest(piece, "wikitext-2") for piece in pieces.values()]
@@ -163,7 +163,7 @@ def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = Fa
                 raise
             skipped += 1
     if not digests:
-        raise DataError(f"[{name}] no text: {len(files)} files, {skipped} of them binary (a non-empty UTF-8 text file)")
+        raise DataError(f"[{name}] no text: {len(files)} files, {skipped} of them binary or closed (a non-empty UTF-8 text file)")
     pieces = {file: pieces[file] for file in digests.values()}
     if len(pieces) == 1:
         train, heldout = _cut(next(iter(pieces.values())), name)
@@ -208,9 +208,12 @@ def _cut(piece: Piece, name: str) -> tuple[Piece, Piece]:
     return Piece(piece.path, 0, cut), Piece(piece.path, cut, piece.stop)
 
 
-def _walk(folder: Path, leave_out: Set[str] = frozenset()) -> list[Path]:
+def _walk(folder: Path, name: str, leave_out: Set[str] = frozenset()) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise DataError(f"[{name}] cannot read {error.filename}: {error.strerror} (readable folders)") from error
+
     found = []
-    for parent, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = sorted(f for f in folders if f not in leave_out and not f.startswith("."))
         found += [Path(parent, file) for file in sorted(files)]
     return [file for file in found if os.path.isfile(file)]
@@ -229,7 +232,7 @@ def _key(digests: list[str]) -> str:
 
 
 def _first_present(folder: Path, names: tuple[str, ...]) -> Path | None:
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    return next((folder / name for name in names if os.path.isfile(folder / name)), None)
 
 
 def _open(path: Path, name: str):
