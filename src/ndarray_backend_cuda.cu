@@ -129,6 +129,9 @@ std::string bad_id_text(const ErrorFlag& flag) {
       return "[cross_entropy] target " + id + " at row " + at + " is outside " + range;
     case BadId::one_hot:
       return "[one_hot] id " + id + " at position " + at + " is outside " + range;
+    case BadId::attention_decode:
+      return "[attention_decode] position " + id + " of sequence " + at +
+             " is outside the cache (" + range + ")";
     default:
       return "[embedding] id " + id + " at position " + at + " is outside the vocabulary (" +
              range + ")";

@@ -434,6 +434,7 @@ inline void bind_fused(py::module_& m) {
   NEEDLE_BIND(adamw_step)
   NEEDLE_BIND(attention_forward)
   NEEDLE_BIND(attention_backward)
+  NEEDLE_BIND(attention_decode)
   NEEDLE_BIND(blocksparse_sdd)
   NEEDLE_BIND(blocksparse_dsd)
   NEEDLE_BIND(blocksparse_dds)

@@ -27,7 +27,7 @@ void copy_on_device(void* to, const void* from, int64_t bytes);  // stream-order
 
 // An id outside its range, found by a kernel: the first one is kept and raised as IndexError at the
 // next sync.
-enum class BadId : int { none, embedding, one_hot, cross_entropy };
+enum class BadId : int { none, embedding, one_hot, cross_entropy, attention_decode };
 struct ErrorFlag {
   int code;
   int reserved;

@@ -142,7 +142,7 @@ inline DType dtype_from_name(const std::string& wanted) {
   throw std::invalid_argument("unknown dtype '" + wanted + "'");
 }
 
-inline bool is_float(DType dtype) {
+constexpr bool is_float(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kFloat16 || dtype == DType::kBFloat16 ||
          dtype == DType::kFloat64;
 }

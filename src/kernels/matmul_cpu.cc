@@ -1,12 +1,14 @@
 // Matrix products: out[batch] = op(a[batch]) @ op(b[batch]), or += with accumulate.
 //
-// Large products of float and double go to needle's own kernel where that is the faster
-// (gemm_cpu.h). Others are cut into tiles of `out`, by the shape alone, and the pool hands them
-// out; each is one single-threaded GEMM. 16-bit floats are converted to float32 piece by piece in
-// buffers of fixed size, one set per thread; their product may stay in float32.
+// A few rows times a matrix is a matter of reading the matrix (few_rows_cpu.h). Large products of
+// float and double go to needle's own kernel where that is the faster (gemm_cpu.h). Others are cut
+// into tiles of `out`, by the shape alone, and the pool hands them out; each is one single-threaded
+// GEMM. 16-bit floats are converted to float32 piece by piece in buffers of fixed size, one set per
+// thread; their product may stay in float32.
 #include <algorithm>
 
 #include "../common/backend.h"
+#include "../common/few_rows_cpu.h"
 #include "../common/gemm_cpu.h"
 #include "../common/parallel.h"
 
@@ -131,6 +133,13 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
   const auto at = [&](const T* x, const Dims& strides, int64_t item) {
     return x + (batch > 1 ? batch_offset(item, shape, strides) : 0);
   };
+  if constexpr (is_float(DTypeOf<T>::value)) {
+    if (batch == 1 && p.m <= kFewRows && !p.trans_b) {
+      few_rows_gemm(p.m, p.n, p.k, at(a, a_strides, 0), p.trans_a ? 1 : p.lda,
+                    p.trans_a ? p.lda : 1, at(b, b_strides, 0), p.ldb, p.accumulate, out);
+      return;
+    }
+  }
   if constexpr (std::is_floating_point_v<T>) {
     if (gemm_own_pays(p.m, p.n, p.k)) {
       for (int64_t item = 0; item < batch; ++item)

@@ -384,6 +384,36 @@ def attention_backward(
     return dq, dk, dv
 
 
+def attention_decode(
+    q: NDArray, k: NDArray, v: NDArray, key_cache: NDArray, value_cache: NDArray, positions: NDArray,
+    layout: BlockLayout, scale: float,
+) -> NDArray:  # fmt: skip
+    """Attention of one new position of each sequence: q, k, v (B, H, 1, D) -> (B, H, 1, D), memory (B, 1, H, D).
+
+    k and v become row positions[b] (int32) of sequence b in the caches (B, H, S, D); the rows up to it take part that lie in blocks
+    which the causal ``layout`` of S x S positions names, and no other is read.
+    """
+    _check("attention_decode", q, k, v, key_cache, value_cache)
+    B, H, S, D = key_cache._shape
+    if any(x._shape != (B, H, 1, D) for x in (q, k, v)) or value_cache._shape != key_cache._shape or positions._shape != (B,):
+        raise ShapeError(
+            f"[attention_decode] q is {q._shape}, k {k._shape}, v {v._shape}, the caches {key_cache._shape} and "
+            f"{value_cache._shape}, positions {positions._shape} (accepted: (B, H, 1, D), (B, H, S, D), (B,))"
+        )
+    if not layout.causal or layout.q_start or {layout.block_rows, layout.block_cols} != {-(-S // layout.block)} or H % layout.heads:
+        raise ShapeError(f"[attention_decode] {layout} does not fit {S} positions of {H} heads (accepted: a causal one that does)")
+    out = _new((B, 1, H, D), q._dtype, q._device)
+    index = layout.on(q._device)
+    (q_h, q_s, q), (k_h, k_s, k), (v_h, v_s, v) = _rows_form(q), _rows_form(k), _rows_form(v)
+    q._device.attention_decode(
+        q_h, q_s[:2], k_h, k_s[:2], v_h, v_s[:2], key_cache._handle, value_cache._handle, positions.contiguous_handle(),
+        out._handle, index.row_ptr._handle, index.col_idx._handle, B, H, S, D, layout.heads, layout.block, scale,
+    )  # fmt: skip
+    key_cache.mark_written()
+    value_cache.mark_written()
+    return out.permute((0, 2, 1, 3))
+
+
 # --- block-sparse products ---
 
 

@@ -546,6 +546,26 @@ def attention_backward(dout, dout_strides, q, q_strides, k, k_strides, v, v_stri
         target[...] = value.astype(target.dtype)
 
 
+def attention_decode(q, q_strides, k, k_strides, v, v_strides, key_cache, value_cache, positions, out, row_ptr, col_idx,
+                     B, H, S, D, layout_heads, block, scale):  # fmt: skip
+    query, key, value = (_strided(x, (B, H, D), (*s, 1)) for x, s in ((q, q_strides), (k, k_strides), (v, v_strides)))
+    keys, values = key_cache.array.reshape(B, H, S, D), value_cache.array.reshape(B, H, S, D)
+    target, lines = out.array.reshape(B, H, D), -(-S // block)
+    for b, at in enumerate(positions.array):
+        if not 0 <= at < S:
+            raise IndexError(f"[attention_decode] position {at} of sequence {b} is outside the cache (0..{S - 1})")
+        keys[b, :, at], values[b, :, at] = key[b], value[b]
+        for h in range(H):
+            line = h % layout_heads * lines + at // block
+            blocks = col_idx.array[row_ptr.array[line] : row_ptr.array[line + 1]]
+            seen = (blocks[:, None] * block + np.arange(block)).reshape(-1)
+            seen = seen[seen <= at]
+            x = _up(query[b, h])
+            scores = _up(keys[b, h, seen]) @ x * x.dtype.type(scale)
+            p = np.exp(scores - scores.max(initial=-np.inf))
+            target[b, h] = (p / p.sum() @ _up(values[b, h, seen])).astype(target.dtype) if len(seen) else 0
+
+
 # --- block-sparse products ---
 
 

@@ -1,0 +1,105 @@
+// Attention of one new position per sequence to the keys and values before it.
+//
+// A task is one (batch, head). It walks the key blocks that the layout names with a running maximum
+// and sum; rows of the caches are read once, whole vectors along the head dimension.
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "../common/backend.h"
+#include "../common/parallel.h"
+#include "../common/simd_cpu.h"
+
+namespace needle::NEEDLE_DEVICE {
+namespace {
+
+constexpr int64_t kMaxHead = 256, kMaxBlock = 128;
+constexpr int64_t kTaskElements = 256 << 10;  // of a cache, below which a task is not worth it
+
+template <class T, class A = accum_t<T>>
+A dot(const A* x, const T* y, int64_t n) {
+  Vec<A> sum{};
+  for_vectors<A>(
+      n, [&](int64_t i) { sum += load(x + i) * load(y + i); },
+      [&](int64_t i, int64_t lanes) {
+        sum += load(x + i, lanes, A(0)) * load(y + i, lanes, A(0));
+      });
+  return sum_lanes<A>(sum);
+}
+
+// y += factor * x
+template <class T, class A = accum_t<T>>
+void add_scaled(A factor, const T* x, A* y, int64_t n) {
+  for_vectors<A>(
+      n, [&](int64_t i) { store(y + i, load(y + i) + factor * load(x + i)); },
+      [&](int64_t i, int64_t lanes) {
+        store(y + i, load(y + i, lanes, A(0)) + factor * load(x + i, lanes, A(0)), lanes);
+      });
+}
+
+// One head: keys and values (S, D), the last one at `position`; [begin, end) are its key blocks.
+template <class T, class A = accum_t<T>>
+void decode_head(const T* query, const T* keys, const T* values, int64_t position, int64_t D,
+                 const int32_t* begin, const int32_t* end, int64_t block, A scale, T* out) {
+  alignas(64) A q[kMaxHead], sums[kMaxHead] = {}, scores[kMaxBlock];
+  for (int64_t d = 0; d < D; ++d) q[d] = A(query[d]) * scale;
+  A max = -std::numeric_limits<A>::infinity(), total = 0;
+  for (const int32_t* at = begin; at < end; ++at) {
+    const int64_t first = *at * block, n = std::min(block, position + 1 - first);
+    if (n <= 0) break;
+    A largest = max;
+    for (int64_t j = 0; j < n; ++j) {
+      scores[j] = dot(q, keys + (first + j) * D, D);
+      largest = std::max(largest, scores[j]);
+    }
+    const A decay = std::exp(max - largest);
+    max = largest;
+    total *= decay;
+    for (int64_t d = 0; d < D; ++d) sums[d] *= decay;
+    for (int64_t j = 0; j < n; ++j) {
+      const A p = std::exp(scores[j] - max);
+      total += p;
+      add_scaled(p, values + (first + j) * D, sums, D);
+    }
+  }
+  for (int64_t d = 0; d < D; ++d) out[d] = T(total == 0 ? A(0) : sums[d] / total);
+}
+
+}  // namespace
+
+void attention_decode(const Array& q, const Dims& q_strides, const Array& k, const Dims& k_strides,
+                      const Array& v, const Dims& v_strides, const Array& key_cache,
+                      const Array& value_cache, const Array& positions, const Array& out,
+                      const Array& row_ptr, const Array& col_idx, int64_t B, int64_t H, int64_t S,
+                      int64_t D, int64_t layout_heads, int64_t block, double scale) {
+  if (D > kMaxHead || block < 1 || block > kMaxBlock)
+    throw std::invalid_argument("[attention_decode] head size " + std::to_string(D) + ", block " +
+                                std::to_string(block) + " (at most " + std::to_string(kMaxHead) +
+                                " and " + std::to_string(kMaxBlock) + ")");
+  const int32_t *position = positions.data<int32_t>(), *rows = row_ptr.data<int32_t>(),
+                *blocks = col_idx.data<int32_t>();
+  for (int64_t b = 0; b < B; ++b)
+    if (position[b] < 0 || position[b] >= S)
+      throw std::out_of_range("[attention_decode] position " + std::to_string(position[b]) +
+                              " of sequence " + std::to_string(b) + " is outside the cache (0.." +
+                              std::to_string(S - 1) + ")");
+  const int64_t lines = (S + block - 1) / block;
+  dispatch_float(q.dtype(), "attention_decode", [&](auto tag) {
+    using E = typename decltype(tag)::type;
+    parallel_ranges(B * H, 1 + kTaskElements / (S * D + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t head = begin; head < end; ++head) {
+        const int64_t b = head / H, h = head % H, at = position[b];
+        E *keys = key_cache.data<E>() + head * S * D,
+          *values = value_cache.data<E>() + head * S * D;
+        std::copy_n(k.data<E>() + b * k_strides[0] + h * k_strides[1], D, keys + at * D);
+        std::copy_n(v.data<E>() + b * v_strides[0] + h * v_strides[1], D, values + at * D);
+        const int32_t* line = rows + h % layout_heads * lines + at / block;
+        decode_head<E>(q.data<E>() + b * q_strides[0] + h * q_strides[1], keys, values, at, D,
+                       blocks + line[0], blocks + line[1], block, accum_t<E>(scale),
+                       out.data<E>() + head * D);
+      }
+    });
+  });
+}
+
+}  // namespace needle::NEEDLE_DEVICE
