@@ -187,7 +187,7 @@ def say_held_out(say, held: float, unigram: float) -> None:
 def write_sample(trainer: Trainer, text: TextData, folder: Path, seed: int, tokens: int = 48) -> None:
     """Shows and keeps what the model makes of the start of the held-out text."""
     prompt = [int(i) for i in text.heldout[:16]]
-    out = trainer.model.generate([prompt], tokens, temperature=0.8, top_k=40, seed=seed)[0]
+    out = trainer.model.generate([prompt], max_new_tokens=tokens, do_sample=True, temperature=0.8, top_k=40, seed=seed)[0]
     sample = text.tokenizer.decode(out)
     with writing(folder / "sample.txt"):
         (folder / "sample.txt").write_text(sample, encoding="utf-8")

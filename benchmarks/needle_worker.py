@@ -76,15 +76,24 @@ def _causal_layout(seq_len: int, density: float, block: int = 64) -> BlockLayout
     return BlockLayout(mask, block, causal=True)
 
 
-def generation(prompt: int, new_tokens: int, vocab_size: int, device: str = "cpu", pattern: str | None = None) -> Case:
+def generation(
+    prompt: int, new_tokens: int, vocab_size: int, device: str = "cpu", pattern: str | None = None, batch_size: int = 1
+) -> Case:
     """Pythia-70M reads a prompt and goes on for ``new_tokens``, the likeliest ones; the value is the last."""
     where = _device(device)
     config = PythiaConfig.named("70m", vocab_size=vocab_size, max_seq_len=prompt + new_tokens)
     if pattern:
         config = config.with_sparse(pattern, block=64)
     model = Pythia(config, device=where, seed=0)
-    ids = np.random.default_rng(0).integers(0, vocab_size, (1, prompt))
-    return _case(lambda: float(model.generate(ids, new_tokens, temperature=0)[0, -1]), where)
+    ids = np.random.default_rng(0).integers(0, vocab_size, (batch_size, prompt))
+    return _case(lambda: float(model.generate(ids, max_new_tokens=new_tokens)[0, -1]), where)
+
+
+def read(megabytes: float, device: str = "cpu") -> Case:
+    """The sum of an array of so many bytes: how fast memory can be read."""
+    where = _device(device)
+    x = ndl.ones(int(megabytes * 1e6 / 4), device=where)
+    return _case(lambda: ops.summation(x).item(), where)
 
 
 def attention(
@@ -161,6 +170,7 @@ if __name__ == "__main__":
         {
             "pythia_step": pythia_step,
             "generation": generation,
+            "read": read,
             "attention": attention,
             "product": product,
             "adds": adds,

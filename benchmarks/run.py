@@ -44,8 +44,9 @@ def _product(kind: str, size: int, density: float) -> Row:
     return Row("product", {"kind": kind, "size": size, "density": density}, settle=1, steps=5)
 
 
-def _generation(prompt: int, **more) -> Row:
-    return Row("generation", {"prompt": prompt, "new_tokens": 32, "vocab_size": 10000, **more}, tokens=32, warmup=1)
+def _generation(prompt: int, vocab_size: int = 10000, batch_size: int = 1, **more) -> Row:
+    args = {"prompt": prompt, "new_tokens": 32, "vocab_size": vocab_size, "batch_size": batch_size, **more}
+    return Row("generation", args, tokens=32 * batch_size, warmup=1)
 
 
 LOCAL = {"pattern": "local"}  # own block and the one before it
@@ -55,6 +56,12 @@ GROUPS: dict[str, list[Row]] = {
     "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
     "long": [_step(2, 512, 10000), _step(1, 2048, 10000), _step(1, 8192, 10000)],
     "generation": [_generation(512), _generation(2048), _generation(8160)],
+    # A decoded token reads every parameter but the embeddings of other ids, 44.7 million here: the bytes of the last row.
+    "decoding": [
+        _generation(16, 50304),
+        _generation(16, 50304, batch_size=8),
+        Row("read", {"megabytes": 178.7}, settle=1, steps=5),
+    ],
     "attention": [
         _attention(seq_len, backward, density)
         for seq_len in (2048, 8192)
@@ -79,7 +86,7 @@ GROUPS: dict[str, list[Row]] = {
 def _beside(group: str, row: Row) -> dict[str, Row]:
     """What needle runs in the same turns as a row, by name: the sparse model, and the attention of both."""
     if group == "generation":
-        return {"needle-local": _generation(row.args["prompt"], **LOCAL)}
+        return {"needle-local": Row(row.case, {**row.args, **LOCAL}, tokens=row.tokens, warmup=row.warmup)}
     if group != "long":
         return {}
     shape = {name: row.args[name] for name in ("batch_size", "seq_len")}

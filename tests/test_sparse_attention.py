@@ -61,19 +61,6 @@ def test_no_array_of_all_scores(cpu, backward):
     assert cpu.memory_stats()["peak"] - before - outputs < 16 << 20
 
 
-@pytest.mark.parametrize("pattern", [None, *PATTERNS])
-def test_generation_with_the_cache_equals_recomputation(cpu, pattern):
-    config = PythiaConfig(layers=2, width=32, heads=4, feed_forward=64, vocab_size=61)
-    config = config.with_sparse(pattern, block=16) if pattern else config
-    model = Pythia(config, device=cpu, seed=3)
-    ids = np.random.default_rng(1).integers(0, 61, (2, 20))
-    out = model.generate(ids, 30, temperature=0)
-    with ndl.no_grad():
-        for n in range(20, 50):
-            logits = model(ndl.Tensor(out[:, :n], device=cpu, dtype="int32")).numpy()[:, -1]
-            np.testing.assert_array_equal(out[:, n], logits.argmax(-1))
-
-
 def test_block_sparse_linear(host):
     mask = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 0]])
     layer = nn.BlockSparseLinear(64, 48, BlockLayout(mask, 16), device=host)

@@ -56,13 +56,21 @@ def pythia_step(
     return _case(lambda: train_step(model, optimizer, ids, targets).item(), device)
 
 
-def generation(prompt: int, new_tokens: int, vocab_size: int, device: str = "cpu", pattern: str | None = None) -> Case:
+def generation(
+    prompt: int, new_tokens: int, vocab_size: int, device: str = "cpu", pattern: str | None = None, batch_size: int = 1
+) -> Case:
     """Pythia-70M reads a prompt and goes on for ``new_tokens``, the likeliest ones; the value is the last."""
     device = _place(device)
     torch.manual_seed(0)
     model = Pythia(vocab_size, prompt + new_tokens).to(device)
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, (1, prompt))).to(device)
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, (batch_size, prompt))).to(device)
     return _case(lambda: float(generate(model, ids, new_tokens)[0, -1]), device)
+
+
+def read(megabytes: float, device: str = "cpu") -> Case:
+    """The sum of an array of so many bytes: how fast memory can be read."""
+    x = torch.ones(int(megabytes * 1e6 / 4), device=_place(device))
+    return _case(lambda: x.sum().item(), device)
 
 
 def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64, density: float = 1) -> Case:
@@ -131,6 +139,7 @@ if __name__ == "__main__":
         {
             "pythia_step": pythia_step,
             "generation": generation,
+            "read": read,
             "attention": attention,
             "product": product,
             "adds": adds,

@@ -1,11 +1,14 @@
 """Models that can be imported in a notebook."""
 
 from . import pretrained
+from .evaluation import TextScore, WordScore, score_endings, score_text
+from .generation import GenerationConfig
 from .published import load_published, published_gradients, published_state
 from .pythia import SIZES, Pythia, PythiaConfig
 from .training import checkpointed, layers_or_bytes, plannable, train_step
 
 __all__ = [
-    "SIZES", "Pythia", "PythiaConfig", "checkpointed", "layers_or_bytes", "load_published", "plannable", "pretrained",
-    "published_gradients", "published_state", "train_step",
+    "SIZES", "GenerationConfig", "Pythia", "PythiaConfig", "TextScore", "WordScore", "checkpointed", "layers_or_bytes",
+    "load_published", "plannable", "pretrained", "published_gradients", "published_state", "score_endings", "score_text",
+    "train_step",
 ]  # fmt: skip

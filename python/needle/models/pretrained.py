@@ -13,7 +13,7 @@ from .. import backend_selection, files
 from ..backend_ndarray import BackendDevice
 from ..backend_ndarray import meta as shapes_only
 from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
-from ..data.text_tokenizer import END_OF_TEXT, TextTokenizer
+from ..data.text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
 from ..errors import CheckpointError
 from .published import config_from_json, config_json, fitting, load_published, published_state
 from .pythia import Pythia, PythiaConfig
@@ -82,6 +82,11 @@ def _folder(source: str | Path, revision: str | None) -> Path:
         raise CheckpointError(
             f"[from_pretrained] no such folder, and the Hub did not give {source}: {files.reason(error)}"
         ) from error
+
+
+def tokenizer_of(source: str | Path, revision: str | None = None) -> TextTokenizer:
+    """The tokenizer beside the model that ``Pythia.from_pretrained(source)`` loads. raises: DataError, CheckpointError."""
+    return load_tokenizer(_folder(source, revision) / TOKENIZER)
 
 
 def save(model: Pythia, folder: Path, tokenizer: TextTokenizer | None, max_shard_size: int | str) -> None:

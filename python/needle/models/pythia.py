@@ -7,6 +7,7 @@ source: Biderman et al. 2023, arXiv:2304.01373; Black et al. 2022, arXiv:2204.06
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import backend_selection, init, ops
-from ..autograd import Tensor, no_grad
+from ..autograd import Tensor
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.device import device_cache
 from ..backend_ndarray.ndarray import NDArray, empty
@@ -22,6 +23,8 @@ from ..errors import ShapeError
 from ..nn.nn_basic import LayerNorm, Module, Parameter, SeededDropout
 from ..nn.nn_remat import remat
 from ..nn.nn_sparse import causal_pattern
+from . import generation
+from .generation import GenerationConfig
 
 if TYPE_CHECKING:
     from ..data.text_tokenizer import TextTokenizer
@@ -147,57 +150,18 @@ class PythiaLayer(Module):
         self.dense_h_to_4h = _Affine(rng, C, F, small, device, dtype)
         self.dense_4h_to_h = _Affine(rng, F, C, output, device, dtype)
 
-    def forward(self, x: Tensor, cos: NDArray, sin: NDArray, layout: BlockLayout) -> Tensor:
+    def forward(self, x: Tensor, cos: NDArray, sin: NDArray, layout: BlockLayout, attend=ops.attention) -> Tensor:
+        """x (B, T, C). attend: attention with a memory of its own, when tokens are decoded one by one."""
         B, T, C = x.shape
         H, D = self.config.heads, self.config.head_width
         qkv = self.query_key_value(self.input_layernorm(x))  # (B, T, 3C), per head q, k, v
         q, k, v = ops.rotary_qkv(ops.reshape(qkv, (B, T, H, 3, D)), cos, sin)  # each (B, H, T, D)
-        mixed = ops.attention(q, k, v, layout)  # (B, H, T, D), lying in memory as (B, T, H, D)
+        mixed = attend(q, k, v, layout)  # (B, H, T, D), lying in memory as (B, T, H, D)
         attended = self.dense(ops.reshape(ops.transpose(mixed, (1, 2)), (B, T, C)))
         return x + (self.dropout(attended) + self.dropout(self.feed_forward(x)))
 
     def feed_forward(self, x: Tensor) -> Tensor:
         return self.dense_4h_to_h(ops.gelu(self.dense_h_to_4h(self.post_attention_layernorm(x))))
-
-    def step(self, x: Tensor, cos: NDArray, sin: NDArray, cache: KeyValueCache, layer: int) -> Tensor:
-        """The layer on new positions alone, x (B, T, C); their keys and values go into the cache."""
-        B, T, C = x.shape
-        H, D = self.config.heads, self.config.head_width
-        qkv = self.query_key_value(self.input_layernorm(x))
-        q, k, v = ops.rotary_qkv(ops.reshape(qkv, (B, T, H, 3, D)), cos, sin)
-        mixed = cache.attend(layer, q, k, v)
-        attended = self.dense(ops.reshape(ops.transpose(mixed, (1, 2)), (B, T, C)))
-        return x + (attended + self.feed_forward(x))
-
-
-class KeyValueCache:
-    """Keys and values of the positions seen so far, per layer, in arrays of full length."""
-
-    def __init__(self, config: PythiaConfig, batch: int, positions: int, device, dtype: str):
-        self.config, self.used = config, 0
-        shape = (batch, config.heads, positions, config.head_width)
-        self.keys = [device.empty(shape, dtype) for _ in range(config.layers)]
-        self.values = [device.empty(shape, dtype) for _ in range(config.layers)]
-        self._full = config.layout(positions) if config.pattern else None
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        T = q.shape[2]
-        seen = self.used + T
-        self.keys[layer][:, :, self.used : seen] = k.realize_cached_data()
-        self.values[layer][:, :, self.used : seen] = v.realize_cached_data()
-        keys = Tensor.make_const(self.keys[layer][:, :, :seen])
-        values = Tensor.make_const(self.values[layer][:, :, :seen])
-        return ops.attention(q, keys, values, self.layout(T, seen))
-
-    def layout(self, T: int, seen: int) -> BlockLayout:
-        """The visible blocks of queries seen - T .. seen - 1. Blocks of queries must not straddle blocks of the pattern."""
-        if self._full is None:
-            return dense_layout(T, seen, 64, True, self.used)
-        block = self.config.block
-        first, rows, columns = self.used // block, -(-T // block), -(-seen // block)
-        if self.used % block and self.used % block + T > block:
-            raise ShapeError("[generate] new positions straddle a block (feed up to the next block boundary)")
-        return BlockLayout(self._full.mask[:, first : first + rows, :columns], block, True, self.used)
 
 
 class Pythia(Module):
@@ -242,7 +206,8 @@ class Pythia(Module):
 
         save(self, Path(folder), tokenizer, max_shard_size)
 
-    def _tables(self, positions: int):
+    def rotary_tables(self, positions: int) -> tuple[NDArray, NDArray]:
+        """(cos, sin) of positions 0 .. positions - 1."""
         return rotary_tables(positions, self.config.rotary_width, self.config.rotary_base, self.device)
 
     def hidden(self, ids: Tensor) -> Tensor:
@@ -250,7 +215,7 @@ class Pythia(Module):
         if ids.ndim != 2:
             raise ShapeError(f"[pythia] ids are {ids.shape} (accepted: (batch, positions))")
         T = ids.shape[1]
-        cos, sin = self._tables(T)
+        cos, sin = self.rotary_tables(T)
         layout = self.config.layout(T)
         x = self.dropout(ops.embedding(self.embed_in, ids))
         start = 0
@@ -282,45 +247,16 @@ class Pythia(Module):
             {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
         ]
 
-    def generate(self, ids, new_tokens: int, temperature: float = 1.0, top_k: int | None = None, seed: int = 0):
-        """(B, T + new_tokens) numpy array of ids: the prompt ``ids`` (B, T) and what follows it.
+    def generate(self, input_ids, generation_config: GenerationConfig | None = None, **options) -> np.ndarray:
+        """(B, longest) int64: each prompt, what follows it, and then ``pad_token_id`` up to the longest.
 
-        temperature 0 takes the likeliest token. Keys and values are cached: a token costs one position, not the whole prefix.
+        input_ids: (B, T), or B sequences of ids of any lengths. options: the names of GenerationConfig, as in transformers:
+        max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, eos_token_id, pad_token_id, seed. No graph is
+        kept, keys and values are cached, and a sparse model reads only the blocks of them that its pattern names.
+        raises: ShapeError for a value that is not allowed, IndexError for an id outside the vocabulary.
         """
-        ids = np.asarray(ids, dtype=np.int32)
-        if ids.ndim != 2 or ids.shape[1] == 0 or new_tokens < 0:
-            raise ShapeError(f"[generate] ids are {ids.shape}, new_tokens {new_tokens} (accepted: (batch, at least one), >= 0)")
-        rng = np.random.default_rng(seed)
-        total = ids.shape[1] + new_tokens
-        cos, sin = self._tables(total)
-        cache = KeyValueCache(self.config, ids.shape[0], total, self.device, self.dtype)
-        out, fresh = ids, ids
-        with no_grad():
-            for _ in range(new_tokens):
-                logits = self._next_logits(fresh, cos, sin, cache)
-                fresh = _sample(logits, temperature, top_k, rng)
-                out = np.concatenate([out, fresh], axis=1)
-        return out
+        return generation.generate(self, input_ids, generation_config, **options)
 
-    def _next_logits(self, fresh: np.ndarray, cos: NDArray, sin: NDArray, cache: KeyValueCache) -> np.ndarray:
-        """(B, V) logits after the positions ``fresh`` (B, T), which enter the cache."""
-        start, n = cache.used, fresh.shape[1]
-        x = ops.embedding(self.embed_in, Tensor(fresh, device=self.device, dtype="int32", requires_grad=False))
-        rows = slice(start, start + n)
-        for i, layer in enumerate(self.layers):
-            x = layer.step(x, cos[rows], sin[rows], cache, i)
-        cache.used += n
-        last = self.final_layer_norm(x[:, n - 1 : n])
-        return ops.matmul(last, self.embed_out).numpy().astype(np.float64)[:, 0]
-
-
-def _sample(logits: np.ndarray, temperature: float, top_k: int | None, rng) -> np.ndarray:
-    """(B, 1) ids drawn from softmax(logits / temperature), the likeliest ``top_k`` alone."""
-    if temperature == 0:
-        return logits.argmax(axis=-1)[:, None].astype(np.int32)
-    if top_k is not None and top_k < logits.shape[-1]:
-        floor = np.partition(logits, -top_k, axis=-1)[:, -top_k, None]
-        logits = np.where(logits < floor, -np.inf, logits)
-    p = np.exp((logits - logits.max(axis=-1, keepdims=True)) / temperature)
-    p /= p.sum(axis=-1, keepdims=True)
-    return np.array([[rng.choice(len(row), p=row)] for row in p], dtype=np.int32)
+    def stream(self, input_ids, generation_config: GenerationConfig | None = None, **options) -> Iterator[np.ndarray]:
+        """The new tokens of ``generate`` as they are made: (B,) int64 each time, pad_token_id for sequences that have ended."""
+        return generation.stream(self, input_ids, generation_config, **options)

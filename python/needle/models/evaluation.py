@@ -1,0 +1,159 @@
+"""How well a model knows a text: perplexity and bits per byte over a sliding window, and the accuracy of last words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import ops
+from ..autograd import Tensor
+from ..backend_ndarray import kernels
+from ..errors import ShapeError
+from ..ops.ops_loss import IGNORE_INDEX
+from .generation import inference
+from .pythia import Pythia
+
+
+@dataclass(frozen=True)
+class TextScore:
+    """nats: minus the log probability of the text, all of it. tokens: how many were predicted."""
+
+    nats: float
+    tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return self.nats / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    def bits_per_byte(self, text_bytes: int) -> float:
+        """text_bytes: of the predicted text, in UTF-8. Comparable between vocabularies, which nats per token are not."""
+        return self.nats / math.log(2) / text_bytes
+
+
+def _integers(model: Pythia, values: np.ndarray) -> Tensor:
+    return Tensor(values, device=model.device, dtype="int32", requires_grad=False)
+
+
+def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """(first, last, scored): the model reads first .. last - 1 and is asked for scored + 1 .. last.
+
+    Every token but the first is asked for once, with at least ``window`` - ``stride`` tokens before what is new in its window.
+    """
+    done = 0
+    for first in range(0, tokens - 1, stride):
+        last = min(first + window, tokens - 1)
+        yield first, last, done
+        done = last
+        if last == tokens - 1:
+            return
+
+
+def score_text(
+    model: Pythia,
+    ids: np.ndarray,
+    window: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 1,
+    progress: Callable[[int], None] | None = None,
+) -> TextScore:
+    """The score of ``ids`` (tokens,), the first of which is only read, never predicted.
+
+    window: positions that the model sees at a time, default ``max_seq_len``. stride: how far it moves on, default the window; a
+    smaller one gives each token more to go by and costs window / stride times as much. batch_size: windows at a time. progress:
+    called with how many tokens have been predicted.
+    raises: ShapeError for fewer than two tokens, or a stride outside 1 .. window.
+    """
+    window = model.config.max_seq_len if window is None else window
+    stride = window if stride is None else stride
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or len(ids) < 2:
+        raise ShapeError(f"[score_text] ids are {ids.shape} (accepted: at least two in a row)")
+    if not 1 <= stride <= window or batch_size < 1:
+        raise ShapeError(
+            f"[score_text] window {window}, stride {stride}, batch_size {batch_size} (accepted: 1 <= stride <= window, at least 1)"
+        )
+    nats, counted = 0.0, 0
+    todo = list(windows(len(ids), window, stride))
+    for start in range(0, len(todo), batch_size):
+        part = todo[start : start + batch_size]
+        T = max(last - first for first, last, _ in part)
+        inputs = np.zeros((len(part), T), np.int32)
+        targets = np.full((len(part), T), IGNORE_INDEX, np.int32)
+        for row, (first, last, scored) in enumerate(part):
+            inputs[row, : last - first] = ids[first:last]
+            targets[row, scored - first : last - first] = ids[scored + 1 : last + 1]
+        count = int((targets != IGNORE_INDEX).sum())
+        with inference(model):
+            nats += model.loss(_integers(model, inputs), _integers(model, targets)).item() * count
+        counted += count
+        if progress is not None:
+            progress(counted)
+    return TextScore(nats, counted)
+
+
+@dataclass(frozen=True)
+class WordScore:
+    """words: how many were asked for. correct: those whose every token was the likeliest. nats: minus their log probability."""
+
+    words: int
+    correct: int
+    nats: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.words
+
+    @property
+    def perplexity(self) -> float:
+        """Per word."""
+        return math.exp(min(self.nats / self.words, 700.0))
+
+
+def score_endings(
+    model: Pythia, examples: Sequence[tuple[np.ndarray, np.ndarray]], window: int | None = None, batch_size: int = 8
+) -> WordScore:
+    """How often the model finds the ending of a text: examples are (context ids, ending ids), each at least one.
+
+    Contexts longer than ``window`` (default ``max_seq_len``) lose their beginning. source: Paperno et al. 2016, arXiv:1606.06031.
+    raises: ShapeError for no examples, or an empty context or ending.
+    """
+    window = model.config.max_seq_len if window is None else window
+    if not examples or batch_size < 1 or window < 1:
+        raise ShapeError(
+            f"[score_endings] {len(examples)} examples, window {window}, batch_size {batch_size} (accepted: at least 1)"
+        )
+    for i, (context, ending) in enumerate(examples):
+        if len(context) < 1 or not 1 <= len(ending) <= window:
+            sizes = f"{len(context)} context and {len(ending)} ending ids"
+            raise ShapeError(f"[score_endings] example {i} has {sizes} (accepted: 1 or more, 1..{window})")
+    order = sorted(range(len(examples)), key=lambda i: len(examples[i][0]) + len(examples[i][1]))
+    nats, correct = 0.0, 0
+    for start in range(0, len(order), batch_size):
+        part = [examples[i] for i in order[start : start + batch_size]]
+        rows = [np.concatenate(example)[-window - 1 :] for example in part]
+        T = max(map(len, rows)) - 1
+        inputs = np.zeros((len(rows), T), np.int32)
+        asked = []  # rows of the (B T, C) hidden states that predict an ending
+        for b, (row, (_, ending)) in enumerate(zip(rows, part, strict=True)):
+            inputs[b, : len(row) - 1] = row[:-1]
+            asked.append(b * T + np.arange(len(row) - 1 - len(ending), len(row) - 1))
+        with inference(model):
+            hidden = model.hidden(_integers(model, inputs))
+            flat = ops.reshape(hidden, (-1, hidden.shape[2]))
+            rows_asked = ops.embedding(flat, _integers(model, np.concatenate(asked)))
+            logits = ops.matmul(rows_asked, model.embed_out).realize_cached_data()
+        targets = np.concatenate([ending for _, ending in part])
+        losses, _ = kernels.cross_entropy(logits, _integers(model, targets).realize_cached_data())
+        nats += float(losses.numpy().sum(dtype=np.float64))
+        hits = logits.argmax(axis=1).numpy() == targets
+        ends = np.cumsum([len(ending) for _, ending in part])
+        correct += sum(bool(found.all()) for found in np.split(hits, ends[:-1]))
+    return WordScore(len(examples), correct, nats)

@@ -1,0 +1,268 @@
+"""Text generation with cached keys and values: what ``Pythia.generate`` and ``Pythia.stream`` are made of.
+
+Sequences of unequal length lie left-aligned in one cache, each at its own positions, so that what a sequence becomes does not
+depend on the others, and the block pattern of a sparse model is the one it was trained with. One decoded token of each sequence
+runs through the layers as one sequence of B positions, and only attention knows that they belong to different ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import ops
+from ..autograd import Tensor, no_grad
+from ..backend_ndarray import kernels
+from ..backend_ndarray.block_layout import BlockLayout
+from ..backend_ndarray.host_memory import DATA
+from ..backend_ndarray.ndarray import NDArray, empty
+from ..errors import ShapeError
+
+if TYPE_CHECKING:
+    from .pythia import Pythia
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How tokens are chosen. Names and meaning are those of transformers.
+
+    max_new_tokens: how many at most. do_sample: draw; else the likeliest is taken, and temperature, top_k and top_p say nothing.
+    temperature: logits are divided by it. top_k: the likeliest so many alone (None or 0: all). top_p: of those the likeliest whose
+    probabilities together reach it. repetition_penalty: logits of ids that are there already, in the prompt or after it, are
+    divided by it where positive and multiplied where negative. eos_token_id: an id, or several, that end a sequence (None: none
+    does). pad_token_id: what stands after the end of a sequence that is shorter than others (None: the first eos_token_id, or 0).
+    seed: of the draws; sequence b draws from a stream of its own.
+    raises: ShapeError for a value that none of this allows.
+    """
+
+    max_new_tokens: int = 20
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = 50
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._check("max_new_tokens", Integral, "at least 1", lambda n: n >= 1)
+        self._check("temperature", Real, "above 0; do_sample=False takes the likeliest", lambda x: 0 < x < math.inf)
+        self._check("top_k", Integral, "at least 1, or 0 for all", lambda n: n >= 0, optional=True)
+        self._check("top_p", Real, "above 0, at most 1", lambda x: 0 < x <= 1)
+        self._check("repetition_penalty", Real, "above 0; 1 is none", lambda x: 0 < x < math.inf)
+        self._check("pad_token_id", Integral, "an id", lambda n: n >= 0, optional=True)
+        self._check("seed", Integral, "0 or more", lambda n: n >= 0)
+        if any(not isinstance(i, Integral) or i < 0 for i in self.eos_ids):
+            raise ShapeError(f"[generate] eos_token_id is {self.eos_token_id!r} (accepted: ids)")
+
+    def _check(self, name: str, kind: type, accepted: str, fits: Callable[[Any], bool], optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
+            raise ShapeError(f"[generate] {name} is {value!r} (accepted: {accepted})")
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        ids = self.eos_token_id
+        return () if ids is None else tuple(ids) if isinstance(ids, Sequence) else (ids,)
+
+    @property
+    def pad_id(self) -> int:
+        return self.pad_token_id if self.pad_token_id is not None else (*self.eos_ids, 0)[0]
+
+
+# --- choosing a token ---
+
+
+def choose(logits: np.ndarray, seen: np.ndarray, config: GenerationConfig, rng: np.random.Generator) -> int:
+    """The next id of one sequence from its logits (V,). seen: (V,) of bool, the ids that are there already."""
+    if config.repetition_penalty != 1:
+        penalty = np.float32(config.repetition_penalty)
+        logits = np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if not config.do_sample:
+        return int(logits.argmax())
+    ids, p = distribution(logits, config)
+    return int(ids[min(np.searchsorted(p.cumsum(), rng.random() * p.sum(), side="right"), len(ids) - 1)])
+
+
+def distribution(logits: np.ndarray, config: GenerationConfig) -> tuple[np.ndarray, np.ndarray]:
+    """(ids, probabilities) that temperature, top_k and top_p leave of logits (V,)."""
+    ids = np.arange(len(logits))
+    if config.top_k and config.top_k < len(logits):
+        ids = np.flatnonzero(logits >= np.partition(logits, -config.top_k)[-config.top_k])
+    scores = logits[ids].astype(np.float64) / config.temperature
+    p = np.exp(scores - scores.max())
+    p /= p.sum()
+    if config.top_p < 1:
+        order = np.argsort(-p, kind="stable")
+        before = p[order].cumsum() - p[order]
+        kept = np.sort(order[before < config.top_p])
+        ids, p = ids[kept], p[kept] / p[kept].sum()
+    return ids, p
+
+
+# --- the model with its cache ---
+
+
+@contextmanager
+def inference(model: Pythia) -> Iterator[None]:
+    """Inside, no graph is recorded and nothing is dropped out."""
+    training = model.training
+    if training:
+        model.eval()
+    try:
+        with no_grad():
+            yield
+    finally:
+        if training:
+            model.train()
+
+
+class KeyValueCache:
+    """Keys and values of every position so far, by layer: (B, H, S, D) each, made once.
+
+    positions: (B,) int32 on the device, where the token that is being decoded stands in each sequence.
+    """
+
+    def __init__(self, shape: tuple[int, int, int, int]):
+        self.shape = shape
+        self.keys: list[NDArray] = []
+        self.values: list[NDArray] = []
+        self.positions: NDArray | None = None
+
+    def attend_prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
+        """Attention among the positions 0 .. T - 1 of the prompts; q, k, v (B, H, T, D)."""
+        for store, new in ((self.keys, k.realize_cached_data()), (self.values, v.realize_cached_data())):
+            store.append(empty(self.shape, new.dtype, new.device))
+            store[layer].category = DATA
+            store[layer][:, :, : new.shape[2]] = new
+        return ops.attention(q, k, v, layout)
+
+    def attend_step(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
+        """Attention of one new position per sequence; q, k, v (1, H, B, D)."""
+        assert self.positions is not None
+        query, key, value = (x.realize_cached_data().permute((2, 1, 0, 3)) for x in (q, k, v))
+        keys, values, scale = self.keys[layer], self.values[layer], 1 / math.sqrt(self.shape[3])
+        mixed = kernels.attention_decode(query, key, value, keys, values, self.positions, layout, scale)
+        return Tensor.make_const(mixed.permute((2, 1, 0, 3)))
+
+
+class Decoder:
+    """A model on some sequences: ``start`` reads the prompts, ``step`` one more token of each. Both give logits (B, V).
+
+    room: how many tokens ``step`` will take at most. Nothing else grows with the sequences.
+    """
+
+    def __init__(self, model: Pythia, prompts: Sequence[np.ndarray], room: int):
+        config = model.config
+        self.model, self.prompts = model, prompts
+        self.lengths = np.array([len(p) for p in prompts], np.int32)
+        most = int(self.lengths.max()) + room
+        self.layout = config.layout(most)
+        self.cos, self.sin = model.rotary_tables(most)
+        self.cache = KeyValueCache((len(prompts), config.heads, most, config.head_width))
+
+    def start(self) -> np.ndarray:
+        B, T = len(self.prompts), int(self.lengths.max())
+        ids = np.zeros((B, T), np.int32)  # what fills up a row comes after its end, where no position looks
+        for row, prompt in zip(ids, self.prompts, strict=True):
+            row[: len(prompt)] = prompt
+        with inference(self.model):
+            x = self._layers(ids, self.cos, self.sin, self.model.config.layout(T), self.cache.attend_prompt)
+            last = self._ids(np.arange(B, dtype=np.int32) * T + self.lengths - 1)
+            return self._logits(ops.embedding(ops.reshape(x, (B * T, x.shape[2])), last))
+
+    def step(self, ids: np.ndarray, running: np.ndarray) -> np.ndarray:
+        """ids: (B,), the token after each sequence; running: (B,) of bool, the sequences that it is added to."""
+        self.cache.positions = at = self._ids(self.lengths).realize_cached_data()
+        cos, sin = kernels.embedding(self.cos, at), kernels.embedding(self.sin, at)
+        self.lengths += running
+        with inference(self.model):
+            return self._logits(self._layers(ids[None], cos, sin, self.layout, self.cache.attend_step))
+
+    def _ids(self, values: np.ndarray) -> Tensor:
+        return Tensor(values, device=self.model.device, dtype="int32", requires_grad=False)
+
+    def _layers(self, ids: np.ndarray, cos: NDArray, sin: NDArray, layout: BlockLayout, attend: Callable[..., Tensor]) -> Tensor:
+        x = ops.embedding(self.model.embed_in, self._ids(ids))
+        for i, layer in enumerate(self.model.layers):
+            x = layer(x, cos, sin, layout, partial(attend, i))
+        return x
+
+    def _logits(self, x: Tensor) -> np.ndarray:
+        logits = ops.matmul(self.model.final_layer_norm(x), self.model.embed_out)
+        return logits.numpy().reshape(-1, logits.shape[-1]).astype(np.float32, copy=False)
+
+
+def as_prompts(input_ids: Any, vocab_size: int) -> list[np.ndarray]:
+    """The prompts as 1-D arrays. raises: ShapeError for none, an empty one or another rank, IndexError for an id that is none."""
+    try:
+        prompts = [np.asarray(p) for p in input_ids]
+    except TypeError:
+        prompts = []
+    if not prompts or any(p.ndim != 1 or p.size == 0 for p in prompts):
+        shapes = ", ".join(str(p.shape) for p in prompts[:8]) or "none"
+        raise ShapeError(f"[generate] prompts are {shapes} (accepted: one or more sequences of at least one id)")
+    for p in prompts:
+        if p.dtype.kind not in "iu":
+            raise ShapeError(f"[generate] prompts are {p.dtype} (accepted: whole numbers)")
+        if p.min() < 0 or p.max() >= vocab_size:
+            bad = p[(p < 0) | (p >= vocab_size)][0]
+            raise IndexError(f"[generate] id {bad} in a prompt is outside the vocabulary (0..{vocab_size - 1})")
+    return prompts
+
+
+def stream(
+    model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options: Any
+) -> Iterator[np.ndarray]:
+    """What ``Pythia.stream`` gives. Arguments are checked at once, and the prompts read when the first token is asked for."""
+    config = replace(generation_config or GenerationConfig(), **options)
+    vocab_size = model.config.vocab_size
+    for name, ids in (("eos_token_id", config.eos_ids), ("pad_token_id", (config.pad_id,))):
+        if any(i >= vocab_size for i in ids):
+            raise IndexError(f"[generate] {name} {max(ids)} is outside the vocabulary (0..{vocab_size - 1})")
+    return _tokens(model, as_prompts(input_ids, vocab_size), config)
+
+
+def _tokens(model: Pythia, prompts: list[np.ndarray], config: GenerationConfig) -> Iterator[np.ndarray]:
+    B = len(prompts)
+    decoder = Decoder(model, prompts, config.max_new_tokens - 1)
+    rngs = [np.random.default_rng([config.seed, b]) for b in range(B)]
+    seen = np.zeros((B, model.config.vocab_size), bool)
+    for row, prompt in zip(seen, prompts, strict=True):
+        row[prompt] = True
+    running = np.ones(B, bool)
+    logits = decoder.start()
+    for left in reversed(range(config.max_new_tokens)):
+        ids = np.full(B, config.pad_id)
+        if model.device.name != "meta":  # there logits are no numbers, and every choice is as good
+            if np.isnan(logits).any():
+                raise FloatingPointError("[generate] the model's logits are not numbers (its weights may be broken)")
+            for b in np.flatnonzero(running):
+                ids[b] = choose(logits[b], seen[b], config, rngs[b])
+        seen[np.arange(B), ids] |= running
+        running &= ~np.isin(ids, config.eos_ids)
+        yield ids
+        if left == 0 or not running.any():
+            return
+        logits = decoder.step(ids, running)
+
+
+def generate(model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options) -> np.ndarray:
+    """What ``Pythia.generate`` gives."""
+    config = replace(generation_config or GenerationConfig(), **options)
+    new = np.stack(list(stream(model, input_ids, config)), axis=1)  # (B, new tokens)
+    rows = [np.concatenate([prompt, row]) for prompt, row in zip(as_prompts(input_ids, model.config.vocab_size), new, strict=True)]
+    out = np.full((len(rows), max(map(len, rows))), config.pad_id)
+    for row, values in zip(out, rows, strict=True):
+        row[: len(values)] = values
+    return out

@@ -1,0 +1,306 @@
+"""Generation: the cache equals the full forward pass, choices follow their options, memory stays where it is."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import memory
+from needle.backend_ndarray import kernels
+from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
+from needle.backend_ndarray.ndarray import NDArray
+from needle.errors import ShapeError
+from needle.models import GenerationConfig, Pythia, PythiaConfig, generation
+from needle.nn import PATTERNS, causal_pattern
+
+VOCABULARY = 61
+PROMPTS = [list(range(20)), [5], list(range(40, 57)), list(range(33))]
+
+
+def small(pattern=None, device=None, **kwargs):
+    config = PythiaConfig(layers=2, width=32, heads=4, feed_forward=64, vocab_size=VOCABULARY)
+    return Pythia(config.with_sparse(pattern, block=16) if pattern else config, device=device, seed=3, **kwargs)
+
+
+def all_logits(model, ids):
+    """(T, V): the full forward pass on one sequence."""
+    with ndl.no_grad():
+        return model(ndl.Tensor([ids], device=model.device, dtype="int32", requires_grad=False)).numpy()[0]
+
+
+@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+def test_cached_logits_equal_the_full_forward_pass(device, pattern):
+    """At every position of every sequence, of prompts of unequal length, across block boundaries."""
+    model = small(pattern, device)
+    prompts = [np.array(p) for p in PROMPTS]
+    steps = 6 if device.name == "cuda_sim" else 30
+    following = np.random.default_rng(0).integers(0, VOCABULARY, (steps, len(prompts)))
+    decoder = generation.Decoder(model, prompts, steps)
+    found = [decoder.start()] + [decoder.step(ids, np.ones(len(prompts), bool)) for ids in following]
+    for b, prompt in enumerate(prompts):
+        expected = all_logits(model, np.concatenate([prompt, following[:, b]]))[len(prompt) - 1 :]
+        np.testing.assert_allclose(np.array([step[b] for step in found]), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_sparse_decoding_reads_no_other_block(device, pattern):
+    """Whatever lies in the blocks of the cache that the pattern does not name, even NaN, changes nothing."""
+    model = small(pattern, device)
+    prompts = [np.arange(61) % VOCABULARY, np.arange(50) % VOCABULARY]
+    running = np.ones(2, bool)
+    found = []
+    for poisoned in (False, True):
+        decoder = generation.Decoder(model, prompts, 8)
+        decoder.start()
+        if poisoned:
+            layout = decoder.layout
+            for cache in (*decoder.cache.keys, *decoder.cache.values):
+                for b in range(2):
+                    named = layout.mask[0, len(prompts[b]) // 16 : (len(prompts[b]) + 7) // 16 + 1].any(axis=0)
+                    for block in np.flatnonzero(~named):
+                        cache[b : b + 1, :, block * 16 : block * 16 + 16] = float("nan")
+        found.append([decoder.step(np.array([1, 2]), running) for _ in range(8)])
+    assert any(not layout.mask[0, len(p) // 16 : (len(p) + 7) // 16 + 1].any(axis=0).all() for p in prompts)
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("block, heads, D, S", [(16, 2, 8, 40), (64, 1, 100, 150), (128, 1, 33, 129)])
+def test_the_kernel_equals_attention(device, dtype, block, heads, D, S):
+    """attention_decode against attention over the same layout, with tails, layouts per head and strided operands."""
+    rng = np.random.default_rng(D)
+    B, H, blocks = 3, 4, -(-S // block)
+    layout = BlockLayout((rng.random((heads, blocks, blocks)) < 0.6) | np.eye(blocks, dtype=bool), block, causal=True)
+    full = [rng.standard_normal((B, H, S, D)) for _ in range(3)]
+    positions = np.array([S - 1, 0, S // 2], np.int32)
+    caches = [NDArray(x, device=device, dtype=dtype) for x in full[1:]]
+    packed = np.stack([x[np.arange(B), :, positions] for x in full], axis=2)  # (B, H, 3, D)
+    packed = NDArray(packed, device=device, dtype=dtype)
+    views = [packed[:, :, i : i + 1] for i in range(3)]
+    for b in range(B):  # the kernel itself must put the new rows there
+        for cache in caches:
+            cache[b : b + 1, :, positions[b] : positions[b] + 1] = 100.0
+    found = kernels.attention_decode(*views, *caches, NDArray(positions, device=device, dtype="int32"), layout, 0.3).numpy()
+    q, k, v = (NDArray(x, device=ndl.cpu_numpy(), dtype=dtype) for x in full)
+    expected, _ = kernels.attention(q, k, v, layout, 0.3)
+    expected = expected.numpy()[np.arange(B), :, positions][:, :, None]
+    tolerance = {"float32": 1e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    np.testing.assert_allclose(found.astype(np.float64), expected.astype(np.float64), rtol=tolerance, atol=tolerance)
+    for cache, values in zip(caches, (k, v), strict=True):
+        np.testing.assert_array_equal(cache.numpy(), values.numpy())
+
+
+def test_the_kernel_refuses_what_does_not_fit(device):
+    def call(positions, S=20, layout=None):
+        x, cache = (NDArray(np.ones(shape), device=device) for shape in ((2, 1, 1, 8), (2, 1, S, 8)))
+        at = NDArray(np.array(positions), device=device, dtype="int32")
+        kernels.attention_decode(x, x, x, cache, cache.copy(), at, layout or dense_layout(S, S, 64), 1.0)
+        device.sync()
+
+    with pytest.raises(IndexError, match=r"\[attention_decode\] position 20 of sequence 1 is outside the cache \(0..19\)"):
+        call([0, 20])
+    with pytest.raises(ShapeError, match="does not fit 20 positions"):
+        call([0, 1], layout=dense_layout(200, 200, 64))
+    with pytest.raises(ShapeError, match="does not fit"):
+        call([0, 1], layout=dense_layout(20, 20, 64, causal=False))
+    with pytest.raises(ShapeError, match=r"positions \(3,\)"):
+        call([0, 1, 2])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("k, n", [(1, 1), (7, 5), (64, 2048), (500, 700), (2048, 130), (33, 5000), (130, 2100)])
+def test_products_of_few_rows(cpu, dtype, k, n):
+    """1 to 9 rows times a matrix, against float64; a row's bits do not depend on the other rows."""
+    rng = np.random.default_rng(n)
+    a, b = (NDArray(rng.standard_normal(s) / 8, device=cpu, dtype=dtype) for s in ((9, k), (k, n)))
+    expected = a.numpy().astype(np.float64) @ b.numpy().astype(np.float64)
+    tolerance = {"float32": 1e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 4e-2}[dtype]
+    eight = (a[:8] @ b).numpy()
+    for m in (1, 2, 3, 5, 8, 9):
+        found = (a[:m] @ b).numpy()
+        np.testing.assert_allclose(found.astype(np.float64), expected[:m], rtol=tolerance, atol=tolerance)
+        if m < 9:
+            np.testing.assert_array_equal(found, eight[:m])
+    transposed = (a[:8].permute((1, 0)).compact().permute((1, 0)) @ b).numpy()
+    np.testing.assert_array_equal(transposed, eight)
+
+
+@pytest.mark.parametrize("pattern", [None, "mixed"])
+def test_greedy_text_is_that_of_the_full_forward_pass(device, pattern):
+    model = small(pattern, device)
+    steps = 3 if device.name == "cuda_sim" else 20
+    out = model.generate(PROMPTS, max_new_tokens=steps, pad_token_id=60)
+    assert out.shape == (4, 33 + steps) and out.dtype == np.int64
+    for row, prompt in zip(out, PROMPTS, strict=True):
+        expected = list(prompt)
+        for _ in range(steps):
+            expected.append(int(all_logits(model, expected)[-1].argmax()))
+        np.testing.assert_array_equal(row[: len(expected)], expected)
+        assert (row[len(expected) :] == 60).all()
+
+
+def test_a_sequence_does_not_depend_on_the_others(cpu):
+    model = small("local", cpu)
+    options = {"max_new_tokens": 15, "do_sample": True, "seed": 4, "repetition_penalty": 1.2}
+    together = model.generate(PROMPTS, **options)
+    again = model.generate([PROMPTS[0], [1, 2, 3], [9]], **options)
+    np.testing.assert_array_equal(again[0, :35], together[0, :35])
+
+
+def test_seeds(cpu):
+    model = small(device=cpu)
+    draw = lambda seed: model.generate([[1, 2]], max_new_tokens=30, do_sample=True, seed=seed)  # noqa: E731
+    np.testing.assert_array_equal(draw(1), draw(1))
+    assert (draw(1) != draw(2)).any()
+    same = model.generate([[1, 2]] * 2, max_new_tokens=30, do_sample=True)
+    assert (same[0] != same[1]).any()  # two sequences of one prompt draw from streams of their own
+
+
+def test_nothing_is_dropped_out(cpu):
+    model = small(device=cpu)
+    expected = model.generate(PROMPTS, max_new_tokens=10)
+    dropping = Pythia(replace(model.config, dropout=0.5), device=cpu, seed=3)
+    np.testing.assert_array_equal(dropping.generate(PROMPTS, max_new_tokens=10), expected)
+    assert dropping.training and dropping.dropout.training and dropping.dropout.drawn == 0
+
+
+def test_stop_tokens_and_padding(cpu):
+    model = small(device=cpu)
+    free = model.generate(PROMPTS[:2], max_new_tokens=12)
+    stop = int(free[0, 20 + 4])
+    first = [list(row[len(p) :]).index(stop) if stop in row[len(p) :] else None for row, p in zip(free, PROMPTS)]
+    out = model.generate(PROMPTS[:2], max_new_tokens=12, eos_token_id=[stop, 60], pad_token_id=7)
+    for row, kept, prompt, at in zip(out, free, PROMPTS, first):
+        end = len(prompt) + (12 if at is None else at + 1)
+        np.testing.assert_array_equal(row[:end], kept[:end])
+        assert (row[end:] == 7).all()
+    one = model.generate(PROMPTS[:1], max_new_tokens=12, eos_token_id=stop)
+    assert one.shape == (1, 20 + first[0] + 1) and one[0, -1] == stop
+
+
+def test_streaming_gives_the_same_tokens_as_they_come(cpu):
+    model = small(device=cpu)
+    whole = model.generate([[3, 4]], max_new_tokens=9)
+    source = model.stream([[3, 4]], max_new_tokens=9)
+    assert [int(ids[0]) for ids in source] == list(whole[0, 2:])
+    source = model.stream([[3, 4]], max_new_tokens=9)
+    next(source)
+    assert ndl.autograd.is_grad_enabled()  # while a caller holds an unfinished stream
+
+
+LOGITS = np.array([2.0, 1.0, 0.0, -1.0, 1.0], np.float32)
+
+
+def probabilities(**options):
+    ids, p = generation.distribution(LOGITS, GenerationConfig(do_sample=True, **options))
+    return dict(zip(ids.tolist(), p.tolist(), strict=True))
+
+
+def test_what_may_be_drawn_is_worked_out_by_hand():
+    e = np.exp(1)
+    total = e**2 + 2 * e + 1 + 1 / e
+    assert probabilities() == pytest.approx({0: e**2 / total, 1: e / total, 2: 1 / total, 3: 1 / e / total, 4: e / total})
+    assert probabilities(top_k=1) == {0: 1.0}
+    assert set(probabilities(top_k=2)) == {0, 1, 4}  # the second place is shared
+    hot = probabilities(temperature=2.0, top_k=0)
+    assert hot[0] / hot[3] == pytest.approx(np.exp(1.5))
+    share = e**2 / total
+    assert set(probabilities(top_p=share * 0.99)) == {0}
+    assert set(probabilities(top_p=share * 1.01)) == {0, 1}
+    assert set(probabilities(top_p=1e-9)) == {0}
+    assert sum(probabilities(top_p=0.9, top_k=4).values()) == pytest.approx(1)
+
+
+def test_repetition_penalty_by_hand():
+    seen = np.array([True, False, False, True, False])
+    logits = np.array([2.0, 1.5, 0.0, -1.0, 1.0], np.float32)
+    pick = lambda penalty: generation.choose(logits, seen, GenerationConfig(repetition_penalty=penalty), None)  # noqa: E731
+    assert pick(1.0) == 0 and pick(1.3) == 0 and pick(1.4) == 1
+
+
+def test_draws_follow_the_distribution():
+    config, rng = GenerationConfig(do_sample=True, temperature=0.7, top_k=4), np.random.default_rng(0)
+    drawn = np.bincount([generation.choose(LOGITS, np.zeros(5, bool), config, rng) for _ in range(4000)], minlength=5) / 4000
+    expected = np.zeros(5)
+    for i, p in probabilities(temperature=0.7, top_k=4).items():
+        expected[i] = p
+    np.testing.assert_allclose(drawn, expected, atol=0.03)
+    assert drawn[3] == 0
+
+
+def test_no_graph_and_no_growth(host):
+    """Between tokens nothing but the cache is held, and it is the same at the tenth and the last token."""
+    model = small("local", host)
+    before = host.memory_stats()["live"]
+    live, tensors = [], []
+    for _ in model.stream(PROMPTS[:3], max_new_tokens=200, do_sample=True, repetition_penalty=1.1):
+        live.append(host.memory_stats()["live"])
+        tensors.append(ndl.autograd.TENSOR_COUNTER)
+    assert len(set(live[1:])) == 1 and len(set(tensors[1:])) == 1
+    del _
+    cache = 2 * 2 * 3 * 4 * (20 + 199) * 8 * 4  # keys and values, layers, sequences, heads, positions, features, bytes
+    tables = 2 * (20 + 199) * 4 * 2  # cos and sin; rot / 2 is 1
+    assert live[1] - before <= cache + 2 * tables + 4096
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("pattern", [None, "global"])
+def test_generation_is_planned_to_the_byte(pattern):
+    def build(device):
+        model = small(pattern, device)
+        return lambda: model.generate(PROMPTS, max_new_tokens=12, do_sample=True)
+
+    planned = memory.plan(build, steps=1)
+    assert planned.peak_bytes == memory.peak_bytes(build, steps=1, device=ndl.cpu()) > 0
+
+
+WRONG = [
+    ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
+    ({"temperature": 0}, "temperature is 0 .accepted: above 0; do_sample=False takes the likeliest"),
+    ({"temperature": float("nan")}, "temperature is nan"),
+    ({"temperature": "hot"}, "temperature is 'hot'"),
+    ({"top_k": -1}, "top_k is -1"),
+    ({"top_p": 0}, "top_p is 0"),
+    ({"top_p": 1.5}, "top_p is 1.5"),
+    ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    ({"eos_token_id": "stop"}, "eos_token_id is 'stop'"),
+    ({"eos_token_id": -5}, "eos_token_id is -5"),
+    ({"seed": -1}, "seed is -1"),
+    ({"seed": True}, "seed is True"),
+]
+
+
+@pytest.mark.parametrize("options, said", WRONG, ids=lambda x: str(x)[:30])
+def test_bad_values_are_one_clear_line(cpu, options, said):
+    with pytest.raises(ShapeError, match=said) as error:
+        small(device=cpu).stream([[1]], **options)  # before anything is computed
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], [1, 2], 5, [[[1]]], [[0.5]]], ids=str)
+def test_bad_prompts(cpu, prompts):
+    with pytest.raises(ShapeError, match=r"\[generate\] prompts are"):
+        small(device=cpu).generate(prompts)
+
+
+def test_ids_outside_the_vocabulary(cpu):
+    with pytest.raises(IndexError, match=r"id 61 in a prompt is outside the vocabulary \(0..60\)"):
+        small(device=cpu).generate([[1, 61]])
+    with pytest.raises(IndexError, match="eos_token_id 100 is outside"):
+        small(device=cpu).generate([[1]], eos_token_id=100)
+
+
+def test_broken_weights_are_said(cpu):
+    model = small(device=cpu)
+    model.embed_out.cached_data.fill(float("nan"))
+    with pytest.raises(FloatingPointError, match="logits are not numbers"):
+        model.generate([[1]])
+
+
+def test_layouts_of_patterns_stay_what_decoding_assumes():
+    """A prefix of a pattern is the pattern of a prefix, so decoding in a longer layout is decoding in the model's own."""
+    for pattern in PATTERNS:
+        longer = causal_pattern(pattern, 9, 16).mask[:, :5, :5]
+        np.testing.assert_array_equal(longer, causal_pattern(pattern, 5, 16).mask)
