@@ -1,0 +1,152 @@
+"""Continue text with a trained Pythia: python apps/generate.py --model runs/my-run --prompt "def main("
+
+The text goes to stdout as it is made, figures to stderr. Ctrl-C ends it after what is there (exit code 130). A wrong argument or an
+unusable model ends with one line and exit code 2.
+"""
+
+from __future__ import annotations
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports run: the end, without a traceback
+
+import argparse
+import os
+import sys
+import time
+
+import numpy as np
+
+from needle.data.text_stream import TextStream
+from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
+from needle.models import GenerationConfig
+from pythia_app.loading import MODEL_HELP, load_model
+from pythia_app.options import DEVICES, _flag, _HelpFormatter, _Parser, device
+
+CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421, 155: 0xFFFD}
+SAMPLING = ("temperature", "top_k", "top_p")
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = _Parser(
+        prog="generate.py",
+        description="Continue text with a trained Pythia.",
+        formatter_class=_HelpFormatter,
+    )
+    parser.add_argument("--model", required=True, metavar="FOLDER", help=MODEL_HELP)
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; repeatable (default: stdin)")
+    choosing = parser.add_argument_group("choosing tokens (names and meaning as in transformers)")
+    _flag(choosing, "max_new_tokens", type=int, default=128, help="at most so many")
+    _flag(choosing, "do_sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    _flag(choosing, "temperature", type=float, default=1.0, help="below 1 sharper, above 1 flatter")
+    _flag(choosing, "top_k", type=int, default=50, help="draw from the likeliest so many (0: all)")
+    _flag(choosing, "top_p", type=float, default=1.0, help="draw from the likeliest with this probability together")
+    _flag(choosing, "repetition_penalty", type=float, default=1.0, help="above 1: less of what is there already")
+    _flag(choosing, "eos_token_id", type=int, action="append", metavar="ID", help="stop at it (default: the end of a text)")
+    _flag(choosing, "ignore_eos", action="store_true", help="go on after the end of a text")
+    _flag(choosing, "seed", type=int, default=0, help="of the draws")
+    _flag(parser, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        return run(parse(argv))
+    except (ShapeError, DataError, DeviceError, CheckpointError, IndexError, MemoryError, FloatingPointError) as error:
+        print(f"generate.py: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # as with "| head": nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(options: argparse.Namespace) -> int:
+    names = ("max_new_tokens", "do_sample", *SAMPLING, "repetition_penalty", "seed")
+    config = GenerationConfig(**{name: getattr(options, name) for name in names})
+    where = device(options.device)
+    texts = options.prompt if options.prompt is not None else [read_stdin()]
+    for text in texts:
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise DataError("[prompt] not valid UTF-8 (text in UTF-8)")
+    model, tokenizer = load_model(options.model, where)
+    stops = [] if options.ignore_eos else options.eos_token_id or [i for i in [tokenizer.end_of_text] if i is not None]
+    prompts = [tokenizer.encode(text) for text in texts]
+    if any(len(p) == 0 for p in prompts) and tokenizer.end_of_text is None:
+        raise DataError("[prompt] empty, and the tokenizer has no token to begin a text with (at least one character)")
+    prompts = [p if len(p) else np.array([tokenizer.end_of_text]) for p in prompts]
+    source = model.stream(prompts, config, eos_token_id=stops)
+    if not config.do_sample and any(getattr(config, name) != getattr(GenerationConfig, name) for name in SAMPLING):
+        note(f"{', '.join(SAMPLING)} say nothing without --do_sample")
+    longest = max(map(len, prompts)) + config.max_new_tokens
+    if longest > model.config.max_seq_len:
+        note(f"up to {longest} positions, and the model was made for {model.config.max_seq_len}")
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    return show(source, texts, prompts, stops, tokenizer)
+
+
+def read_stdin() -> str:
+    if sys.stdin.isatty():
+        note("reading the prompt from the terminal; end it with Ctrl-D")
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"[prompt] stdin is not UTF-8 text: {error}") from error
+
+
+def show(source, texts: list[str], prompts: list[np.ndarray], stops: list[int], tokenizer) -> int:
+    """One prompt: its text grows on stdout. Several: one after the other when all are done."""
+    live = len(prompts) == 1
+    streams = [TextStream(tokenizer.decode) for _ in prompts]
+    parts: list[list[str]] = [[text] for text in texts]
+    running, made, steps, stopped = [True] * len(prompts), 0, 0, False
+    begin = first = now = time.perf_counter()
+    if live:
+        write(texts[0])
+    try:
+        for ids in source:
+            now = time.perf_counter()
+            first = first if steps else now
+            steps += 1
+            for b, token in enumerate(ids):
+                if not running[b]:
+                    continue
+                made += 1
+                running[b] = token not in stops
+                piece = streams[b].put(token) if running[b] else ""
+                parts[b].append(piece)
+                if live:
+                    write(piece)
+    except KeyboardInterrupt:
+        stopped = True
+    for b, stream in enumerate(streams):
+        rest = stream.end()
+        if live:
+            write(rest + "\n")
+        else:
+            write(f"--- {b + 1} of {len(prompts)} ---\n{''.join(parts[b])}{rest}\n")
+    if steps:
+        per_step = made / steps
+        rate = f", {(steps - 1) * per_step / (now - first):,.1f} tokens/s" if steps > 1 else ""
+        read = sum(map(len, prompts))
+        print(f"{made} tokens in {now - begin:.2f} s{rate}; reading {read} took {first - begin:.2f} s", file=sys.stderr)
+    if stopped:
+        print("stopped", file=sys.stderr)
+    return 130 if stopped else 0
+
+
+def write(text: str) -> None:
+    """On a terminal control characters are shown, not obeyed."""
+    sys.stdout.write(text.translate(CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())

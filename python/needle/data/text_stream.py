@@ -1,0 +1,45 @@
+"""Text of ids that come one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
+_WINDOW = 16  # ids that are decoded again with each new one, at least; twice as many at most
+
+
+class TextStream:
+    """Turns ids into text that is final as it comes: a character of several tokens comes with its last token.
+
+    decode: ids -> text. Only the last ids are decoded again, so a token costs the same however long the text is.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self._decode = decode
+        self._ids: list[int] = []
+        self._given = 0  # characters of the text of _ids that have been given out
+
+    def put(self, token: int) -> str:
+        """The text that the next token makes certain, perhaps none."""
+        self._ids.append(int(token))
+        text = self._decode(self._ids)
+        # An unfinished character is one mark at the end: decoders write one per longest beginning of a character.
+        certain = text[self._given : len(text) - text.endswith(UNFINISHED)]
+        self._given += len(certain)
+        if len(self._ids) >= 2 * _WINDOW:
+            self._forget(text)
+        return certain
+
+    def end(self) -> str:
+        """What is left: marks for bytes that never became a character."""
+        rest = self._decode(self._ids)[self._given :]
+        self._ids, self._given = [], 0
+        return rest
+
+    def _forget(self, text: str) -> None:
+        """Drops the first ids, at a place where the text falls into two, if there is one that was given out."""
+        for cut in range(_WINDOW, len(self._ids)):
+            before = self._decode(self._ids[:cut])
+            if len(before) <= self._given and before + self._decode(self._ids[cut:]) == text:
+                self._ids, self._given = self._ids[cut:], self._given - len(before)
+                return

@@ -1,0 +1,194 @@
+"""apps/generate.py and apps/evaluate.py as a user runs them, on a model that apps/train_pythia.py has just made."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle.models import score_text
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with words.txt, last.jsonl and the runs dense and sparse; 'cache' is what the apps may keep."""
+    folder = tmp_path_factory.mktemp("made")
+    words = "the quick brown fox jumps over a naïve dog while seven wizards quietly box 漢字".split()
+    lines = [" ".join(words[(i * 7 + j * (i % 5 + 1)) % len(words)] for j in range(9)) for i in range(3000)]
+    (folder / "words.txt").write_text("\n".join(lines), encoding="utf-8")
+    (folder / "last.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines[:40]))
+    for name, flags in (("dense", []), ("sparse", ["--sparse", "--block-size", "16"])):
+        done = app(
+            folder, "train_pythia", "--dataset", folder / "words.txt", "--vocab-size", 300, "--model", "14m", "--seq_len", 64,
+            "--max_steps", 12, "--checkpoint_dir", folder / name, *flags,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def command(name, *arguments):
+    return [sys.executable, f"apps/{name}.py", *map(str, arguments)]
+
+
+def environment(folder):
+    return {**os.environ, "PYTHONPATH": str(ROOT / "python"), "NEEDLE_CACHE": str(folder / "cache")}
+
+
+def app(folder, name, *arguments, **kwargs):
+    return subprocess.run(
+        command(name, *arguments), cwd=ROOT, capture_output=True, env=environment(folder), **{"text": True, **kwargs}
+    )
+
+
+@pytest.mark.parametrize("run", ["dense", "sparse"])
+def test_text_goes_on_from_the_prompt(made, run):
+    done = app(made, "generate", "--model", made / run, "--prompt", "the quick", "--max_new_tokens", 30, "--ignore-eos")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("the quick") and len(done.stdout) > len("the quick") + 30
+    assert re.search(r"^30 tokens in [\d.]+ s, [\d.,]+ tokens/s; reading \d+ took [\d.]+ s$", done.stderr, re.MULTILINE)
+
+
+def test_draws_repeat_with_their_seed(made):
+    flags = ["--prompt", "the", "--do_sample", "--temperature", 1.5, "--top-p", 0.95, "--repetition_penalty", 1.1]
+    draw = lambda seed: app(made, "generate", "--model", made / "dense", *flags, "--seed", seed).stdout  # noqa: E731
+    assert draw(1) == draw(1) != draw(2)
+
+
+def test_several_prompts_and_stdin(made):
+    flags = ["--model", made / "dense", "--max_new_tokens", 8]
+    two = app(made, "generate", *flags, "--prompt", "the quick brown", "--prompt", "a").stdout
+    assert re.fullmatch(r"--- 1 of 2 ---\nthe quick brown.*\n--- 2 of 2 ---\na.*\n", two, re.DOTALL)
+    alone = app(made, "generate", *flags, input="the quick brown").stdout
+    assert two.startswith(f"--- 1 of 2 ---\n{alone}")
+
+
+def test_what_is_written_is_utf8_at_every_moment(made):
+    """At any moment the bytes written so far are whole characters, of a model that draws bytes almost at random."""
+    flags = ["--prompt", "漢字 naïve", "--do_sample", "--temperature", 50, "--top_k", 0, "--max_new_tokens", 150, "--ignore_eos"]
+    source = subprocess.Popen(
+        command("generate", "--model", made / "dense", *flags), cwd=ROOT, stdout=subprocess.PIPE,
+        env={**environment(made), "PYTHONIOENCODING": "latin-1"},
+    )  # fmt: skip
+    with source:
+        seen = b""
+        while part := os.read(source.stdout.fileno(), 1 << 16):
+            seen += part
+            seen.decode()  # strictly
+    assert source.returncode == 0 and seen.startswith("漢字 naïve".encode()) and "\ufffd" in seen.decode()
+
+
+def test_ctrl_c_keeps_what_is_there(made):
+    source = subprocess.Popen(
+        command("generate", "--model", made / "dense", "--prompt", "the", "--max_new_tokens", 100_000, "--ignore_eos"),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(made),
+    )  # fmt: skip
+    with source:
+        while len(seen := os.read(source.stdout.fileno(), 100)) == 0:
+            pass
+        time.sleep(0.3)
+        source.send_signal(signal.SIGINT)
+        rest, said = source.communicate(timeout=60)
+    assert source.returncode == 130 and b"Traceback" not in said and b"stopped" in said
+    assert (seen + rest).decode().startswith("the") and rest.endswith(b"\n")
+
+
+def test_a_reader_that_leaves(made):
+    line = " ".join(command("generate", "--model", made / "dense", "--prompt", "the", "--ignore_eos")) + " | head -c 3"
+    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, env=environment(made))
+    assert done.stdout == "the" and "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+def test_notes_about_what_makes_no_difference(made):
+    flags = ["--model", made / "dense", "--prompt", "the", "--max_new_tokens", 80, "--temperature", 0.5]
+    said = app(made, "generate", *flags).stderr
+    assert "note: temperature, top_k, top_p say nothing without --do_sample" in said
+    assert "and the model was made for 64" in said
+
+
+def test_evaluation(made):
+    done = app(
+        made, "evaluate", "--model", made / "sparse", "--text", made / "words.txt", "--lambada", made / "last.jsonl",
+        "--max_tokens", 900, "--stride", 16,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = re.search(
+        r"loss ([\d.]+) nats per token, perplexity ([\d.,]+), bits per byte ([\d.]+); ([\d,]+) bytes, 900 tokens, window 64, stride 16",
+        done.stdout,
+    )
+    loss, perplexity, bits, text_bytes = (float(x.replace(",", "")) for x in found.groups())
+    assert perplexity == pytest.approx(math.exp(loss), rel=1e-3)
+    assert bits == pytest.approx(900 * loss / math.log(2) / text_bytes, rel=1e-3)
+    assert 0 < loss < math.log(300)
+    right, accuracy = re.search(r"(\d+) of 40 last words right, accuracy ([\d.]+)%", done.stdout).groups()
+    assert float(accuracy) == 100 * int(right) / 40
+
+
+@pytest.fixture
+def loaded(made, monkeypatch):
+    """(model, tokenizer) of the dense run, as the apps load them."""
+    monkeypatch.setenv("NEEDLE_CACHE", str(made / "cache"))
+    monkeypatch.syspath_prepend(str(ROOT / "apps"))
+    from pythia_app.loading import load_model
+
+    return load_model(str(made / "dense"), ndl.cpu())
+
+
+def test_evaluation_through_the_library(made, loaded):
+    """What the app prints is the library's score of the end-of-text token and the text."""
+    model, tokenizer = loaded
+    text = (made / "words.txt").read_text(encoding="utf-8")
+    ids = np.concatenate([[tokenizer.end_of_text], tokenizer.encode(text)[:500]])
+    done = app(made, "evaluate", "--model", made / "dense", "--text", made / "words.txt", "--max_tokens", 500, "--device", "cpu")
+    assert f"loss {score_text(model, ids, 64, 32, 4).loss:.4f} " in done.stdout
+
+
+def test_a_folder_of_transformers_does_as_well(made, loaded, tmp_path):
+    model, tokenizer = loaded
+    model.save_pretrained(tmp_path, tokenizer)
+    said = [
+        app(made, "generate", "--model", m, "--prompt", "the", "--max_new_tokens", 9).stdout for m in (tmp_path, made / "dense")
+    ]
+    assert said[0] == said[1] and len(said[0]) > 4
+
+
+WRONG = [
+    ("generate", ["--max_new_tokens", 0], "[generate] max_new_tokens is 0"),
+    ("generate", ["--temperature", 0], "do_sample=False takes the likeliest"),
+    ("generate", ["--top_p", 2], "top_p is 2.0"),
+    ("generate", ["--top_k", -3], "top_k is -3"),
+    ("generate", ["--repetition_penalty", -1], "repetition_penalty is -1.0"),
+    ("generate", ["--seed", -1], "seed is -1"),
+    ("generate", ["--eos_token_id", 99999], "eos_token_id 99999 is outside the vocabulary"),
+    ("generate", ["--device", "tpu"], "unknown device: tpu"),
+    ("generate", ["--model", "no/such/folder"], "no such folder: no/such/folder"),
+    ("generate", ["--model", "tests"], "cannot read tests/config.json"),
+    ("generate", ["--prompt", b"\xff\xfe"], "not valid UTF-8"),
+    ("generate", ["--max_new_tokens", "many"], "--max_new_tokens"),
+    ("evaluate", [], "nothing to evaluate on"),
+    ("evaluate", ["--text", "no-such-file"], "cannot read no-such-file: No such file or directory"),
+    ("evaluate", ["--text", "/dev/null"], "too short: /dev/null"),
+    ("evaluate", ["--text", "README.md", "--window", 0], "[window] is 0"),
+    ("evaluate", ["--text", "README.md", "--window", 8, "--stride", 9], "[stride] is 9"),
+    ("evaluate", ["--lambada", "README.md"], "line 1 of README.md is no JSON object"),
+    ("evaluate", ["--lambada", "/dev/null"], "no texts in /dev/null"),
+    ("evaluate", ["--text", sys.executable], "not UTF-8 text"),
+]
+
+
+@pytest.mark.parametrize("name, arguments, said", WRONG, ids=[f"{w[0]}-{w[2][:24]}" for w in WRONG])
+def test_wrong_arguments_end_in_one_line(made, name, arguments, said):
+    arguments = [a if isinstance(a, bytes) else str(a) for a in arguments]
+    start = [*command(name), "--model", str(made / "dense"), *(["--prompt", "a"] if name == "generate" else [])]
+    done = subprocess.run([*start, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment(made))
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1 or "usage:" in done.stderr

@@ -1,0 +1,72 @@
+"""TextStream: what it gives out is final, valid text at every moment, and together all of it."""
+
+import random
+
+import pytest
+
+from needle.data.text_stream import TextStream
+
+TEXTS = [
+    "plain words, and more of them",
+    "naïve café — 漢字 and 日本語",
+    "👩‍👩‍👧 🤷🏽‍♂️ flags 🇩🇪🇫🇷",
+    "",
+    "é" * 50,
+    "x" * 100,
+    "𝄞" * 40,
+]
+
+
+def bytes_decoder(ids):
+    """A byte-level tokenizer's way: a token is one byte or more."""
+    return b"".join(VOCABULARY[i] for i in ids).decode(errors="replace")
+
+
+VOCABULARY = [bytes([i]) for i in range(256)] + ["é".encode(), "漢".encode()[:2], "👩".encode()[1:3], b"the ", b" and"]
+
+
+def stream(ids, decode=bytes_decoder):
+    source = TextStream(decode)
+    pieces = [source.put(i) for i in ids]
+    return pieces, source.end()
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_whole_characters_byte_by_byte(text):
+    pieces, rest = stream(text.encode())
+    assert "".join(pieces) == text and rest == ""
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "".join(pieces[: len(text.encode()) // 2]) == text.encode()[: len(text.encode()) // 2].decode(errors="ignore")
+
+
+def test_any_tokens_give_what_decoding_all_of_them_gives():
+    """Valid or not: nothing is lost, doubled or taken back."""
+    rng = random.Random(0)
+    for _ in range(300):
+        kinds = rng.choice([range(256), range(128, 256), range(0x80, 0xC0), range(len(VOCABULARY)), [0xF0, 0x9F, 0x91, 0xA9]])
+        ids = [rng.choice(list(kinds)) for _ in range(rng.randrange(120))]
+        pieces, rest = stream(ids)
+        assert "".join(pieces) + rest == bytes_decoder(ids)
+
+
+def test_a_token_costs_the_same_however_long_the_text_is():
+    seen = []
+
+    def decode(ids):
+        seen.append(len(ids))
+        return bytes_decoder(ids)
+
+    for ids in ([0x80] * 2000, "añb漢".encode() * 300, [0xF0] * 1000):
+        stream(ids, decode)
+    assert max(seen) <= 40
+
+
+def test_a_real_tokenizer(tmp_path):
+    pytest.importorskip("tokenizers")
+    from needle.data.text_tokenizer import train_tokenizer
+
+    words = [" ".join(f"word{i % 17} naïve 漢字 {i}" for i in range(300))]
+    tokenizer = train_tokenizer(tmp_path / "tokenizer.json", words, 300, "test")
+    text = "naïve words 漢字 日本 👩 done"
+    pieces, rest = stream(tokenizer.encode(text), tokenizer.decode)
+    assert "".join(pieces) + rest == text and not any("\ufffd" in p for p in pieces)
