@@ -118,20 +118,14 @@ def test_figures_of_a_score():
 
 
 @pytest.mark.parametrize("stride", [16, 7])
-def test_equals_transformers_on_the_same_weights(stride):
+def test_equals_transformers_on_the_same_weights(stride, tmp_path):
     """Perplexity, greedy text, sampled logits and left-padded batches against the reference implementation."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    from needle.models import published_state
-
     config = PythiaConfig(layers=2, width=64, heads=4, feed_forward=128, vocab_size=VOCABULARY)
     model = Pythia(config, device=ndl.cpu(), seed=5)
-    theirs = transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(
-            vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, rotary_pct=0.25,
-        )
-    ).eval()  # fmt: skip
-    theirs.load_state_dict({name: torch.from_numpy(values) for name, values in published_state(model).items()}, strict=False)
+    model.save_pretrained(tmp_path)
+    theirs = transformers.GPTNeoXForCausalLM.from_pretrained(tmp_path).eval()
 
     ids = np.random.default_rng(0).integers(0, VOCABULARY, 60)
     nats, done = 0.0, 0
