@@ -23,7 +23,7 @@ from ..errors import CheckpointError, DTypeError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = "model-{:05d}-of-{:05d}.safetensors"
 _SHARD_PATTERN = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_BLOCK_BYTES = 8 << 20  # copied from the device at a time
+_BLOCK_BYTES = 1 << 20  # copied from the device at a time: it stays in the cache until it is written
 _CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32", "uint8": "U8",
     "bool": "BOOL",
