@@ -9,11 +9,12 @@ import pytest
 import needle as ndl
 from needle import amp, autograd, nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout
-from needle.errors import DeviceError, DTypeError
-from needle.models import Pythia, PythiaConfig
-from needle.optim import AdamW
+from needle.errors import CheckpointError, DeviceError, DTypeError, GraphError
+from needle.models import Pythia, PythiaConfig, train_step
+from needle.optim import SGD, Adam, AdamW
 
 LOW = ("bfloat16", "float16")
+PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
 CONFIG = PythiaConfig(layers=2, width=64, heads=4, feed_forward=128, vocab_size=300)
 rng = np.random.default_rng(0)
 
@@ -296,16 +297,6 @@ def test_second_derivatives_through_casts(host):
 # --- a model ---
 
 
-def step(model, optimizer, ids, targets, low):
-    with amp.autocast(model.device, low):
-        loss = model.loss(ids, targets)
-    loss.backward()
-    optimizer.clip_grad_norm(1.0)
-    optimizer.step()
-    optimizer.reset_grad()
-    return loss
-
-
 @pytest.mark.parametrize("low", LOW)
 def test_master_weights_learn(device, low):
     model = Pythia(CONFIG, device=device)
@@ -317,7 +308,7 @@ def test_master_weights_learn(device, low):
     loss.backward()
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {"float32"}
     assert loss.dtype == "float32" and abs(loss.item() - exact.item()) < 0.02
-    found = [step(model, optimizer, ids, targets, low).item() for _ in range(6)]
+    found = [train_step(model, optimizer, [(ids, targets)], precision=PRECISION[low]) for _ in range(6)]
     assert {x.dtype for x in optimizer.m.values()} == {"float32"}
     assert found[-1] < found[0] - 0.5
 
@@ -333,7 +324,7 @@ def test_a_step_on_meta_makes_the_allocations_of_a_real_step(cpu, pattern, low):
         for _ in range(2):
             start = device.memory_stats()["live"]
             device.reset_peak()
-            step(model, optimizer, ids, targets, low)
+            train_step(model, optimizer, [(ids, targets)], precision=PRECISION[low])
         peaks.append(device.memory_stats()["peak"] - start)
         del model, optimizer, ids, targets
     assert peaks[0] == peaks[1] > 0
@@ -348,7 +339,7 @@ def test_nothing_stays_behind(cpu):
     try:
         live = []
         for n in range(30):
-            step(model, optimizer, ids, targets, "bfloat16")
+            train_step(model, optimizer, [(ids, targets)], precision="bf16")
             if n in (2, 29):
                 live.append((cpu.memory_stats()["live"], autograd.TENSOR_COUNTER))
         assert live[0] == live[1]
@@ -364,3 +355,195 @@ def test_layers_of_the_course_run_in_a_region(host):
     loss.backward()
     assert out.dtype == loss.dtype == "float32"
     assert {p.grad.dtype for p in layer.parameters()} == {"float32"}
+
+
+# --- the loss scale ---
+
+
+def with_gradients(device, values, optimizer=SGD):
+    """An optimizer of one parameter per entry, all 1, whose gradients are ``values``."""
+    params = [nn.Parameter(np.ones(np.shape(v)), device=device) for v in values]
+    opt = optimizer(params, lr=0.5)
+    return opt, params, lambda scaler: give(params, values, scaler)
+
+
+def give(params, values, scaler):
+    for p, v in zip(params, values, strict=True):
+        p.grad = ndl.Tensor(np.asarray(v) * scaler.get_scale(), device=p.device, dtype="float32", requires_grad=False)
+
+
+def test_a_scaled_step_is_the_step_without(device):
+    results = []
+    for enabled in (True, False):
+        w = nn.Parameter(np.linspace(-1, 1, 12).reshape(3, 4), device=device)
+        x = ndl.Tensor(np.arange(6).reshape(2, 3), device=device, requires_grad=False)
+        optimizer, scaler = AdamW([w], lr=0.1), amp.GradScaler(enabled=enabled)
+        for _ in range(3):
+            loss = ops.tanh(x @ w).sum()
+            scaled = scaler.scale(loss)
+            assert (scaled is loss) is not enabled
+            for part in (scaled * 0.25, scaled * 0.75) if enabled else (loss,):  # accumulated, and at once
+                part.backward(accumulate=enabled)
+            scaler.unscale_(optimizer)
+            norm = optimizer.clip_grad_norm(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.reset_grad()
+        results.append((w.numpy(), norm.numpy()))
+        assert scaler.is_enabled() is enabled and scaler.get_scale() == (4096 if enabled else 1)
+        assert scaler.skipped_steps == 0 and scaler.steps == (3 if enabled else 0)
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Adam, AdamW])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_gradients_that_are_not_finite_skip_the_step(device, optimizer, bad):
+    values = [np.ones((3, 50)), np.array([1.0, bad, 2.0]), np.ones(4)]
+    opt, params, fill = with_gradients(device, values, optimizer)
+    scaler = amp.GradScaler(hysteresis=1)
+    fill(scaler)
+    scaler.unscale_(opt)
+    opt.clip_grad_norm(1.0)
+    scaler.step(opt)
+    opt.reset_grad()
+    with pytest.warns(amp.SkippedStepWarning, match="step skipped, 1 of 1; scale 4096 -> 2048"):
+        scaler.update()
+    assert all((p.numpy() == 1).all() for p in params) and scaler.get_scale() == 2048
+    assert getattr(opt, "t", 0) == 0
+    values[1][1] = 0.0
+    fill(scaler)
+    scaler.step(opt)
+    scaler.update()
+    assert all((p.numpy()[..., 0] < 1).all() for p in params)
+    assert (scaler.steps, scaler.skipped_steps) == (2, 1)
+
+
+def test_unscaled_gradients_are_divided_in_place_and_once(device):
+    opt, params, fill = with_gradients(device, [np.arange(6.0).reshape(2, 3), [0.5]])
+    w = nn.Parameter(np.ones((4, 5)), device=device)
+    opt.params.append(w)
+    scaler = amp.GradScaler()
+    fill(scaler)
+    scaler.scale(ops.transpose(w).sum()).backward()  # a broadcast view as the gradient
+    before = [p.grad.realize_cached_data() for p in params]
+    scaler.unscale_(opt)
+    assert all(p.grad.realize_cached_data().same_memory(array) for p, array in zip(params, before, strict=True))
+    np.testing.assert_array_equal(params[0].grad.numpy(), np.arange(6).reshape(2, 3))
+    np.testing.assert_array_equal(w.grad.numpy(), np.ones((4, 5)))
+    with pytest.raises(GraphError, match="once"):
+        scaler.unscale_(opt)
+    scaler.step(opt)
+    with pytest.raises(GraphError, match="once"):
+        scaler.step(opt)
+    scaler.update()
+    np.testing.assert_array_equal(w.numpy(), np.full((4, 5), 0.5))
+
+
+def schedule(scaler, results):
+    """The scale after each of some steps, of which False is one with infinities."""
+    opt, params, _ = with_gradients(ndl.cpu_numpy(), [[1.0]])
+    scales = []
+    for good in results:
+        give(params, [[1.0 if good else np.inf]], scaler)
+        scaler.step(opt)
+        if good:
+            scaler.update()
+        else:
+            with pytest.warns(amp.SkippedStepWarning):
+                scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def test_the_scale_follows_megatron():
+    """Growth after an interval of good steps; the first overflow is forgiven, later ones are not until the scale has grown."""
+    scaler = amp.GradScaler(init_scale=16, growth_interval=3, hysteresis=2)
+    assert schedule(scaler, [True, True, False]) == [16, 16, 16]
+    assert schedule(scaler, [True, True, False, False]) == [16, 16, 8, 4]
+    assert schedule(scaler, [True, True, True]) == [4, 4, 8]
+    assert schedule(scaler, [False, False]) == [8, 4]
+    assert (scaler.steps, scaler.skipped_steps) == (12, 5)
+
+
+def test_at_the_least_scale_there_is_no_going_on():
+    scaler = amp.GradScaler(init_scale=4, min_scale=2, hysteresis=1)
+    opt, params, _ = with_gradients(ndl.cpu_numpy(), [[1.0]])
+    assert schedule(scaler, [False, True]) == [2, 2]
+    give(params, [[np.nan]], scaler)
+    scaler.step(opt)
+    with pytest.raises(FloatingPointError, match="2 of 3 steps skipped"):
+        scaler.update()
+
+
+def test_two_optimizers_under_one_scale(host):
+    (bad, bad_params, fill_bad), (good, good_params, fill_good) = (with_gradients(host, [[v]]) for v in (np.inf, 1.0))
+    scaler = amp.GradScaler(hysteresis=1)
+    fill_bad(scaler)
+    fill_good(scaler)
+    scaler.step(bad)
+    scaler.step(good)
+    with pytest.warns(amp.SkippedStepWarning):
+        scaler.update()
+    assert bad_params[0].item() == 1 and good_params[0].item() < 1 and scaler.get_scale() == 2048
+
+
+def test_the_scale_is_saved_and_loaded():
+    scaler = amp.GradScaler(init_scale=64, growth_interval=4)
+    schedule(scaler, [True, False, True, True])
+    other = amp.GradScaler(growth_interval=4)
+    other.load_state_dict(scaler.state_dict())
+    assert other.state_dict() == scaler.state_dict()
+    more = [True, False, True, False, True, True, True, True]
+    assert schedule(other, more) == schedule(scaler, more)
+    with pytest.raises(CheckpointError, match="patience"):
+        other.load_state_dict({k: v for k, v in scaler.state_dict().items() if k != "patience"})
+
+
+def test_the_check_leaves_no_temporaries(cpu):
+    opt, params, fill = with_gradients(cpu, [np.ones(100_000), np.ones(5)])
+    scaler = amp.GradScaler()
+    fill(scaler)
+    start = cpu.memory_stats()["live"]
+    cpu.reset_peak()
+    scaler.unscale_(opt)
+    assert cpu.memory_stats()["peak"] - start <= 64
+    opt.params.clear()
+    scaler.step(opt)
+    scaler.update()
+    assert cpu.memory_stats()["live"] == start
+
+
+@pytest.mark.parametrize("arguments, said", [
+    ({"init_scale": 0}, "init_scale"), ({"init_scale": "cuda"}, "init_scale"), ({"growth_factor": 0.5}, "growth_factor"),
+    ({"backoff_factor": 1.0}, "backoff_factor"), ({"growth_interval": 0}, "growth_interval"), ({"hysteresis": 0}, "hysteresis"),
+    ({"init_scale": np.nan}, "init_scale"),
+])  # fmt: skip
+def test_bad_scales(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        amp.GradScaler(**arguments)
+
+
+def test_misuse_of_the_scaler(host):
+    scaler = amp.GradScaler()
+    with pytest.raises(GraphError, match="no step"):
+        scaler.update()
+    opt, params, _ = with_gradients(host, [[1.0]])
+    with pytest.raises(GraphError, match="no parameter has a gradient"):
+        scaler.step(opt)
+    params[0].grad = ndl.Tensor([1.0], device=host, dtype="float16", requires_grad=False)
+    with pytest.raises(DTypeError, match="float16"):
+        scaler.unscale_(opt)
+
+
+def test_float16_without_a_scale_loses_what_the_scale_keeps(host):
+    """A gradient of 1e-8 is nothing in float16."""
+    for enabled in (False, True):
+        w = nn.Parameter(np.ones((1, 1)), device=host)
+        x = ndl.Tensor([[1.0]], device=host, requires_grad=False)
+        optimizer, scaler = SGD([w], lr=1.0), amp.GradScaler(enabled=enabled)
+        with amp.autocast(host, "float16"):
+            out = x @ w
+        scaler.scale(out.astype("float32") * 1e-8).backward()
+        scaler.unscale_(optimizer)
+        assert (w.grad.item() == pytest.approx(1e-8, rel=1e-2)) is enabled

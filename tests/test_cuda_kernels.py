@@ -407,6 +407,19 @@ def test_adamw_step(dtype):
 
 
 @every_float
+@pytest.mark.parametrize("bad", [None, np.inf, -np.inf, np.nan])
+def test_unscale(dtype, bad):
+    for n in (1, 301, 70_001):
+        values, flag = normal(n), np.zeros(1, np.int32)
+        if bad is not None:
+            values[-1] = bad
+        check("unscale", dtype, Out(n, values=values), 0.125, flag)
+        handles = [put(backend, values, dtype), put(backend, flag, "int32")]
+        backend.unscale(handles[0], 0.125, handles[1])
+        assert get(backend, handles[1])[0] == (bad is not None)
+
+
+@every_float
 @pytest.mark.parametrize("size", [1, 6, 4097])
 def test_random_numbers_are_the_reference_s(dtype, size):
     for name in ("random_uniform", "random_normal"):

@@ -287,6 +287,23 @@ def test_adamw(dtype, grad_dtype):
         check(got[2], v2, acc)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unscale(dtype):
+    rng = np.random.default_rng(0)
+    for n in (0, 1, 37, 100_001):
+        grad = draw(rng, n, dtype)
+        for place, value in ((None, 0), (0, np.inf), (n - 1, -np.inf), (n // 2, np.nan)):
+            if place is not None:
+                if n == 0:
+                    continue
+                grad = grad.copy()
+                grad[place] = value
+            got, flag = call("unscale", grad, 0.125, np.zeros(1, np.int32), outputs=[0, 2])
+            np.testing.assert_array_equal(got, f64((f64(grad) * 0.125).astype(np_dtype(dtype))))
+            assert flag == (place is not None)
+        assert call("unscale", grad, 0.125, np.ones(1, np.int32), outputs=[2]) == 1  # what was found before stays
+
+
 # --- attention -----------------------------------------------------------------------------------------
 
 

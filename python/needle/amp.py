@@ -1,10 +1,22 @@
 """Mixed precision: products in 16 bits, everything else and the parameters in float32.
 
-Casts are nodes of the graph, made as forward runs, so backward and recomputation give the same dtypes outside the region.
+    scaler = amp.GradScaler()  # float16 alone needs one: gradients would fall below its range
+    with amp.autocast(device, "float16"):
+        loss = model.loss(ids, targets)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)  # only if the gradients are looked at, to clip them for example
+    optimizer.clip_grad_norm(1.0)
+    scaler.step(optimizer)
+    scaler.update()
+
+Casts are nodes of the graph, made as forward runs, so backward and recomputation give the same dtypes outside the region. On a CPU
+products are stored in 16 bits and computed in 32.
 """
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -12,12 +24,13 @@ from typing import Any
 from . import dtype as dt
 from . import ops
 from .autograd import NDArray, Op, Tensor, is_grad_enabled, is_rematerializing, set_autocast, write_stamp
-from .backend_ndarray import BackendDevice
-from .errors import DeviceError, DTypeError
+from .backend_ndarray import BackendDevice, kernels
+from .errors import CheckpointError, DeviceError, DTypeError, GraphError
 
-__all__ = ["autocast", "get_autocast_dtype", "is_autocast_enabled"]
+__all__ = ["PRECISIONS", "GradScaler", "SkippedStepWarning", "autocast", "get_autocast_dtype", "is_autocast_enabled"]
 
 LOW_DTYPES = ("float16", "bfloat16")
+PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}  # a model's precision, and what its products are lowered to
 DEVICE_TYPES = ("cpu", "cuda", "cuda_sim", "cpu_numpy", "meta")
 
 _dtypes: dict[str, str] = {}  # device type -> what products on it are lowered to; absent: nothing is
@@ -56,6 +69,13 @@ class autocast:
             raise DTypeError(f"[autocast] dtype is {self.dtype} (accepted: {', '.join(LOW_DTYPES)}; enabled=False for none)")
         self.enabled, self.cache_enabled = enabled, cache_enabled
         self._before: list[tuple[str | None, bool]] = []  # one entry per entering: a region may be entered inside itself
+
+    @classmethod
+    def named(cls, precision: str, device_type: str | BackendDevice) -> autocast:
+        """The region of fp32, bf16 or fp16; that of fp32 lowers nothing. raises: DTypeError for another name."""
+        if precision not in PRECISIONS:
+            raise DTypeError(f"[precision] unknown precision: {precision} (accepted: {', '.join(PRECISIONS)})")
+        return cls(device_type, PRECISIONS[precision], enabled=PRECISIONS[precision] is not None)
 
     def __enter__(self) -> autocast:
         global _depth
@@ -129,3 +149,141 @@ def _lowered(x: Tensor, low: str) -> Tensor:
     cast = ops.astype(x, low)
     _cast_parameters[x, low] = cast, array, write_stamp()
     return cast
+
+
+class SkippedStepWarning(UserWarning):
+    """An optimizer step was skipped, since gradients were infinite or NaN."""
+
+
+class GradScaler:
+    """Keeps float16 gradients within their range: the loss is multiplied by ``scale``, which is as large as it can be without
+    infinities, and the gradients are divided by it before the optimizer sees them.
+
+    Gradients that are infinite or NaN: the step is skipped, counted in ``skipped_steps`` and said by a SkippedStepWarning. After
+    ``hysteresis`` such steps, and at each that follows, the scale is multiplied by ``backoff_factor`` (to no less than
+    ``min_scale``); after ``growth_interval`` good ones in a row it is multiplied by ``growth_factor`` and the hysteresis is as at
+    first. enabled=False: everything passes through, for code that is used in other precisions, too.
+
+    Names and meaning are PyTorch's, defaults and hysteresis those Pythia was trained with.
+    source: Micikevicius et al. 2018, arXiv:1710.03740; Megatron-LM's DynamicGradScaler.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**12,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        min_scale: float = 1.0,
+        enabled: bool = True,
+    ):
+        for name, value, least, most in (
+            ("init_scale", init_scale, min_scale, math.inf), ("growth_factor", growth_factor, 1.0, math.inf),
+            ("backoff_factor", backoff_factor, 0.0, 1.0), ("growth_interval", growth_interval, 1, math.inf),
+            ("hysteresis", hysteresis, 1, math.inf), ("min_scale", min_scale, 0.0, math.inf),
+        ):  # fmt: skip
+            if not isinstance(value, (int, float)) or not (least <= value < most and value > 0):
+                raise ValueError(f"[GradScaler] {name} is {value!r} (accepted: from {least:g} to below {most:g}, not 0)")
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        self.hysteresis, self.min_scale, self.enabled = hysteresis, min_scale, enabled
+        self.steps = self.skipped_steps = 0
+        self._scale = float(init_scale)
+        self._good_steps, self._patience = 0, hysteresis
+        self._flags: dict[Any, NDArray] = {}  # optimizer: whether its gradients are not finite, on the device; until update()
+        self._stepped: dict[Any, bool] = {}  # optimizer: whether its step was skipped
+
+    def is_enabled(self) -> bool:
+        return self.enabled
+
+    def get_scale(self) -> float:
+        return self._scale if self.enabled else 1.0
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """loss * scale: what backward is to be called on."""
+        return loss * self._scale if self.enabled else loss
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Divides the gradients of the optimizer's parameters by the scale, in place. ``step`` does so if it was not done.
+
+        raises: GraphError if there are none or it was done since the last ``update``; DTypeError for float16 gradients.
+        """
+        if not self.enabled:
+            return
+        if optimizer in self._flags:
+            raise GraphError("[unscale_] the gradients are unscaled already (accepted: once between two calls of update)")
+        grads = []
+        for p in optimizer.params:
+            if p.grad is not None:
+                if p.grad.dtype == "float16":
+                    raise DTypeError("[unscale_] a gradient is float16 (accepted: parameters in float32, products by autocast)")
+                p.grad = Tensor.make_const(p.grad.realize_cached_data().compact())
+                grads.append(p.grad.realize_cached_data())
+        if not grads:
+            raise GraphError("[unscale_] no parameter has a gradient (call backward of the scaled loss first)")
+        self._flags[optimizer] = kernels.unscale(grads, 1.0 / self._scale)
+
+    def step(self, optimizer: Any) -> None:
+        """``optimizer.step()``, if all its gradients are finite."""
+        if not self.enabled:
+            return optimizer.step()
+        if optimizer in self._stepped:
+            raise GraphError("[step] the optimizer's step is made already (accepted: once between two calls of update)")
+        if optimizer not in self._flags:
+            self.unscale_(optimizer)
+        self._stepped[optimizer] = bool(self._flags[optimizer].numpy()[0])
+        if not self._stepped[optimizer]:
+            optimizer.step()
+        return None
+
+    def update(self) -> None:
+        """Chooses the next scale, by what the steps since the last call found.
+
+        raises: FloatingPointError if gradients are not finite at the least scale and its hysteresis, either.
+        """
+        if not self.enabled:
+            return
+        if not self._stepped:
+            raise GraphError("[update] there was no step since the last call (accepted: step, then update)")
+        skipped = any(self._stepped.values())
+        self._flags.clear()
+        self._stepped.clear()
+        self.steps += 1
+        if skipped:
+            self._back_off()
+            return
+        self._good_steps += 1
+        if self._good_steps == self.growth_interval:
+            self._good_steps, self._patience = 0, self.hysteresis
+            self._scale *= self.growth_factor
+
+    def _back_off(self) -> None:
+        self.skipped_steps += 1
+        self._good_steps, self._patience = 0, max(0, self._patience - 1)
+        before = self._scale
+        if self._patience == 0:
+            self._scale = max(before * self.backoff_factor, self.min_scale)
+            if before == self.min_scale:
+                raise FloatingPointError(
+                    f"[GradScaler] gradients are infinite or NaN at the least scale, {before:g}: {self.skipped_steps} of "
+                    f"{self.steps} steps skipped (a lower learning rate, or bfloat16, may help)"
+                )
+        warnings.warn(
+            f"gradients infinite or NaN: step skipped, {self.skipped_steps} of {self.steps}; scale {before:g} -> {self._scale:g}",
+            SkippedStepWarning,
+            stacklevel=3,
+        )
+
+    _STATE = ("_scale", "_good_steps", "_patience", "steps", "skipped_steps")
+
+    def state_dict(self) -> dict[str, float]:
+        """Plain numbers: the scale and the counts."""
+        return {name.lstrip("_"): getattr(self, name) for name in self._STATE}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """raises: CheckpointError if a number is missing."""
+        missing = [name for name in self._STATE if not isinstance(state.get(name.lstrip("_")), (int, float))]
+        if missing:
+            raise CheckpointError(f"[GradScaler] the state lacks {', '.join(n.lstrip('_') for n in missing)}")
+        for name in self._STATE:
+            setattr(self, name, state[name.lstrip("_")])

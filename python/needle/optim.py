@@ -165,6 +165,11 @@ class AdamW(_Moments):
         self._scale = (max_norm / (norm + 1e-6)).minimum(1.0).astype("float32", copy=False)
         return norm
 
+    def reset_grad(self) -> None:
+        """Drops every gradient, and the clipping that was to come with them."""
+        super().reset_grad()
+        self._scale = None
+
     def step(self) -> None:
         self._make_states()
         self.t += 1

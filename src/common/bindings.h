@@ -432,6 +432,7 @@ inline void bind_fused(py::module_& m) {
   NEEDLE_BIND(cross_entropy_forward)
   NEEDLE_BIND(cross_entropy_backward)
   NEEDLE_BIND(adamw_step)
+  NEEDLE_BIND(unscale)
   NEEDLE_BIND(attention_forward)
   NEEDLE_BIND(attention_backward)
   NEEDLE_BIND(attention_decode)

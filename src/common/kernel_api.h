@@ -115,6 +115,9 @@ void cross_entropy_backward(const Array& logits, const Array& targets, const Arr
 void adamw_step(const Array& param, const Array& grad, const Array& m, const Array& v,
                 const Array& grad_scale, double lr, double beta1, double beta2, double eps,
                 double weight_decay, int64_t step);
+// grad *= factor in place; nonfinite, one int32, becomes 1 if that leaves an infinity or a NaN in
+// grad.
+void unscale(const Array& grad, double factor, const Array& nonfinite);
 
 // --- attention over a block layout
 // ------------------------------------------------------------------------- softmax(scale * q k^T +

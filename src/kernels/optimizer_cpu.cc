@@ -3,6 +3,7 @@
 //   param = param (1 - lr weight_decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) +
 //   eps)
 // Seven streams of memory; the arithmetic hides behind them.
+// unscale, before it in mixed precision: grad = grad factor, and whether that is finite.
 #include <cmath>
 
 #include "../common/backend.h"
@@ -24,6 +25,17 @@ void adamw_range(P* __restrict param, const G* __restrict grad, A* __restrict m,
     param[i] = P(A(param[i]) * decay -
                  lr * (mean * correction1) / (std::sqrt(square * correction2) + eps));
   }
+}
+
+// Whether anything in the range is infinite or NaN afterwards: only then is x - x not 0.
+template <class G, class A = accum_t<G>>
+bool unscale_range(G* grad, int64_t n, A factor) {
+  bool bad = false;
+  for (int64_t i = 0; i < n; ++i) {
+    grad[i] = G(A(grad[i]) * factor);
+    bad |= A(grad[i]) - A(grad[i]) != A(0);
+  }
+  return bad;
 }
 
 }  // namespace
@@ -51,6 +63,18 @@ void adamw_step(const Array& param, const Array& grad, const Array& m, const Arr
                                     dtype_name(grad.dtype()) +
                                     " (float64 with float64 parameters alone)");
       }
+    });
+  });
+}
+
+void unscale(const Array& grad, double factor, const Array& nonfinite) {
+  int32_t* flag = nonfinite.data<int32_t>();
+  dispatch_float(grad.dtype(), "unscale", [&](auto tag) {
+    using G = typename decltype(tag)::type;
+    G* grads = grad.data<G>();
+    parallel_ranges(grad.size(), 32768, [&](int64_t begin, int64_t end) {
+      if (unscale_range(grads + begin, end - begin, accum_t<G>(factor)))
+        __atomic_store_n(flag, 1, __ATOMIC_RELAXED);
     });
   });
 }

@@ -2,6 +2,7 @@
 // g = grad grad_scale; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
 // param = param (1 - lr weight_decay) - lr m_hat / (sqrt(v_hat) + eps), with m_hat = m / (1 -
 // beta1^step), v_hat likewise.
+// unscale, before it in mixed precision: grad = grad factor, and whether that is finite.
 #include "../common/cuda_util.cuh"
 #include "../common/ewise_math_cuda.h"
 
@@ -29,6 +30,18 @@ __global__ void adamw_step_kernel(T* param, const T* grad, stat_t<T>* m, stat_t<
   }
 }
 
+// x - x is 0 for all but infinities and NaN.
+template <class T>
+__global__ void unscale_kernel(T* grad, stat_t<T> factor, int32_t* nonfinite, int64_t n) {
+  using A = stat_t<T>;
+  bool bad = false;
+  for (int64_t i = first_index(); i < n; i += index_step()) {
+    grad[i] = T(A(grad[i]) * factor);
+    bad |= A(grad[i]) - A(grad[i]) != A(0);
+  }
+  if (bad) atomicOr(nonfinite, 1);
+}
+
 }  // namespace
 
 void adamw_step(const Array& param, const Array& grad, const Array& m, const Array& v,
@@ -50,6 +63,15 @@ void adamw_step(const Array& param, const Array& grad, const Array& m, const Arr
     launch<adamw_step_kernel<T>>(grid_stride(param.size()), param.data<T>(), grad.data<T>(),
                                  m.data<A>(), v.data<A>(), grad_scale.data<float>(), numbers,
                                  param.size());
+  });
+}
+
+void unscale(const Array& grad, double factor, const Array& nonfinite) {
+  if (grad.size() == 0) return;
+  dispatch_float(grad.dtype(), "unscale", [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch<unscale_kernel<T>>(grid_stride(grad.size()), grad.data<T>(), stat_t<T>(factor),
+                              nonfinite.data<int32_t>(), grad.size());
   });
 }
 

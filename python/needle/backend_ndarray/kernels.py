@@ -6,6 +6,7 @@ Kernels never allocate, so every byte that a step needs is asked for here or in 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError
@@ -310,6 +311,19 @@ def adamw_step(
         lr, beta1, beta2, eps, weight_decay, step,
     )  # fmt: skip
     param.mark_written()
+
+
+def unscale(grads: Iterable[NDArray], factor: float) -> NDArray:
+    """Multiplies compact arrays of one device by ``factor`` in place; (1,) int32: 1 if that leaves an infinity or a NaN in any."""
+    nonfinite = None
+    for grad in grads:
+        if nonfinite is None:
+            nonfinite = full((1,), 0, "int32", grad._device)
+            nonfinite.category = WORKSPACE
+        grad._device.unscale(grad._handle, factor, nonfinite._handle)
+        grad.mark_written()
+    assert nonfinite is not None
+    return nonfinite
 
 
 def sumsq(x: NDArray) -> NDArray:

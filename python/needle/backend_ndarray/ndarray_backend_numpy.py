@@ -482,6 +482,14 @@ def adamw_step(param, grad, m, v, grad_scale, lr, beta1, beta2, eps, weight_deca
     _put(param, w * wide(1 - lr * weight_decay) - wide(lr) * m_hat / (np.sqrt(v_hat) + wide(eps)))
 
 
+def unscale(grad, factor, nonfinite):
+    wide = _up(grad.array)
+    with np.errstate(all="ignore"):
+        _put(grad, wide * wide.dtype.type(factor))
+    if not np.isfinite(_up(grad.array)).all():
+        nonfinite.array[0] = 1
+
+
 # --- attention over a block layout ---
 
 

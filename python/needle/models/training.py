@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .. import amp
 from ..autograd import Tensor
 from ..backend_ndarray.device import BackendDevice
 from ..memory.planning import Build, peak_bytes, smallest
@@ -16,27 +17,40 @@ from .pythia import Pythia, PythiaConfig
 
 
 def train_step(
-    model: Pythia, optimizer: AdamW, micro_batches: Iterable[tuple[Tensor, ...]], count: int = 1, max_norm: float = 1.0
+    model: Pythia,
+    optimizer: AdamW,
+    micro_batches: Iterable[tuple[Tensor, ...]],
+    count: int = 1,
+    max_norm: float = 1.0,
+    precision: str = "fp32",
+    scaler: amp.GradScaler | None = None,
 ) -> float:
     """One step on ``count`` micro-batches of (ids, targets), each (B, T); the mean of their losses, in nats.
 
-    The gradient is that of the mean over all of them, its norm clipped to ``max_norm``; none is left afterwards.
+    The gradient is that of the mean over all of them, its norm clipped to ``max_norm``; none is left afterwards. precision: fp32,
+    bf16 or fp16, of products. scaler: for fp16; default none.
     """
+    scaler = scaler or amp.GradScaler(enabled=False)
     total = 0.0
     source = iter(micro_batches)
     for _ in range(count):
         ids, targets = next(source)
-        loss = model.loss(ids, targets)
-        (loss if count == 1 else loss * (1 / count)).backward(accumulate=count > 1)
+        with amp.autocast.named(precision, model.device):
+            loss = model.loss(ids, targets)
+        scaler.scale(loss if count == 1 else loss * (1 / count)).backward(accumulate=count > 1)
         total += loss.item()
         del ids, targets, loss
+    scaler.unscale_(optimizer)
     optimizer.clip_grad_norm(max_norm)
-    optimizer.step()
+    scaler.step(optimizer)
     optimizer.reset_grad()
+    scaler.update()
     return total / count
 
 
-def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1) -> Build:
+def plannable(
+    config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, precision: str = "fp32"
+) -> Build:
     """The ``build`` of ``needle.memory.plan`` for training with AdamW: what ``train_step`` allocates, with ids that are all
     zero.
     """
@@ -44,11 +58,11 @@ def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_
     def build(device: BackendDevice):
         model = Pythia(config, device=device)
         optimizer = AdamW(model.parameter_groups(0.1))
-
+        scaler = amp.GradScaler(enabled=precision == "fp16")
         zeros = np.zeros((batch_size, seq_len), np.int32)
         batch = lambda: tuple(Tensor(zeros, device=device, dtype="int32", requires_grad=False) for _ in range(2))  # noqa: E731
         source = iter(batch, None)
-        return lambda: train_step(model, optimizer, source, accumulation_steps)
+        return lambda: train_step(model, optimizer, source, accumulation_steps, precision=precision, scaler=scaler)
 
     return build
 
