@@ -88,7 +88,8 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     print(
         f"Pythia-{options.model} on {where}: {trainer.config.parameter_count():,} parameters; "
         f"{configs[0].pattern or 'dense'} attention, {layout.nnz_total} blocks of {layout.block}, density "
-        f"{layout.density:.2f}; {options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step"
+        f"{layout.density:.2f}; {options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step, "
+        f"{options.precision}"
         + (f"; {again} of {trainer.config.layers} layers computed again in backward" if again else "")
         + (f"; planned peak memory {mib(planned)}" if planned else ""),
         flush=True,
@@ -122,9 +123,14 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         with StopRequest() as stop, LeakCheck() as leaks:
             while trainer.step < trainer.steps and not stop.asked:
                 before = time.perf_counter()
-                loss = trainer.train_step()
+                skipped = trainer.scaler.skipped_steps
+                try:
+                    loss = trainer.train_step()
+                except FloatingPointError as error:
+                    report.say(f"step {trainer.step + 1}: {error}; stopped, nothing saved")
+                    return 1
                 leaks.step()
-                if not math.isfinite(loss):
+                if not math.isfinite(loss) and trainer.scaler.skipped_steps == skipped:
                     report.say(f"step {trainer.step}: the loss is {loss}; stopped, nothing saved (a lower --lr may help)")
                     return 1
                 now, stats = time.perf_counter(), trainer.device.memory_stats()

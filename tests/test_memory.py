@@ -176,7 +176,7 @@ def test_two_traces_of_one_device_are_refused(cpu):
 
 SPARSE = TINY.with_sparse("local", 16, 2)
 CONFIGURATIONS = [
-    (config, batch, T, accumulation)
+    (config, batch, T, accumulation, precision)
     for config in (
         TINY,
         SPARSE,
@@ -186,24 +186,22 @@ CONFIGURATIONS = [
         replace(TINY, layers=3, checkpoint_layers=(1, 1)),
         PythiaConfig(layers=1, width=48, heads=3, feed_forward=96, vocab_size=77),
     )
-    for batch, T, accumulation in ((1, 32, 1), (3, 64, 1), (2, 32, 2), (1, 64, 3), (2, 96, 1))
-]
+    for batch, T, accumulation, precision in (
+        (1, 32, 1, "fp32"), (3, 64, 1, "bf16"), (2, 32, 2, "fp32"), (1, 64, 3, "fp16"), (2, 96, 1, "fp32"), (2, 32, 2, "bf16"),
+        (2, 64, 1, "fp16"),
+    )
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda_sim", "cuda", "cpu_numpy"])
 def test_the_plan_is_the_measured_peak_to_the_byte(name):
     device = usable(name)
-    for config, batch, T, accumulation in CONFIGURATIONS:
-        if T % config.block:
+    for config, *run in CONFIGURATIONS:
+        if run[1] % config.block:
             continue
-        build = plannable(config, batch, T, accumulation)
+        build = plannable(config, *run)
         planned = memory.peak_bytes(build)
-        assert planned == memory.peak_bytes(build, device=device) > 4 * config.parameter_count() * 3, (
-            config,
-            batch,
-            T,
-            accumulation,
-        )
+        assert planned == memory.peak_bytes(build, device=device) > 4 * config.parameter_count() * 3, (config, run)
         assert planned == memory.plan(build).peak_bytes
 
 
@@ -285,7 +283,9 @@ def test_the_command_line_plans(capsys):
     )
     out = capsys.readouterr().out
     assert "layers.5" in out and "T4: 15.00 GiB" in out and "largest micro-batch" in out
-    assert "0 of 6 (planned above)" in out and "fp32, 6 of 6 layers computed again" in out
+    assert "0 of 6 (planned above)" in out and all(f"{p}, 6 of 6 layers computed again" in out for p in ("fp32", "bf16", "fp16"))
+    assert main(["plan", "--model", "14m", "--vocab_size", "500", "--seq_len", "64", "--precision", "bf16"]) == 0
+    assert "AdamW, bf16" in capsys.readouterr().out
     assert main(["plan", "--model", "15m"]) == 2 and main(["plan", "--gpu", "T5"]) == 2 and main(["plan", "--gpu", "1MiB"]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and "unknown model: 15m" in err[0] and "T5" in err[1]

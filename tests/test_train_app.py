@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import psutil
@@ -196,7 +197,52 @@ def test_checkpointing_changes_no_loss(text, tmp_path):
     assert "computed again" not in chosen.stdout and losses(tmp_path / "chosen") == losses(plain)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precision_is_saved_and_resumed_bitwise(text, tmp_path, precision):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = ("--precision", precision, "--seed", 3)
+    done = run(text, *flags, "--max_steps", 5, "--accumulation_steps", 2, "--checkpoint_dir", whole)
+    assert done.returncode == 0 and f"2 per step, {precision}" in done.stdout, done.stderr
+    # The rate follows the number of steps, so a run of 5 is interrupted rather than one of 3 made longer.
+    with subprocess.Popen(
+        command(text, *flags, "--max_steps", 5, "--accumulation_steps", 2, "--checkpoint_dir", parts), cwd=ROOT,
+        stdout=subprocess.PIPE, text=True, env=environment(),
+    ) as first:  # fmt: skip
+        for said in first.stdout:
+            if said.startswith("step     1/"):
+                first.send_signal(signal.SIGINT)
+                break
+        first.stdout.read()
+    assert len(losses(parts)) < 5
+    state = json.loads((max(parts.glob("step-*")) / "state.json").read_text())
+    assert state["options"]["precision"] == precision
+    assert state["scaler"].get("scale", 4096) == 4096 and ("scale" in state["scaler"]) is (precision == "fp16")
+    assert run(text, "--load_checkpoint", parts).returncode == 0
+    assert losses(parts) == losses(whole)
+    plain = tmp_path / "fp32"
+    assert run(text, "--seed", 3, "--max_steps", 5, "--accumulation_steps", 2, "--checkpoint_dir", plain).returncode == 0
+    pairs = list(zip(losses(plain), losses(whole), strict=True))
+    assert all(a != b and abs(a - b) < 0.02 for a, b in pairs)
+
+
+def test_a_step_whose_gradients_overflow_is_skipped_counted_and_said(text, tmp_path):
+    assert run(text, "--precision", "fp16", "--max_steps", 1, "--checkpoint_dir", tmp_path).returncode == 0
+    folder = tmp_path / "step-000001"
+    state, sums = (json.loads((folder / name).read_text()) for name in ("state.json", "checksums.json"))
+    state["scaler"]["scale"], state["scaler"]["patience"] = 2.0**127, 1
+    text_now = json.dumps(state)
+    sums["state.json"] = {"bytes": len(text_now), "crc32": f"{zlib.crc32(text_now.encode()):08x}"}
+    (folder / "state.json").write_text(text_now)
+    (folder / "checksums.json").write_text(json.dumps(sums))
+    done = run(text, "--load_checkpoint", tmp_path, "--max_steps", 3)
+    assert done.returncode == 0, done.stderr
+    assert "gradients infinite or NaN: step skipped, 1 of 2; scale 1.70141e+38 -> 8.50706e+37\n" in done.stdout
+    state = json.loads((tmp_path / "step-000003" / "state.json").read_text())
+    assert state["optimizer_steps"] == 1 and state["scaler"]["skipped_steps"] == 2
+
+
 WRONG = [
+    (("--precision", "int8"), "unknown precision: int8"),
     (("--model", "70b"), "unknown model: 70b"),
     (("--pattern", "star"), "unknown pattern: star"),
     (("--device", "tpu"), "unknown device: tpu"),

@@ -10,7 +10,7 @@ from needle.errors import ShapeError
 from needle.memory import readable
 from needle.memory.planning import Build
 from needle.models import plannable
-from pythia_app.trainer import make_config, planned_micro_batches
+from pythia_app.trainer import make_config, planned_run
 
 
 class Budget:
@@ -28,7 +28,7 @@ class Budget:
         """The ``build`` of ``memory.plan`` for the run as it is, or with other values for some of its flags."""
         options = Namespace(**{**vars(self.options), **changes})
         config = make_config(options, self.vocab_size, self.sparse)
-        return plannable(config, options.batch_size, options.seq_len, planned_micro_batches(options))
+        return plannable(config, *planned_run(options))
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """What leaves a step's result as it is: each layer computed again in backward, smaller micro-batches, both."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import needle as ndl
+from needle.amp import PRECISIONS
 from needle.errors import DataError, DeviceError, ShapeError
 from needle.memory import parse_bytes
 from needle.models import SIZES, layers_or_bytes
@@ -35,7 +36,8 @@ RANGES = {
 }
 # What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
 CHANGEABLE = (
-    "dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "lr", "dropout",
+    "dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "precision", "lr",
+    "dropout",
 )  # fmt: skip
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 
@@ -91,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compute so many layers at a time again in backward instead of keeping their arrays (0: keep all); or as few as keep "
         "the run's peak within SIZE, like 2GiB",
     )  # fmt: skip
+    _flag(training, "precision", default="fp32", help=f"of products: {', '.join(PRECISIONS)}; parameters stay float32")
     _flag(training, "lr", type=float, default=1e-3, help="peak learning rate (warmup, then cosine to a tenth)")
     _flag(
         training, "dropout", type=float, default=0.0, metavar="P", help="share of the embedding's and the layers' outputs left out"
@@ -148,6 +151,8 @@ def check(options: argparse.Namespace) -> None:
     options.checkpoint_layers = layers_or_bytes(str(options.checkpoint_layers))
     if options.model not in SIZES:
         raise ShapeError(f"[model] unknown model: {options.model} (accepted: {', '.join(SIZES)})")
+    if options.precision not in PRECISIONS:
+        raise ShapeError(f"[precision] unknown precision: {options.precision} (accepted: {', '.join(PRECISIONS)})")
     if options.pattern not in PATTERNS:
         raise ShapeError(f"[pattern] unknown pattern: {options.pattern} (accepted: {', '.join(PATTERNS)})")
     if options.sparse or options.compare_dense:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 class Reporter:
-    """Writes metrics.jsonl and says how the run goes. Used as a context, so that the terminal is left as it was.
+    """Writes metrics.jsonl and says how the run goes, warnings included. Used as a context, so that the terminal is left as it
+    was.
 
     first: the step that the run goes on from. Rows of later steps belong to a run that ended without saving them.
     """
@@ -74,6 +76,7 @@ class Reporter:
     def __init__(self, folder: Path, steps: int, first: int = 0, every: int = 10):
         self.path, self.steps, self.first, self.every = folder / METRICS, steps, first, every
         self._live = None
+        self._warnings = warnings.catch_warnings()
 
     def __enter__(self) -> Reporter:
         kept = [row for row in read_metrics(self.path) if 0 < row["step"] <= self.first]
@@ -87,9 +90,12 @@ class Reporter:
                 self._live.__enter__()
             except ModuleNotFoundError:
                 self._live = None
+        self._warnings.__enter__()
+        warnings.showwarning = lambda message, *_: self.say(str(message))
         return self
 
     def __exit__(self, *exc) -> None:
+        self._warnings.__exit__(*exc)
         if self._live is not None:
             self._live.__exit__(*exc)
             self._live = None

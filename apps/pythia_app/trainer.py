@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 import needle as ndl
-from needle import ops
+from needle import amp, ops
 from needle.checkpoints import random_state, set_random_state
 from needle.data.text import TextData, TokenBatches
 from needle.models import Pythia, PythiaConfig, checkpointed, train_step
@@ -34,12 +34,12 @@ def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
     config = PythiaConfig.named(options.model, vocab_size=vocab_size, max_seq_len=options.seq_len, dropout=options.dropout)
     if sparse:
         config = config.with_sparse(options.pattern, options.block_size, options.window)
-    return checkpointed(config, options.checkpoint_layers, options.batch_size, options.seq_len, planned_micro_batches(options))
+    return checkpointed(config, options.checkpoint_layers, *planned_run(options))
 
 
-def planned_micro_batches(options) -> int:
-    """Micro-batches in the steps of a plan: more than two hold no more."""
-    return min(options.accumulation_steps, 2)
+def planned_run(options) -> tuple[int, int, int, str]:
+    """What a plan is told of the run beside the model. More than two micro-batches in a step hold no more than two."""
+    return options.batch_size, options.seq_len, min(options.accumulation_steps, 2), options.precision
 
 
 class StopRequest:
@@ -79,6 +79,7 @@ class Trainer:
         self.options, self.config, self.device = options, config, device
         self.model = Pythia(self.config, device=device, seed=options.seed)
         self.optimizer = AdamW(self.model.parameter_groups(0.1), lr=options.lr, betas=(0.9, 0.95), eps=1e-8)
+        self.scaler = amp.GradScaler(enabled=options.precision == "fp16")
         self.batches = TokenBatches(
             text.train, options.batch_size, options.seq_len, options.seed,
             vocab_size=text.vocab_size, max_tokens=options.max_tokens, name=text.name,
@@ -87,7 +88,6 @@ class Trainer:
         by_epochs = math.ceil((options.epochs or 0) * self.batches.batches_per_epoch / per_step)
         self.steps = options.max_steps or by_epochs or 150
         self.step = 0
-        self.scaler = None  # of the loss, where the precision needs one: an object with state_dict and load_state_dict
         self.metrics = {"tokens": 0, "seconds": 0.0}  # of the whole run, however often it was resumed
 
     def state(self) -> dict:
@@ -97,7 +97,7 @@ class Trainer:
             "steps": self.steps,
             "data": self.batches.state_dict(),
             "options": {name: getattr(self.options, name) for name in CHANGEABLE + FIXED},
-            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "scaler": self.scaler.state_dict(),
             "random": random_state(self.model),
             "metrics": self.metrics,
         }
@@ -108,7 +108,7 @@ class Trainer:
             self.steps = state["steps"]
         self.step = state["step"]
         self.batches.load_state_dict(state["data"])
-        if self.scaler and state["scaler"]:
+        if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         set_random_state(self.model, state["random"])
         self.metrics = dict(state["metrics"])
@@ -121,7 +121,10 @@ class Trainer:
         start = time.perf_counter()
         self.optimizer.lr = learning_rate(self.step, self.steps, self.options.lr)
         micro_batches = (self.tensors(batch) for batch in self.batches)
-        loss = train_step(self.model, self.optimizer, micro_batches, self.options.accumulation_steps)
+        loss = train_step(
+            self.model, self.optimizer, micro_batches, self.options.accumulation_steps, precision=self.options.precision,
+            scaler=self.scaler,
+        )  # fmt: skip
         self.step += 1
         self.metrics["tokens"] += self.options.batch_size * self.options.seq_len * self.options.accumulation_steps
         self.metrics["seconds"] += time.perf_counter() - start
@@ -137,7 +140,7 @@ class Trainer:
         )  # fmt: skip
         total = count = 0.0
         self.model.eval()
-        with ndl.no_grad():
+        with ndl.no_grad(), amp.autocast.named(options.precision, self.device):
             for batch in batches:
                 ids, targets = self.tensors(batch)
                 total += self.model.loss(ids, targets).item() * targets.size
@@ -146,7 +149,7 @@ class Trainer:
         return total / count
 
 
-def attention_seconds(config: PythiaConfig, batch: int, T: int, device) -> float:
+def attention_seconds(config: PythiaConfig, batch: int, T: int, device, precision: str) -> float:
     """Time that the model's attention takes in one step: forward and backward of every layer, measured by itself."""
     rng = np.random.default_rng(0)
     shape = (batch, config.heads, T, config.head_width)
@@ -154,7 +157,9 @@ def attention_seconds(config: PythiaConfig, batch: int, T: int, device) -> float
     layout, times = config.layout(T), []
     for _ in range(5):
         start = time.perf_counter()
-        ops.attention(q, k, v, layout).backward()
+        with amp.autocast.named(precision, device):
+            out = ops.attention(q, k, v, layout)
+        out.backward()
         device.sync()
         times.append(time.perf_counter() - start)
     return median(times) * config.layers
@@ -173,7 +178,7 @@ def compare_dense(options, configs: list[PythiaConfig], text: TextData, device, 
             loss = trainer.train_step()
             times.append(time.perf_counter() - start)
         layout = trainer.config.layout(options.seq_len)
-        attention = attention_seconds(trainer.config, options.batch_size, options.seq_len, device)
+        attention = attention_seconds(trainer.config, options.batch_size, options.seq_len, device, options.precision)
         rows.append(
             {
                 "attention": config.pattern or "dense",

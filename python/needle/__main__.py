@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import memory
+from .amp import PRECISIONS
 from .errors import ShapeError
 from .memory.units import readable, table
 from .models import SIZES, PythiaConfig, checkpointed, layers_or_bytes, plannable
@@ -56,6 +57,7 @@ def add_plan(commands: Any) -> None:
         *_spellings("checkpoint_layers"), default="0", metavar="N|SIZE",
         help="layers at a time that are computed again in backward, 0: none; or as few as keep the peak within SIZE, like 2GiB",
     )  # fmt: skip
+    plan.add_argument("--precision", default="fp32", choices=PRECISIONS, help="of products; parameters are float32 in each")
     plan.add_argument("--sparse", action="store_true", help="block-sparse attention")
     plan.add_argument("--pattern", default="local", choices=PATTERNS, help="of block-sparse attention")
     plan.add_argument(
@@ -78,13 +80,13 @@ def run_plan(options: argparse.Namespace) -> int:
     config = PythiaConfig.named(options.model, vocab_size=options.vocab_size, max_seq_len=options.seq_len)
     if options.sparse:
         config = config.with_sparse(options.pattern, options.block_size, options.window)
-    shape = (options.batch_size, options.seq_len, options.accumulation_steps)
+    shape = (options.batch_size, options.seq_len, options.accumulation_steps, options.precision)
     config = checkpointed(config, layers_or_bytes(options.checkpoint_layers), *shape)
     attention = f"{options.pattern if options.sparse else 'dense'} attention"
     found = memory.plan(plannable(config, *shape))
     print(
         f"Pythia-{options.model}, {config.parameter_count():,} parameters, {attention}, "
-        f"{options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step, AdamW, fp32"
+        f"{options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step, AdamW, {options.precision}"
     )
     print(found.table(options.depth))
     print(found.where)
@@ -99,7 +101,7 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def checkpointing(config: PythiaConfig, shape: tuple[int, int, int], peak: int) -> str:
+def checkpointing(config: PythiaConfig, shape: tuple[int, int, int, str], peak: int) -> str:
     """The peak of the plan, and with other layers checkpointed, a row each."""
     rows = [["layers computed again", "at a time", "peak"]]
     for segments in _ways(config, 2):
@@ -120,11 +122,15 @@ def fits(options: argparse.Namespace, config: PythiaConfig, name: str, budget: i
     """What of the plan, and how much more, fits into ``budget`` bytes."""
     verdict = "fits" if peak <= budget - RESERVED else "does not fit"
     settings = [
-        (f"fp32, {sum(segments)} of {config.layers} layers computed again", {"checkpoint_layers": segments})
+        (
+            f"{precision}, {sum(segments)} of {config.layers} layers computed again",
+            {"precision": precision, "checkpoint_layers": segments},
+        )
+        for precision in PRECISIONS
         for segments in _ways(config, 1)
     ]
-    build_for = lambda batch, **changes: plannable(  # noqa: E731
-        replace(config, **changes), batch, options.seq_len, options.accumulation_steps
+    build_for = lambda batch, precision, **changes: plannable(  # noqa: E731
+        replace(config, **changes), batch, options.seq_len, options.accumulation_steps, precision
     )
     return (
         f"{name}: {readable(budget)}, less {readable(RESERVED)} assumed for the driver and libraries: this plan {verdict}\n"

@@ -277,11 +277,15 @@ class GradScaler:
     _STATE = ("_scale", "_good_steps", "_patience", "steps", "skipped_steps")
 
     def state_dict(self) -> dict[str, float]:
-        """Plain numbers: the scale and the counts."""
+        """Plain numbers: the scale and the counts; nothing if it is not enabled."""
+        if not self.enabled:
+            return {}
         return {name.lstrip("_"): getattr(self, name) for name in self._STATE}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """raises: CheckpointError if a number is missing."""
+        if not self.enabled:
+            return
         missing = [name for name in self._STATE if not isinstance(state.get(name.lstrip("_")), (int, float))]
         if missing:
             raise CheckpointError(f"[GradScaler] the state lacks {', '.join(n.lstrip('_') for n in missing)}")

@@ -48,9 +48,7 @@ def train_step(
     return total / count
 
 
-def plannable(
-    config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, precision: str = "fp32"
-) -> Build:
+def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, precision: str = "fp32") -> Build:
     """The ``build`` of ``needle.memory.plan`` for training with AdamW: what ``train_step`` allocates, with ids that are all
     zero.
     """
@@ -68,7 +66,12 @@ def plannable(
 
 
 def checkpointed(
-    config: PythiaConfig, checkpoint_layers: int | str, batch_size: int, seq_len: int, accumulation_steps: int = 1
+    config: PythiaConfig,
+    checkpoint_layers: int | str,
+    batch_size: int,
+    seq_len: int,
+    accumulation_steps: int = 1,
+    precision: str = "fp32",
 ) -> PythiaConfig:
     """``config`` with so many layers at a time checkpointed; or, where ``checkpoint_layers`` is an amount of memory like "600MiB",
     with as few of them as keep the planned peak of training within it.
@@ -78,7 +81,7 @@ def checkpointed(
     if isinstance(checkpoint_layers, int):
         return replace(config, checkpoint_layers=checkpoint_layers)
     first = lambda n: replace(config, checkpoint_layers=(1,) * n)  # noqa: E731
-    peak_of = lambda n: peak_bytes(plannable(first(n), batch_size, seq_len, accumulation_steps))  # noqa: E731
+    peak_of = lambda n: peak_bytes(plannable(first(n), batch_size, seq_len, accumulation_steps, precision))  # noqa: E731
     return first(smallest(peak_of, checkpoint_layers, config.layers))
 
 
