@@ -268,8 +268,16 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
   m.def("device_properties", &device_properties);
   m.def("launch_counts", [] {
     py::dict counts;
-    for (const auto& [name, n] : needle::launch_counts()) counts[py::str(name)] = n;
+    for (const auto& [name, count] : needle::launch_counts())
+      counts[py::str(name)] = count.launches;
     return counts;
+  });
+  // Kernel name -> (blocks of its largest grid, threads of its largest block).
+  m.def("launch_extents", [] {
+    py::dict extents;
+    for (const auto& [name, count] : needle::launch_counts())
+      extents[py::str(name)] = py::make_tuple(count.blocks, count.threads);
+    return extents;
   });
   m.def("reset_launch_counts", &needle::reset_launch_counts);
   m.def("num_threads", [] { return 1; });  // of the host: kernels decide on the device's

@@ -21,6 +21,7 @@
 // shuffles. launch_counts() says which kernels ran.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -61,7 +62,21 @@ struct KernelRecord {
   std::string full_name;  // with namespaces and template arguments
   std::string name;       // without
   std::atomic<int64_t> launches{0};
+  std::atomic<int64_t> blocks{0}, threads{0};  // of the largest grid, and of the largest block
   KernelRecord* next = nullptr;
+
+  void count(const LaunchConfig& config) {
+    ++launches;
+    keep_largest(blocks, config.grid);
+    keep_largest(threads, config.block);
+  }
+
+ private:
+  static void keep_largest(std::atomic<int64_t>& largest, dim3 extent) {
+    const int64_t size = int64_t(extent.x) * extent.y * extent.z;
+    for (int64_t known = largest; size > known && !largest.compare_exchange_weak(known, size);) {
+    }
+  }
 };
 
 // Compiled with hidden visibility, so that two modules built from one source (cuda, cuda_sim) do
@@ -107,16 +122,26 @@ KernelRecord& kernel_record() {
   return record;
 }
 
-// Launches since the start or the last reset, by kernel name without namespaces and template
-// arguments.
-inline std::map<std::string, int64_t> launch_counts() {
-  std::map<std::string, int64_t> counts;
-  for (KernelRecord* r = kernel_records().load(); r; r = r->next)
-    if (const int64_t n = r->launches.load()) counts[r->name] += n;
+struct LaunchCount {
+  int64_t launches = 0, blocks = 0, threads = 0;
+};
+
+// What was launched since the start or the last reset, by kernel name without namespaces and
+// template arguments.
+inline std::map<std::string, LaunchCount> launch_counts() {
+  std::map<std::string, LaunchCount> counts;
+  for (KernelRecord* r = kernel_records().load(); r; r = r->next) {
+    if (r->launches == 0) continue;
+    LaunchCount& count = counts[r->name];
+    count.launches += r->launches;
+    count.blocks = std::max<int64_t>(count.blocks, r->blocks);
+    count.threads = std::max<int64_t>(count.threads, r->threads);
+  }
   return counts;
 }
 inline void reset_launch_counts() {
-  for (KernelRecord* r = kernel_records().load(); r; r = r->next) r->launches = 0;
+  for (KernelRecord* r = kernel_records().load(); r; r = r->next)
+    r->launches = r->blocks = r->threads = 0;
 }
 
 template <class T, size_t... Dims>
@@ -145,7 +170,7 @@ void launch(const LaunchConfig& config, Args&&... args) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess)
     throw CudaError("[" + kernel.full_name + "] launch failed: " + cudaGetErrorString(error));
-  ++kernel.launches;
+  kernel.count(config);
 }
 
 #else
@@ -165,7 +190,7 @@ void launch(const LaunchConfig& config, Args&&... args) {
       sim::launch<K>(kernel.full_name.c_str(), config.grid, config.block, config.smem,
                      config.stream, std::forward<Args>(args)...);
   if (!refused_or_fault.empty()) throw CudaError(refused_or_fault);
-  ++kernel.launches;
+  kernel.count(config);
 }
 
 #endif

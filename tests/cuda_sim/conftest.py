@@ -44,6 +44,7 @@ NEEDED = [
     ("overruns", "asan"),
     ("races", "race"),
     ("wrong_answers", "plain"),
+    *[("row_sums", mode) for mode in ("plain", "race")],
 ]
 
 

@@ -73,6 +73,35 @@ __global__ void copy_kernel(const float* x, float* out, bool wait) {
   out[threadIdx.x] = tile[threadIdx.x * 4 ^ 64];
 }
 
+__global__ void tail_kernel(float* out, int written) {
+  NEEDLE_SHARED(float, tile, 32);
+  if (int(threadIdx.x) < written) tile[threadIdx.x] = 1.0f;
+  __syncthreads();
+  out[threadIdx.x] = tile[31 - threadIdx.x];
+}
+
+__global__ void no_wait_kernel(const float* x, float* out) {
+  NEEDLE_SHARED(float, tile, 128);
+  ptx::cp_async<16>(&tile[threadIdx.x * 4], x + threadIdx.x * 4);
+  ptx::cp_async_commit();
+  __syncthreads();
+  out[threadIdx.x] = tile[threadIdx.x * 4 ^ 64];
+}
+
+// A struct is copied with its padding, which nobody writes.
+struct Padded {
+  float value;
+  int64_t position;
+};
+__global__ void padded_kernel(int64_t* out) {
+  NEEDLE_SHARED(Padded, states, 32);
+  states[threadIdx.x].value = 1.0f;
+  states[threadIdx.x].position = threadIdx.x;
+  __syncthreads();
+  const Padded state = states[31 - threadIdx.x];
+  out[threadIdx.x] = state.position + int64_t(state.value);
+}
+
 __global__ void struct_kernel(float4* x, bool apart) {
   x[apart ? threadIdx.x : threadIdx.x / 2] = make_float4(1, 2, 3, 4);
 }
@@ -93,6 +122,7 @@ int main() {
   Buffer<float> x(std::vector<float>(256, 1.0f)), out(256);
   Buffer<int> count(std::vector<int>{0});
   Buffer<float4> vectors(64);
+  Buffer<int64_t> positions(32);
   float* o = out.get();
   report("block_sum", [&] { launch<block_sum_kernel>({2, 64}, x.get(), o + 0, true, true); });
   report("block_sum_one_block", [&] { launch<block_sum_kernel>({1, 64}, x.get(), o, true, true); });
@@ -110,6 +140,10 @@ int main() {
   report("readers_and_writer", [&] { launch<readers_kernel>({1, 64}, o, false); });
   report("copy", [&] { launch<copy_kernel>({1, 32}, x.get(), o, true); });
   report("copy_waits_after_barrier", [&] { launch<copy_kernel>({1, 32}, x.get(), o, false); });
+  report("tail", [&] { launch<tail_kernel>({1, 32}, o, 32); });
+  report("uninitialized", [&] { launch<tail_kernel>({1, 32}, o, 31); });
+  report("no_wait", [&] { launch<no_wait_kernel>({1, 32}, x.get(), o); });
+  report("padded", [&] { launch<padded_kernel>({1, 32}, positions.get()); });
   report("struct", [&] { launch<struct_kernel>({1, 64}, vectors.get(), true); });
   report("struct_meets", [&] { launch<struct_kernel>({1, 64}, vectors.get(), false); });
 }

@@ -1,6 +1,7 @@
 // cp.async: copies that are under way until their thread waits for them. NEEDLE_SIM_CP_ASYNC=late
 // (the default) makes them as late as the hardware may, so that a missing wait leaves the old
 // bytes; =early as soon as it may.
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -79,8 +80,25 @@ void async_wait(int groups_left) {
 }
 
 void drop_async_copies(Thread& thread) {
+  if (!thread.copies) return;
   thread.copies->groups.clear();
   thread.copies->open.clear();
+}
+
+bool async_copy_under_way(const Block& block, const void* address) {
+  const auto writes = [address](const Copy& copy) {
+    const char* to = static_cast<const char*>(copy.to);
+    return address >= to && address < to + copy.bytes;
+  };
+  for (const Warp& warp : block.warps)
+    for (const Thread* thread : warp.lane) {
+      if (!thread || !thread->copies) continue;
+      const CopyQueue& queue = *thread->copies;
+      if (std::any_of(queue.open.begin(), queue.open.end(), writes)) return true;
+      for (const auto& group : queue.groups)
+        if (std::any_of(group.begin(), group.end(), writes)) return true;
+    }
+  return false;
 }
 
 }  // namespace needle::sim

@@ -9,6 +9,10 @@
 // that both lanes took part in. Shuffles order nothing. Since this is decided from who synchronised
 // with whom, and not from the order in which threads happened to run, one run in one order is
 // enough.
+//
+// A read of shared memory none of which the block has written is reported too: an initialization
+// that was forgotten, or a copy that was not waited for. (Not of single bytes: the padding of a
+// struct is read with it.)
 #if defined(NEEDLE_RACE)
 
 #include <cstddef>
@@ -91,6 +95,16 @@ std::string name_of(const Access& access, bool write) {
               {"", 0});
 }
 
+[[noreturn]] void report_uninitialized(Block& block, Thread& thread, const void* address,
+                                       const Access& now) {
+  block.fault(thread,
+              "uninitialized " + block.describe(address) + ": " + name_of(now, false) +
+                  (async_copy_under_way(block, address)
+                       ? " of what a cp.async writes that has not been waited for"
+                       : " of what no thread of the block has written"),
+              {"", 0});
+}
+
 void remember_reader(Cell& cell, const Access& now, bool shared) {
   for (Access& slot : cell.read)
     if (ordered(slot, now, shared) && (slot.launch != now.launch || slot.atomic || !now.atomic)) {
@@ -118,6 +132,7 @@ void access(const void* start, size_t bytes, bool write, bool atomic, const void
   now.thread = static_cast<uint16_t>(thread.rank);
   now.atomic = atomic;
   const bool shared = block.in_shared(start);
+  bool initialized = write || !shared;
   const auto first = reinterpret_cast<uintptr_t>(start);
   for (uintptr_t address = first; address < first + bytes; ++address) {
     Cell& cell = cell_of(address);
@@ -131,8 +146,10 @@ void access(const void* start, size_t bytes, bool write, bool atomic, const void
       cell.write = now;
     } else {
       remember_reader(cell, now, shared);
+      initialized |= cell.write.launch == now.launch && cell.write.block == now.block;
     }
   }
+  if (!initialized) report_uninitialized(block, thread, start, now);
 }
 
 // --- what the scheduler tells

@@ -112,6 +112,8 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
   describe_own_stack(main_);
   switch_context(main_, next(nullptr)->context);
   if (!fault_.empty()) {
+    for (unsigned i = 0; i < n_made_; ++i)
+      drop_async_copies(thread_table[static_cast<unsigned>(worker_ * kMaxBlockThreads) + i]);
     n_idle_ = n_made_ = 0;  // no stack can be trusted to be parked
     forget_frames(worker_ * kMaxBlockThreads, kMaxBlockThreads);
   }
@@ -161,7 +163,7 @@ void Block::start_thread(Thread& thread) {
 
 // Threads that have exited no longer count, so an exit may be what others were waiting for.
 void Block::exit_thread(Thread& thread) {
-  if (thread.copies) drop_async_copies(thread);
+  drop_async_copies(thread);
   --live_;
   Warp& warp = warps[thread.rank / kWarpSize];
   const uint32_t lane = 1u << thread.rank % kWarpSize;

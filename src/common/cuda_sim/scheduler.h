@@ -106,6 +106,8 @@ class Block : public BlockIndex {
 
 // Drops copies that nobody waited for; the stack's next thread starts with none.
 void drop_async_copies(Thread& thread);
+// Whether a thread of the block has issued a copy to `address` that it has not waited for.
+bool async_copy_under_way(const Block& block, const void* address);
 
 // What the race detector, where it is linked, wants to hear.
 struct RaceHooks {

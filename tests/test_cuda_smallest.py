@@ -1,0 +1,208 @@
+"""Every CUDA kernel once, as small as shows anything: two blocks, two warps, a tail. `make race SANITIZE=--smallest` runs it.
+
+Each case runs under six settings of the emulator that cover the pairs of thread order, streams and cp.async.
+"""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from needle import dtype as dt
+from test_cuda_kernels import (
+    RNG,
+    In,
+    Out,
+    acc,
+    backend,
+    check,
+    check_attention,
+    check_blocksparse,
+    get,
+    normal,
+    put,
+)
+
+SETTINGS = [
+    ("forward", "eager", "late"),
+    ("forward", "lazy", "early"),
+    ("reverse", "eager", "early"),
+    ("reverse", "lazy", "late"),
+    ("random:1", "eager", "late"),
+    ("random:2", "lazy", "early"),
+]
+ONE_BLOCK = {"embedding_scan_kernel"}  # a running sum over the vocabulary
+KERNELS = Path(__file__).parent.parent / "src" / "kernels"
+# One block's worth of 16-byte vectors and a little more, in every dtype; of elements; of rows that a warp takes each.
+VECTORS, ELEMENTS, ROWS, COLS = 256 * 8 + 5, 300, 9, 33
+
+
+def fills(dtype):
+    for make in (lambda a: backend.fill(a, 2.5), lambda a: backend.strided_fill(a, (1,), 0, (ELEMENTS,), 2.5)):
+        made = backend.Array(ELEMENTS, dtype)
+        make(made)
+        np.testing.assert_array_equal(get(backend, made).astype(float), 2.5)
+    for kind, step in ((dtype, 0.5), ("int32", 3)):
+        made = backend.Array(ELEMENTS, kind)
+        backend.arange(made, -7, step)
+        wanted = (-7 + np.arange(ELEMENTS) * step).astype(dt.to_numpy(kind))
+        np.testing.assert_array_equal(get(backend, made), wanted)
+
+
+def copies(dtype):
+    x = normal(ELEMENTS, 3).astype(dt.to_numpy(dtype))
+    a, out = put(backend, x, dtype), backend.Array(ELEMENTS, dtype)
+    backend.compact(a, out, (ELEMENTS,), (3,), 1)
+    np.testing.assert_array_equal(get(backend, out), x[:, 1])
+    other = backend.Array(ELEMENTS, "int32")
+    backend.compact(a, other, (ELEMENTS,), (3,), 1)
+    np.testing.assert_array_equal(get(backend, other), x[:, 1].astype(np.int32))
+    wide = normal(33, 40).astype(dt.to_numpy(dtype))
+    turned = backend.Array(wide.size, dtype)
+    backend.compact(put(backend, wide, dtype), turned, (40, 33), (1, 40), 0)
+    np.testing.assert_array_equal(get(backend, turned).reshape(40, 33), wide.T)
+
+
+def elementwise(dtype):
+    a, b = normal(VECTORS), normal(VECTORS)
+    check("ewise_gelu_erf", dtype, In(a), Out(VECTORS))
+    check("ewise_mul", dtype, In(a), In(b), Out(VECTORS))
+    n = ELEMENTS
+    check("ewise_negate", dtype, In(a), (2,), 1, Out(n), (n,))
+    check("ewise_add", dtype, In(a), (0,), 0, In(b), (1,), 0, Out(n), (n,))
+    check("where", dtype, a[:n] > 0, (1,), 0, In(a), (1,), 0, In(b), (0,), 0, Out(n), (n,))
+
+
+def reductions(dtype):
+    check("reduce_sum", dtype, In(normal(70, 33)), Out(70), 70, 33, 1)
+    check("reduce_max", dtype, In(normal(129, 257)), Out(257), 1, 129, 257)  # split: two kernels
+    out = backend.Array(70, "int64")
+    x = RNG.integers(0, 9, (70, 33))
+    backend.reduce_argmax(put(backend, x, dtype), out, 70, 33, 1)
+    np.testing.assert_array_equal(get(backend, out), x.argmax(1))
+
+
+def matmul(dtype):
+    m, k, n = 70, 37, 69
+    for trans in (False, True):
+        a, b = (normal(k, m) if trans else normal(m, k)), (normal(n, k) if trans else normal(k, n))
+        check("matmul", dtype, In(a), 0, (0,), a.shape[1], trans, In(b), 0, (0,), b.shape[1], trans,
+              Out((2, m, n)), (2,), m, k, n, False)  # fmt: skip
+
+
+def tensor_cores(dtype):
+    """As bfloat16: rows of whole 16 bytes, which ldmatrix and cp.async need."""
+    m, k, n = 70, 40, 72
+    for trans in (False, True):
+        a, b = (normal(k, 72) if trans else normal(m, k)), (normal(n, k) if trans else normal(k, n))
+        check("matmul", dtype, In(a), 0, (0,), a.shape[1], trans, In(b), 0, (0,), b.shape[1], trans,
+              Out((2, m, n)), (2,), m, k, n, False)  # fmt: skip
+    check_blocksparse(dtype, 16, heads=2, batch=2, nb=2, cross=2, other=24)
+
+
+def softmax(dtype):
+    for rows, cols in ((ROWS, COLS), (2, 1025)):  # a warp a row, a block a row
+        x, dy = normal(rows, cols), normal(rows, cols)
+        y = np.exp(x) / np.exp(x).sum(1, keepdims=True)
+        lse = np.log(np.exp(x).sum(1))
+        check("softmax_forward", dtype, In(x), Out(x.shape), rows, cols)
+        check("softmax_backward", dtype, In(y), In(dy), Out(x.shape), rows, cols)
+        check("log_softmax_forward", dtype, In(x), Out(x.shape), rows, cols)
+        check("log_softmax_backward", dtype, In(np.log(y)), In(dy), Out(x.shape), rows, cols)
+        check("logsumexp_forward", dtype, In(x), Out(rows), rows, cols)
+        check("logsumexp_backward", dtype, In(x), In(lse), In(normal(rows)), Out(x.shape), rows, cols)
+        targets = RNG.integers(0, cols, rows)
+        check("cross_entropy_forward", dtype, In(x), targets, Out(rows, True), Out(rows, True), rows, cols, -100)
+        check("cross_entropy_backward", dtype, In(x), targets, acc(lse), acc(normal(rows)), Out(x.shape), rows, cols, -100)
+
+
+def layer_norm(dtype):
+    for rows, cols in ((70, 133), (2, 1025)):
+        x, dy, weight, bias = normal(rows, cols) + 2, normal(rows, cols), normal(cols), normal(cols)
+        mean, rstd = x.mean(1), 1 / np.sqrt(x.var(1) + 1e-5)
+        check("layer_norm_forward", dtype, In(x), In(weight), In(bias), Out(x.shape), Out(rows, True), Out(rows, True),
+              rows, cols, 1e-5)  # fmt: skip
+        check("layer_norm_backward", dtype, In(dy), In(x), In(weight), acc(mean), acc(rstd), Out(x.shape), Out(cols),
+              Out(cols), acc(np.zeros(64 * 2 * cols)), rows, cols, looser=4)  # fmt: skip
+
+
+def rotary(dtype):
+    B, H, T, D, rot = 1, 3, 33, 10, 6
+    angle = np.arange(T)[:, None] / 10.0 ** np.arange(rot // 2)
+    strides = (H * T * D, T * D, D, 1)
+    check("rotary", dtype, In(normal(B, H, T, D)), strides, 0, np.cos(angle).astype(np.float32),
+          np.sin(angle).astype(np.float32), Out((B, H, T, D)), strides, B, H, T, D, rot, False)  # fmt: skip
+
+
+def embedding(dtype):
+    n = vocab = ELEMENTS
+    ids = RNG.integers(0, vocab, n).astype(np.int32)
+    check("embedding_forward", dtype, In(normal(vocab, 5)), ids, Out((n, 5)), n, vocab, 5)
+    check("embedding_backward", dtype, In(normal(n, 5)), ids, Out((vocab, 5)), np.zeros(n + vocab + 1, np.int32),
+          n, vocab, 5, False, looser=2)  # fmt: skip
+    out = backend.Array(11 * COLS, dtype)
+    backend.one_hot(put(backend, ids[:11] % COLS, "int32"), out, 11, COLS)
+    np.testing.assert_array_equal(get(backend, out).reshape(11, COLS), np.eye(COLS)[ids[:11] % COLS])
+
+
+def adamw(dtype):
+    n = ELEMENTS
+    check("adamw_step", dtype, Out(n, values=normal(n)), In(normal(n)), Out(n, True, normal(n)),
+          Out(n, True, normal(n) ** 2), np.array([0.5], np.float32), 1e-2, 0.9, 0.95, 1e-8, 0.1, 3)  # fmt: skip
+
+
+def random_numbers(dtype):
+    n = 4 * 256 + 5
+    uniform, gauss = backend.Array(n, dtype), backend.Array(n, dtype)
+    backend.random_uniform(uniform, 3, 5)
+    backend.random_normal(gauss, 3, 5)
+    u, g = (get(backend, made).astype(float) for made in (uniform, gauss))
+    assert 0 <= u.min() and u.max() <= 1 and 0.4 < u.mean() < 0.6
+    assert abs(g.mean()) < 0.2 and 0.8 < g.std() < 1.2
+    check("dropout", dtype, In(normal(n)), Out(n), 0.3, 11, 4)
+
+
+def attention(dtype):
+    for D in (16, 20):  # heads that ldmatrix can read, and others
+        check_attention(dtype, 1, 2, 33, 33, D, 32, 1, 0)
+
+
+def blocksparse(dtype):
+    check_blocksparse(dtype, 16, heads=2, batch=2, nb=2, cross=2, other=21)
+
+
+CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, layer_norm, rotary, embedding, adamw,
+         random_numbers, attention, blocksparse]  # fmt: skip
+
+
+def run(case, dtype, monkeypatch):
+    """The case under each setting. Returns kernel name -> (blocks, threads)."""
+    backend.reset_launch_counts()
+    for order, streams, cp_async in SETTINGS:
+        monkeypatch.setenv("NEEDLE_SIM_ORDER", order)
+        monkeypatch.setenv("NEEDLE_SIM_STREAMS", streams)
+        monkeypatch.setenv("NEEDLE_SIM_CP_ASYNC", cp_async)
+        case(dtype)
+        backend.sync()
+    return backend.launch_extents()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_smallest(case, dtype, monkeypatch):
+    for name, (blocks, threads) in run(case, dtype, monkeypatch).items():
+        assert blocks >= 2 or name in ONE_BLOCK, f"{name} ran with one block"
+        assert threads >= 64, f"{name} ran with {threads} threads"
+
+
+def test_every_kernel_has_a_case(monkeypatch):
+    text = "".join(path.read_text() for path in sorted(KERNELS.glob("*_cuda.cu*")))
+    kernels = re.findall(r"__global__ void (?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", text)
+    assert len(kernels) == text.count("__global__"), "a kernel's declaration was not understood"
+    monkeypatch.setattr("test_cuda_smallest.SETTINGS", SETTINGS[:1])
+    found = set()
+    for dtype in ("float32", "bfloat16"):
+        for case in CASES:
+            found |= set(run(case, dtype, monkeypatch))
+    assert set(kernels) - found == set(), "kernels without a case"
