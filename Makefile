@@ -7,11 +7,12 @@ VENV_PYTHON := $(VENV)/bin/python
 SOURCES := CMakeLists.txt pyproject.toml $(wildcard cmake/*.cmake cmake/inplace/CMakeLists.txt) \
            $(wildcard src/*.c* src/common/*.* src/common/cuda_sim/*.* src/kernels/*.*)
 BUILT := $(VENV)/.built
+SANITIZE ?=  # --smallest: of asan and race, the kernels' smallest cases alone
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 REQUIRED_DEVICES ?= cpu_numpy,cpu,cuda_sim
 
 .DEFAULT_GOAL := lib
-.PHONY: lib train test gpu-check asan race lint clean
+.PHONY: lib train test gpu-check asan race tsan lint clean
 
 lib: $(BUILT)
 
@@ -34,12 +35,14 @@ test: $(BUILT)
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py
 
-# The emulated device under address, undefined, bounds and alignment checks; then under the race detector.
-asan race:
-	$(VENV_PYTHON) tests/cuda_sim/sanitize.py $@
+# The whole matrix under a sanitizer: cpu and cuda_sim under address, undefined, bounds and alignment checks; cuda_sim under
+# the race detector for kernels; cpu and its thread pool under the thread sanitizer.
+asan race tsan: $(BUILT)
+	$(VENV_PYTHON) -m pip install -q cmake ninja pybind11
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" CMAKE_GENERATOR=Ninja $(VENV_PYTHON) tests/sanitize.py $@ $(SANITIZE)
 
 lint: $(BUILT)
-	$(VENV_PYTHON) -m pip install -q -e '.[dev]' --no-deps ruff mypy clang-format
+	$(VENV_PYTHON) -m pip install -q ruff mypy clang-format
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
 	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh' '*.def')
 

@@ -1,4 +1,5 @@
-"""The devices that tests run on. One that is absent is skipped with its reason, unless NEEDLE_REQUIRE_DEVICES names it: then it fails."""
+"""The devices that tests run on: all, or those that NEEDLE_TEST_DEVICES names. One that is absent is skipped with its reason,
+unless NEEDLE_REQUIRE_DEVICES names it: then it fails."""
 
 import os
 
@@ -6,8 +7,13 @@ import pytest
 
 import needle as ndl
 
-DEVICES = ("cpu_numpy", "cpu", "cuda_sim", "cuda")
-REQUIRED = {name for name in os.environ.get("NEEDLE_REQUIRE_DEVICES", "").split(",") if name}
+
+def named_by(variable):
+    return [name for name in os.environ.get(variable, "").split(",") if name]
+
+
+DEVICES = named_by("NEEDLE_TEST_DEVICES") or ["cpu_numpy", "cpu", "cuda_sim", "cuda"]
+REQUIRED = named_by("NEEDLE_REQUIRE_DEVICES")
 
 
 def usable(name):

@@ -1,0 +1,92 @@
+"""Builds the compiled devices under a sanitizer and runs their tests: make asan, make race, make tsan.
+
+    asan   cpu and cuda_sim: addresses, undefined behaviour, bounds, alignment
+    race   cuda_sim: data races between the threads of a kernel and reads of shared memory before writes, by the emulator's detector
+    tsan   cpu: data races between the threads of the pool
+
+With --smallest: only the kernels' smallest cases on cuda_sim, compiled for the dtypes that they use.
+The build is the preset of that name in build/KIND, beside a copy of the Python sources, so that the plain build stays as it is.
+"""
+
+import argparse
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DEVICES = {"asan": ["cpu", "cuda_sim"], "race": ["cuda_sim"], "tsan": ["cpu"]}
+SHARED_TESTS = ["test_parity.py", "test_ndarray.py"]
+OWN_TESTS = {"cpu": ["test_fused_cpu.py"], "cuda_sim": ["test_cuda_smallest.py", "test_cuda_kernels.py"]}
+SMALLEST = {
+    # Without optimization the address checks compile in a third of the time.
+    "asan": ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-g1", "-DNEEDLE_ONLY_DTYPES=float32;bfloat16;int32"],
+    "race": ["-DNEEDLE_ONLY_DTYPES=float32;bfloat16;int32"],
+}
+
+
+def runtime(kind: str) -> dict[str, str]:
+    """The environment that a sanitizer needs: its library must be the first of the process, which is Python."""
+    if kind == "race":
+        return {}
+    names = ("libasan.so", "libstdc++.so.6") if kind == "asan" else ("libtsan.so",)
+    paths = [
+        subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+        for name in names
+    ]
+    return {
+        "LD_PRELOAD": " ".join(paths),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+        "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+        "TSAN_OPTIONS": "halt_on_error=1",
+    }
+
+
+def build(kind: str, smallest: bool, jobs: int) -> Path:
+    """Returns the folder to import needle from."""
+    folder = ROOT / "build" / (f"{kind}-smallest" if smallest else kind)
+    package = folder / "python" / "needle"
+    devices = ["cuda_sim"] if smallest else DEVICES[kind]
+    configure = [
+        "cmake", "--preset", kind, "-B", folder, f"-DPython_EXECUTABLE={sys.executable}",
+        f"-DNEEDLE_OUTPUT_DIR={package / 'backend_ndarray'}", *(SMALLEST[kind] if smallest else []),
+    ]  # fmt: skip
+    subprocess.run(configure, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    targets = [f"ndarray_backend_{device}" for device in devices]
+    subprocess.run(["cmake", "--build", folder, "-j", str(jobs), "--target", *targets], check=True, stdout=subprocess.DEVNULL)
+    built = [f"ndarray_backend_{device}.*" for device in (*devices, "cuda")]  # other modules come from the plain build
+    ignored = shutil.ignore_patterns(*built, "__pycache__")
+    shutil.copytree(ROOT / "python" / "needle", package, dirs_exist_ok=True, ignore=ignored)
+    return package.parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=list(DEVICES))
+    parser.add_argument("--smallest", action="store_true", help="the kernels' smallest cases alone")
+    parser.add_argument("tests", nargs="*", help="passed on to pytest instead of the files that belong to KIND")
+    options = parser.parse_args()
+    if options.smallest and options.kind not in SMALLEST:
+        parser.error(f"--smallest: {options.kind} has none (accepted: {', '.join(SMALLEST)})")
+    jobs = len(os.sched_getaffinity(0))
+    package = build(options.kind, options.smallest, jobs)
+    devices = ["cuda_sim"] if options.smallest else DEVICES[options.kind]
+    files = ["test_cuda_smallest.py"] if options.smallest else SHARED_TESTS + [f for d in devices for f in OWN_TESTS[d]]
+    tests = options.tests or [f"tests/{name}" for name in files]
+    command = [
+        sys.executable, "-m", "pytest", "-n", str(jobs), "-p", "no:cacheprovider", "-o", f"pythonpath={package} apps tests .", *tests,
+    ]  # fmt: skip
+    if options.kind == "tsan":  # whose shadow does not fit addresses as random as Linux makes them
+        command = ["setarch", platform.machine(), "-R", *command]
+    environment = {
+        "NEEDLE_TEST_DEVICES": ",".join(devices),
+        "NEEDLE_REQUIRE_DEVICES": ",".join(devices),
+        "PYTHONPATH": str(package),
+    }
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment, **runtime(options.kind)}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
