@@ -148,12 +148,12 @@ void attention_backward(const Array& dout, const Dims& dout_strides, const Array
                         int64_t B, int64_t H, int64_t T, int64_t S, int64_t D, int64_t layout_heads,
                         int64_t block, int64_t q_start, double scale);
 
-// One new position of each sequence, positions[b] (int32) of batch item b: its k and v, (B, H, D) as
-// q, become rows of the caches (B, H, S, D), which are contiguous, and out (B, H, D), contiguous, is
-// softmax(scale * q k^T) v over the cached rows up to it that lie in the key blocks of the layout's
-// query block positions[b] / block. No other row is read. q, k, v: strides of (B, H), last axis
-// contiguous. The layout is causal, of ceil(S / block) blocks each way. A position outside 0..S-1:
-// CPU: IndexError; cuda: the device's error flag, and out is NaN.
+// One new position of each sequence, positions[b] (int32) of batch item b: its k and v, (B, H, D)
+// as q, become rows of the caches (B, H, S, D), which are contiguous, and out (B, H, D),
+// contiguous, is softmax(scale * q k^T) v over the cached rows up to it that lie in the key blocks
+// of the layout's query block positions[b] / block. No other row is read. q, k, v: strides of (B,
+// H), last axis contiguous. The layout is causal, of ceil(S / block) blocks each way. A position
+// outside 0..S-1: CPU: IndexError; cuda: the device's error flag, and out is NaN.
 void attention_decode(const Array& q, const Dims& q_strides, const Array& k, const Dims& k_strides,
                       const Array& v, const Dims& v_strides, const Array& key_cache,
                       const Array& value_cache, const Array& positions, const Array& out,
