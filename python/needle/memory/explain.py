@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..backend_ndarray.device import BackendDevice, all_devices, meta
@@ -57,16 +59,25 @@ _explaining = False
 
 
 def capacity(device: BackendDevice) -> int:
-    """Bytes that the device's allocator can give at most: its limit, the GPU's memory, or the machine's. 0: unknown."""
+    """Bytes that the device's allocator can give at most: its limit, the GPU's memory, or the machine's or
+    the container's. 0: unknown."""
     limit = device.require().memory_stats()["limit"]
     if limit:
         return limit
     if device.name in ("cuda", "cuda_sim"):
         return int(device.require().device_properties()["total_bytes"])
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError, AttributeError):
         return 0
+    return min([machine, *_container_limits()])
+
+
+def _container_limits() -> Iterator[int]:
+    """What a container may use. source: the kernel's documentation of control groups, versions 2 and 1."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # "max": none
+            yield int(Path(path).read_text())
 
 
 def explain(error: OutOfMemoryError, message: str) -> str:
