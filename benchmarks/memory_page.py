@@ -263,6 +263,7 @@ class GroupedQueryModel(nn.Module):
 
     def __init__(self, device):
         super().__init__()
+        self.device = device
         self.embed = nn.Embedding(151_936, 512, device=device)
         self.layers = [GroupedQueryLayer(device) for _ in range(8)]
         self.norm = nn.LayerNorm(512, device=device)
