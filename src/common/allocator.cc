@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kLarge = 256 << 10;  // bytes from which blocks are cached
 constexpr int64_t kPage = 4096;
 constexpr int64_t kHeadroom =
-    32 << 20;  // how far reserved may exceed the peak of live, beside 1/16 of it
+    8 << 20;  // how far reserved may exceed the peak of live, beside 1/32 of it
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -120,7 +120,7 @@ void* Allocator::take(int64_t bytes) {
     } else {
       const int64_t wanted_live = stats_.reserved - cached_bytes_ + size;
       const int64_t top = std::max(top_, wanted_live);
-      release_cached(top + top / 16 + kHeadroom - size);
+      release_cached(top + top / 32 + kHeadroom - size);
     }
   }
   if (ptr == nullptr) {
