@@ -72,6 +72,22 @@ def test_reductions_over_any_axes(device, op, axis):
         np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "uint8"])
+@pytest.mark.parametrize("shape", [(70000,), (3, 2500), (300, 41)], ids=str)
+def test_small_integers_sum_to_int64_without_a_wider_copy(device, dtype, shape):
+    x = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, shape).astype(dtype)
+    ones = np.where(np.arange(x.size) % 997 < 5, 3, 1).reshape(shape).astype(dtype)
+    for axis in (None, 0, -1):
+        for op, values in (("sum", x), ("prod", ones)):
+            a = NDArray(values, device=device, dtype=dtype)
+            live = device.mod.memory_stats()["live"]
+            device.mod.reset_peak()
+            found = getattr(a, op)(axis=axis)
+            assert device.mod.memory_stats()["peak"] - live <= 8 * found.size + 512  # the result alone, in the allocator's steps
+            assert found.dtype == "int64"
+            np.testing.assert_array_equal(found.numpy().reshape(-1), getattr(values, op)(axis=axis, dtype=np.int64).reshape(-1))
+
+
 SHAPES = [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 1, 3, 4), (6, 4, 5)), ((4,), (4, 5)), ((3, 4), (4,)), ((1, 4), (4, 1)), ((0, 4), (4, 5)),
           ((3, 0), (0, 5))]  # fmt: skip
 

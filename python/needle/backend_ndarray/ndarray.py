@@ -637,14 +637,16 @@ class NDArray:
         getattr(self._device.require(), op)(x.contiguous_handle(), out._handle, outer, length, inner)
         return out
 
+    def _sum_dtype(self) -> str:
+        """What sums and products come in. The kernels widen one element at a time."""
+        return "int64" if self._dtype in ("bool", "uint8") else self._dtype
+
     def sum(self, axis=None, keepdims=False) -> NDArray:
         """Sum over one axis, several, or all (None). bool and uint8 sum to int64."""
-        x = self.astype("int64") if self._dtype in ("bool", "uint8") else self
-        return x._reduce("reduce_sum", axis, keepdims)
+        return self._reduce("reduce_sum", axis, keepdims, self._sum_dtype())
 
     def prod(self, axis=None, keepdims=False) -> NDArray:
-        x = self.astype("int64") if self._dtype in ("bool", "uint8") else self
-        return x._reduce("reduce_prod", axis, keepdims)
+        return self._reduce("reduce_prod", axis, keepdims, self._sum_dtype())
 
     def max(self, axis=None, keepdims=False) -> NDArray:
         """Maximum; NaN wins, as in numpy. raises: ShapeError over no elements."""
