@@ -179,14 +179,23 @@ constexpr std::string_view kCompiledDtypes = "," NEEDLE_DTYPES(ROW);
 #undef ROW
 #endif
 
+template <class T>
+constexpr bool is_compiled = false;
+#define ROW(e, type, name)                  \
+  template <>                               \
+  inline constexpr bool is_compiled<type> = \
+      kCompiledDtypes.find("," name ",") != std::string_view::npos;
+NEEDLE_DTYPES(ROW)
+#undef ROW
+
 // f(Tag<T>{}) with the C++ type of dtype; anything outside the list is an error that names it.
-#define ROW(e, type, name)                                                      \
-  case DType::e:                                                                \
-    if constexpr (kCompiledDtypes.find("," name ",") != std::string_view::npos) \
-      return void(f(Tag<type>{}));                                              \
-    else                                                                        \
-      throw std::invalid_argument(                                              \
-          "this build has no " name ": it was compiled for " +                  \
+#define ROW(e, type, name)                                     \
+  case DType::e:                                               \
+    if constexpr (is_compiled<type>)                           \
+      return void(f(Tag<type>{}));                             \
+    else                                                       \
+      throw std::invalid_argument(                             \
+          "this build has no " name ": it was compiled for " + \
           std::string(kCompiledDtypes.substr(1, kCompiledDtypes.size() - 2)));
 template <class F>
 void dispatch_any(DType dtype, F&& f) {

@@ -7,7 +7,7 @@
 //   ds = scale p (dp - delta),  dq = ds k  (walking the rows of the layout),
 //   dv = p^T dout,  dk = ds^T q  (walking its columns, by the transposed index).
 // Nothing is added from two blocks of threads, so results repeat bit by bit. Accumulates in float32
-// (float64). attention_mma_cuda.cu does the same for 16-bit floats on tensor cores.
+// (float64). attention_mma_cuda.cuh does the same for 16-bit floats on tensor cores.
 #include "../common/ewise_math_cuda.h"
 #include "attention_cuda.cuh"
 
@@ -354,7 +354,7 @@ void dispatch_head_dim(int64_t D, F&& f) {
 template <class T>
 void forward(const AttentionArguments<T>& g) {
   if constexpr (sizeof(T) == 2) {
-    if (attention_fits_tensor_cores(g)) return attention_forward_mma(g);
+    if (fits_tensor_cores(g)) return attention_forward_mma(g);
   }
   dispatch_head_dim(g.D, [&](auto head_dim) {
     constexpr int kDMax = decltype(head_dim)::value, kRowBytes = kDMax * int(sizeof(accum_t<T>));
@@ -381,7 +381,7 @@ void queries_backward(const AttentionArguments<T>& g) {
   constexpr auto kDelta = attention_delta_kernel<T>;
   launch<kDelta>(rows_config(g.B * g.H * g.queries, kWarp), g);
   if constexpr (sizeof(T) == 2) {
-    if (attention_fits_tensor_cores(g)) return attention_dq_mma(g);
+    if (fits_tensor_cores(g)) return attention_dq_mma(g);
   }
   dispatch_backward<T>(g.D, [&](auto size, auto head_dim) {
     constexpr int kSize = decltype(size)::value, kDMax = decltype(head_dim)::value;
@@ -395,7 +395,7 @@ template <class T>
 void keys_backward(const AttentionArguments<T>& g) {
   if (g.keys == 0) return;
   if constexpr (sizeof(T) == 2) {
-    if (attention_fits_tensor_cores(g)) return attention_dkdv_mma(g);
+    if (fits_tensor_cores(g)) return attention_dkdv_mma(g);
   }
   dispatch_backward<T>(g.D, [&](auto size, auto head_dim) {
     constexpr int kSize = decltype(size)::value, kDMax = decltype(head_dim)::value;

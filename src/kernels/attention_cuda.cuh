@@ -1,8 +1,8 @@
 // What the two ways to compute attention on a GPU share: on CUDA cores (attention_cuda.cu, which
-// says what is computed) and on tensor cores (attention_mma_cuda.cu).
+// says what is computed) and on tensor cores (attention_mma_cuda.cuh).
 #pragma once
 
-#include "../common/cuda_util.cuh"
+#include "tensor_core_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
 
@@ -77,10 +77,21 @@ __device__ bool apart(const AttentionArguments<T>& g, Span rows, Span cols, bool
          (masked && cols.first > g.q_start + rows.first + rows.count - 1);
 }
 
-// On tensor cores; T is float16 or bfloat16, compiled in attention_mma_cuda.cu. A null dout stands
-// for forward.
+// --- on tensor cores; T is float16 or bfloat16 ---------------------------------------------------
+
 template <class T>
-bool attention_fits_tensor_cores(const AttentionArguments<T>& g);
+bool rows_in_chunks(const HeadsRef<T>& x) {
+  return copies_in_chunks(x.data, x.stride_row) && x.stride_b % kChunk == 0 &&
+         x.stride_h % kChunk == 0;
+}
+// A null dout stands for forward.
+template <class T>
+bool fits_tensor_cores(const AttentionArguments<T>& g) {
+  return has_tensor_cores() && g.D <= 256 && rows_in_chunks(g.q) && rows_in_chunks(g.k) &&
+         rows_in_chunks(g.v) && rows_in_chunks(g.dout);
+}
+
+// Compiled in attention_forward_mma_cuda.cu and attention_backward_mma_cuda.cu.
 template <class T>
 void attention_forward_mma(const AttentionArguments<T>& g);
 template <class T>
