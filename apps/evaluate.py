@@ -21,38 +21,28 @@ from pathlib import Path
 
 import numpy as np
 
-from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
+from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
+from pythia_app.command_line import Parser, exit_code, flag
 from pythia_app.loading import MODEL_HELP, load_model
-from pythia_app.options import DEVICES, _flag, _HelpFormatter, _Parser, device
+from pythia_app.options import DEVICES, device
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(
-        prog="evaluate.py",
-        description="Perplexity, bits per byte and last words of a trained Pythia.",
-        formatter_class=_HelpFormatter,
-    )
+    parser = Parser("evaluate.py", "Perplexity, bits per byte and last words of a trained Pythia.")
     parser.add_argument("--model", required=True, metavar="FOLDER", help=MODEL_HELP)
     parser.add_argument("--text", action="append", default=[], metavar="FILE", help="text in UTF-8; repeatable")
     parser.add_argument("--lambada", action="append", default=[], metavar="FILE", help='lines of {"text": ...}; repeatable')
-    _flag(parser, "window", type=int, help="positions that the model sees at a time (default: what it was made for)")
-    _flag(parser, "stride", type=int, help="how far the window moves on (default: half of it)")
-    _flag(parser, "batch_size", type=int, default=4, help="windows or texts at a time")
-    _flag(parser, "max_tokens", type=int, help="of each text use so many tokens (default: all)")
-    _flag(parser, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
+    flag(parser, "window", type=int, help="positions that the model sees at a time (default: what it was made for)")
+    flag(parser, "stride", type=int, help="how far the window moves on (default: half of it)")
+    flag(parser, "batch_size", type=int, default=4, help="windows or texts at a time")
+    flag(parser, "max_tokens", type=int, help="of each text use so many tokens (default: all)")
+    flag(parser, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(parse(argv))
-    except (ShapeError, DataError, DeviceError, CheckpointError, IndexError, MemoryError) as error:
-        print(f"evaluate.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped", file=sys.stderr)
-        return 130
+    return exit_code("evaluate.py", lambda: run(parse(argv)), "stopped")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -12,55 +12,42 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports run: the end, without a traceback
 
 import argparse
-import os
 import sys
 import time
 
 import numpy as np
 
 from needle.data.text_stream import TextStream
-from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
+from needle.errors import DataError
 from needle.models import GenerationConfig
+from pythia_app.command_line import Parser, exit_code, flag
 from pythia_app.loading import MODEL_HELP, load_model
-from pythia_app.options import DEVICES, _flag, _HelpFormatter, _Parser, device
+from pythia_app.options import DEVICES, device
 
 CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421, 155: 0xFFFD}
 SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = _Parser(
-        prog="generate.py",
-        description="Continue text with a trained Pythia.",
-        formatter_class=_HelpFormatter,
-    )
+    parser = Parser("generate.py", "Continue text with a trained Pythia.")
     parser.add_argument("--model", required=True, metavar="FOLDER", help=MODEL_HELP)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; repeatable (default: stdin)")
     choosing = parser.add_argument_group("choosing tokens (names and meaning as in transformers)")
-    _flag(choosing, "max_new_tokens", type=int, default=128, help="at most so many")
-    _flag(choosing, "do_sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    _flag(choosing, "temperature", type=float, default=1.0, help="below 1 sharper, above 1 flatter")
-    _flag(choosing, "top_k", type=int, default=50, help="draw from the likeliest so many (0: all)")
-    _flag(choosing, "top_p", type=float, default=1.0, help="draw from the likeliest with this probability together")
-    _flag(choosing, "repetition_penalty", type=float, default=1.0, help="above 1: less of what is there already")
-    _flag(choosing, "eos_token_id", type=int, action="append", metavar="ID", help="stop at it (default: the end of a text)")
-    _flag(choosing, "ignore_eos", action="store_true", help="go on after the end of a text")
-    _flag(choosing, "seed", type=int, default=0, help="of the draws")
-    _flag(parser, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
+    flag(choosing, "max_new_tokens", type=int, default=128, help="at most so many")
+    flag(choosing, "do_sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    flag(choosing, "temperature", type=float, default=1.0, help="below 1 sharper, above 1 flatter")
+    flag(choosing, "top_k", type=int, default=50, help="draw from the likeliest so many (0: all)")
+    flag(choosing, "top_p", type=float, default=1.0, help="draw from the likeliest with this probability together")
+    flag(choosing, "repetition_penalty", type=float, default=1.0, help="above 1: less of what is there already")
+    flag(choosing, "eos_token_id", type=int, action="append", metavar="ID", help="stop at it (default: the end of a text)")
+    flag(choosing, "ignore_eos", action="store_true", help="go on after the end of a text")
+    flag(choosing, "seed", type=int, default=0, help="of the draws")
+    flag(parser, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return run(parse(argv))
-    except (ShapeError, DataError, DeviceError, CheckpointError, IndexError, MemoryError, FloatingPointError) as error:
-        print(f"generate.py: error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # as with "| head": nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except KeyboardInterrupt:
-        return 130
+    return exit_code("generate.py", lambda: run(parse(argv)))
 
 
 def run(options: argparse.Namespace) -> int:

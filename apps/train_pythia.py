@@ -13,7 +13,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports run: the end, without a traceback
 
 import math
-import os
 import shlex
 import sys
 import time
@@ -21,37 +20,32 @@ from pathlib import Path
 
 from needle.checkpoints import CheckpointFolder
 from needle.data.text import TextData, load_text, unigram_entropy
-from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
 from needle.memory import LeakCheck, set_limit
 from pythia_app import checkpoint
+from pythia_app.command_line import exit_code
 from pythia_app.memory import Budget
 from pythia_app.options import device, parse, run_folder
 from pythia_app.report import METRICS, Reporter, alone_in, duration, loss_picture, mib, table, writing
-from pythia_app.trainer import StopRequest, Trainer, compare_dense, make_config
+from pythia_app.trainer import StopRequest, Trainer, compare_dense
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        options = parse(argv)
-        where = options.load_checkpoint
-        if where is None and options.resume and CheckpointFolder(options.checkpoint_dir).names():
-            where = options.checkpoint_dir
-        if where is None:
-            return run(options)
-        saved, problems = checkpoint.find(Path(where))
-        for problem in problems:
-            print(f"{problem}; going on from {saved.name}", file=sys.stderr)
-        state = checkpoint.read_state(saved)
-        return run(parse(argv, state["options"]), saved, state)
-    except (ShapeError, DataError, DeviceError, CheckpointError, IndexError, MemoryError) as error:
-        print(f"train_pythia.py: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped at once; the last checkpoint is as it was", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # as in `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
-        return 1
+    return exit_code("train_pythia.py", lambda: start(argv), "stopped at once; the last checkpoint is as it was")
+
+
+def start(argv: list[str] | None) -> int:
+    """A new run, or one that goes on from a checkpoint."""
+    options = parse(argv)
+    where = options.load_checkpoint
+    if where is None and options.resume and CheckpointFolder(options.checkpoint_dir).names():
+        where = options.checkpoint_dir
+    if where is None:
+        return run(options)
+    saved, problems = checkpoint.find(Path(where))
+    for problem in problems:
+        print(f"{problem}; going on from {saved.name}", file=sys.stderr)
+    state = checkpoint.read_state(saved)
+    return run(parse(argv, state["options"]), saved, state)
 
 
 def run(options, saved: Path | None = None, state: dict | None = None) -> int:
@@ -66,8 +60,8 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         flush=True,
     )
     kinds = (False, True) if options.compare_dense else (options.sparse,)
-    configs = [make_config(options, text.vocab_size, sparse) for sparse in kinds]
     budgets = [Budget(options, text.vocab_size, where, sparse) for sparse in kinds]
+    configs = [budget.config for budget in budgets]
     if options.plan:
         for budget in budgets:
             budget.show()

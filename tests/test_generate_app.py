@@ -102,10 +102,17 @@ def test_ctrl_c_keeps_what_is_there(made):
     assert (seen + rest).decode().startswith("the") and rest.endswith(b"\n")
 
 
-def test_a_reader_that_leaves(made):
-    line = " ".join(command("generate", "--model", made / "dense", "--prompt", "the", "--ignore_eos")) + " | head -c 3"
+def piped(made, name, *arguments):
+    line = " ".join(map(str, command(name, *arguments))) + " | head -c 3"
     done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True, env=environment(made))
-    assert done.stdout == "the" and "Traceback" not in done.stderr and "Exception" not in done.stderr
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+    return done.stdout
+
+
+def test_a_reader_that_leaves(made):
+    assert piped(made, "generate", "--model", made / "dense", "--prompt", "the", "--ignore_eos") == "the"
+    texts = ["--text", made / "words.txt"] * 2
+    assert len(piped(made, "evaluate", "--model", made / "dense", *texts, "--max_tokens", 60)) == 3
 
 
 def test_notes_about_what_makes_no_difference(made):

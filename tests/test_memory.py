@@ -134,7 +134,7 @@ def one_step(device, batch=2):
 def test_a_trace_names_who_holds_what(device):
     with memory.trace(device) as t:
         model = one_step(device)
-    assert t.peak_bytes == memory.stats(device).peak or t.peak_bytes <= memory.stats(device).peak
+    assert 0 < t.peak_bytes <= memory.stats(device).peak
     name = lambda h: h.module.removeprefix("Pythia.")  # noqa: E731  (while another test's model is alive)
     holders = [h for h in t.holders() if name(h) == "layers.1.dense_h_to_4h"]
     weight = next(h for h in holders if h.category == "parameter" and h.nbytes == 32 * 64 * 4)

@@ -21,13 +21,14 @@ class Budget:
 
     def __init__(self, options: Namespace, vocab_size: int, device, sparse: bool):
         self.options, self.vocab_size, self.device, self.sparse = options, vocab_size, device, sparse
+        self.config = make_config(options, vocab_size, sparse)
         self.bytes = memory.parse_bytes(options.memory_limit) if options.memory_limit else memory.capacity(device)
         self.advice = memory.advise(self.build_for, self._changes())
 
     def build_for(self, **changes: Any) -> Build:
         """The ``build`` of ``memory.plan`` for the run as it is, or with other values for some of its flags."""
         options = Namespace(**{**vars(self.options), **changes})
-        config = make_config(options, self.vocab_size, self.sparse)
+        config = make_config(options, self.vocab_size, self.sparse) if changes else self.config
         return plannable(config, *planned_run(options))
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:

@@ -8,7 +8,6 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import NoReturn
 
 import needle as ndl
 from needle.amp import PRECISIONS
@@ -16,6 +15,7 @@ from needle.errors import DataError, DeviceError, ShapeError
 from needle.memory import parse_bytes
 from needle.models import SIZES, layers_or_bytes
 from needle.nn import PATTERNS
+from pythia_app.command_line import Parser, flag
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
 MOST_TOKENS = 1 << 22  # in a micro-batch
@@ -42,72 +42,48 @@ CHANGEABLE = (
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 
 
-def _flag(group, name: str, **kwargs) -> None:
-    """--a_b and --a-b."""
-    names = [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
-    group.add_argument(*names, **kwargs)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Says a default where there is one; the texts of the other flags say what happens without them."""
-
-    def _get_help_string(self, action):
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="train_pythia.py",
-        description="Train a Pythia language model on text, with dense or block-sparse attention.",
-        formatter_class=_HelpFormatter,
-    )
+def _parser() -> Parser:
+    parser = Parser("train_pythia.py", "Train a Pythia language model on text, with dense or block-sparse attention.")
     model = parser.add_argument_group("model")
-    _flag(model, "model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
-    _flag(model, "vocab_size", type=int, default=10_000, help="token ids the model and its tokenizer have")
-    _flag(model, "seed", type=int, default=0, help="of the weights, the order of the text and the sample")
+    flag(model, "model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
+    flag(model, "vocab_size", type=int, default=10_000, help="token ids the model and its tokenizer have")
+    flag(model, "seed", type=int, default=0, help="of the weights, the order of the text and the sample")
     sparse = parser.add_argument_group("attention")
-    _flag(sparse, "sparse", action="store_true", help="block-sparse attention instead of dense")
-    _flag(sparse, "pattern", default="local", help=f"blocks that a block sees: {', '.join(PATTERNS)}; never the future")
-    _flag(sparse, "block_size", type=int, default=64, help="edge of a block in positions, a multiple of 16 up to 128")
-    _flag(sparse, "window", type=int, default=2, help="blocks of the local pattern: its own and those before it")
-    _flag(sparse, "compare_dense", action="store_true", help="train both on the same batches and print a table")
+    flag(sparse, "sparse", action="store_true", help="block-sparse attention instead of dense")
+    flag(sparse, "pattern", default="local", help=f"blocks that a block sees: {', '.join(PATTERNS)}; never the future")
+    flag(sparse, "block_size", type=int, default=64, help="edge of a block in positions, a multiple of 16 up to 128")
+    flag(sparse, "window", type=int, default=2, help="blocks of the local pattern: its own and those before it")
+    flag(sparse, "compare_dense", action="store_true", help="train both on the same batches and print a table")
     data = parser.add_argument_group("data")
-    _flag(data, "dataset", default="stdlib", help="stdlib (Python's own source), wikitext-2, or a text file or folder")
-    _flag(data, "max_tokens", type=int, default=None, help="use this much of the training text (default: all)")
-    _flag(data, "tokenizer", default=None, metavar="FILE", help="a tokenizer.json (default: BPE trained on the text)")
+    flag(data, "dataset", default="stdlib", help="stdlib (Python's own source), wikitext-2, or a text file or folder")
+    flag(data, "max_tokens", type=int, default=None, help="use this much of the training text (default: all)")
+    flag(data, "tokenizer", default=None, metavar="FILE", help="a tokenizer.json (default: BPE trained on the text)")
     training = parser.add_argument_group("training")
-    _flag(training, "epochs", type=float, default=None, help="passes over the text, if max_steps is not given")
-    _flag(training, "max_steps", type=int, default=None, help="optimizer steps (default: 150, or what epochs says)")
-    _flag(training, "batch_size", type=int, default=2, help="sequences in a micro-batch")
-    _flag(training, "seq_len", type=int, default=512, help="positions in a sequence")
-    _flag(training, "accumulation_steps", type=int, default=1, help="micro-batches in a step")
-    _flag(
+    flag(training, "epochs", type=float, default=None, help="passes over the text, if max_steps is not given")
+    flag(training, "max_steps", type=int, default=None, help="optimizer steps (default: 150, or what epochs says)")
+    flag(training, "batch_size", type=int, default=2, help="sequences in a micro-batch")
+    flag(training, "seq_len", type=int, default=512, help="positions in a sequence")
+    flag(training, "accumulation_steps", type=int, default=1, help="micro-batches in a step")
+    flag(
         training, "checkpoint_layers", default="0", metavar="N|SIZE",
         help="compute so many layers at a time again in backward instead of keeping their arrays (0: keep all); or as few as keep "
         "the run's peak within SIZE, like 2GiB",
     )  # fmt: skip
-    _flag(training, "precision", default="fp32", help=f"of products: {', '.join(PRECISIONS)}; parameters stay float32")
-    _flag(training, "lr", type=float, default=1e-3, help="peak learning rate (warmup, then cosine to a tenth)")
-    _flag(
+    flag(training, "precision", default="fp32", help=f"of products: {', '.join(PRECISIONS)}; parameters stay float32")
+    flag(training, "lr", type=float, default=1e-3, help="peak learning rate (warmup, then cosine to a tenth)")
+    flag(
         training, "dropout", type=float, default=0.0, metavar="P", help="share of the embedding's and the layers' outputs left out"
     )
-    _flag(training, "eval_only", action="store_true", help="only the loss on held-out text")
+    flag(training, "eval_only", action="store_true", help="only the loss on held-out text")
     where = parser.add_argument_group("machine and files")
-    _flag(where, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
-    _flag(where, "memory_limit", default=None, metavar="BYTES", help="the most that arrays may take: 2GiB, T4 (default: all)")
-    _flag(where, "plan", action="store_true", help="only say what the run takes and where every byte goes; allocates nothing")
-    _flag(where, "checkpoint_dir", default=None, metavar="FOLDER", help="the run's folder (default: runs/MODEL-TIME)")
-    _flag(where, "resume", action="store_true", help="go on from the newest checkpoint in checkpoint_dir, if it has one")
-    _flag(where, "save_every", type=int, default=500, metavar="N", help="steps from one checkpoint to the next (0: only the last)")
-    _flag(where, "keep_last", type=int, default=2, metavar="K", help="checkpoints kept beside the best one")
-    _flag(where, "load_checkpoint", default=None, metavar="FOLDER", help="go on from a run's folder or a checkpoint")
+    flag(where, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
+    flag(where, "memory_limit", default=None, metavar="BYTES", help="the most that arrays may take: 2GiB, T4 (default: all)")
+    flag(where, "plan", action="store_true", help="only say what the run takes and where every byte goes; allocates nothing")
+    flag(where, "checkpoint_dir", default=None, metavar="FOLDER", help="the run's folder (default: runs/MODEL-TIME)")
+    flag(where, "resume", action="store_true", help="go on from the newest checkpoint in checkpoint_dir, if it has one")
+    flag(where, "save_every", type=int, default=500, metavar="N", help="steps from one checkpoint to the next (0: only the last)")
+    flag(where, "keep_last", type=int, default=2, metavar="K", help="checkpoints kept beside the best one")
+    flag(where, "load_checkpoint", default=None, metavar="FOLDER", help="go on from a run's folder or a checkpoint")
     return parser
 
 

@@ -1,0 +1,57 @@
+"""What the command lines of the apps share: how flags are written, what errors say, how a program ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
+
+# What the user can mend. FloatingPointError: numbers that training or generating has driven out of range.
+EXPECTED = (ShapeError, DataError, DeviceError, CheckpointError, IndexError, MemoryError, FloatingPointError)
+
+
+def flag(group, name: str, **kwargs) -> None:
+    """--a_b and --a-b."""
+    names = [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
+    group.add_argument(*names, **kwargs)
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(prog=prog, description=description, formatter_class=HelpFormatter)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Says a default where there is one; the texts of the other flags say what happens without them."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+
+
+def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> int:
+    """Runs ``program``: its own exit code; 2, after one line, for an expected error; 130 for Ctrl-C, after ``interrupted``;
+    1 if nobody reads on.
+    """
+    try:
+        code = program()
+        sys.stdout.flush()  # here, where a reader that has gone is noticed
+        return code
+    except EXPECTED as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        if interrupted:
+            print(f"\n{interrupted}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
+        return 1
