@@ -23,8 +23,9 @@ from typing import Any
 
 from . import dtype as dt
 from . import ops
-from .autograd import NDArray, Op, Tensor, is_grad_enabled, is_rematerializing, set_autocast, write_stamp
+from .autograd import NDArray, Op, Tensor, is_grad_enabled, is_rematerializing, set_autocast
 from .backend_ndarray import BackendDevice, kernels
+from .backend_ndarray.ndarray import write_stamp
 from .errors import CheckpointError, DeviceError, DTypeError, GraphError
 
 __all__ = ["PRECISIONS", "GradScaler", "SkippedStepWarning", "autocast", "get_autocast_dtype", "is_autocast_enabled"]

@@ -1,4 +1,4 @@
-"""Tensors and reverse-mode differentiation.
+"""Tensors, and the ops that make them: the user's side of reverse-mode differentiation.
 
 A ``Tensor`` is the user's handle and owns its array. The graph is made of ``Node`` objects: op, input nodes, and a cell for
 an array that is only a cache. A node keeps its array while some gradient that has declared it will read it has
@@ -13,16 +13,15 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from .backend_ndarray.host_memory import ACTIVATION, GRADIENT
+from .backend_ndarray.host_memory import GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
-from .backend_ndarray.ndarray import write_stamp
-from .backend_selection import Device, NDArray, array_api, default_device
+from .backend_selection import Device, NDArray, array_api
 from .errors import DTypeError, GraphError, ShapeError
+from .graph import Node, Segment, home_of, realize, spec_of
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
 
@@ -99,16 +98,6 @@ def set_autocast(hook: Callable[[Op, Sequence[Any]], Sequence[Any]] | None) -> A
     global _autocast
     before, _autocast = _autocast, hook
     return before
-
-
-class _NoAutocast:
-    """Gradients run in the dtypes that forward recorded, wherever backward is called."""
-
-    def __enter__(self) -> None:
-        self._before = set_autocast(None)
-
-    def __exit__(self, *exc: object) -> None:
-        set_autocast(self._before)
 
 
 def __getattr__(name: str) -> int:
@@ -194,245 +183,6 @@ class TensorTupleOp(Op):
         return TensorTuple.make_from_op(self, args)
 
 
-# --- graph ---
-
-
-class Node:
-    """A value in the graph. A leaf (op None) always holds its array; elsewhere ``array`` is a cache.
-
-    spec: (shape, dtype, device) of the value, known also when the array is gone; a tuple of those for tuple ops.
-    readers: gradients that have not run yet and will read ``array``; at 0 it is not kept.
-    born: tick of the write clock when the node was made, after its inputs.
-    time: tick when the value was computed, 0 before; an input written later must not be used to recompute.
-    live_handle: gives the handle, or None when that has gone.
-    segment: the innermost Segment that all readers are in, which is where ``array`` is dropped and brought back.
-    site: where it was made, for needle.memory; None unless that was asked for.
-    """
-
-    __slots__ = (
-        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "born", "time", "live_handle", "segment", "site",
-        "__weakref__",
-    )  # fmt: skip
-
-    def __init__(self, op: Op | None, inputs: tuple[Node, ...], requires_grad: bool, handle: Value):
-        self.op = op
-        self.inputs = inputs
-        self.array: Any = None
-        self.spec: Any = None
-        self.readers = 0
-        self.requires_grad = requires_grad
-        self.released = False
-        self.born = write_stamp()
-        self.time = 0
-        self.live_handle = weakref.ref(handle)
-        self.segment: Segment | None = None
-        self.site: Any = None
-        handle._node = self
-
-    def peek(self) -> Any:
-        """The array if it is anywhere: in the cache or in a live handle."""
-        if self.array is not None:
-            return self.array
-        handle = self.live_handle()
-        return handle._data if handle is not None else None
-
-    def read_nodes(self) -> Iterable[Node]:
-        """The nodes whose arrays this node's gradient reads, leaves left out since they always have theirs."""
-        op = self.op
-        assert op is not None
-        reads = op.reads_inputs
-        if reads is False and not op.reads_output:
-            return ()
-        if reads is True:
-            chosen: Iterable[Node] = self.inputs
-        elif reads is False:
-            chosen = ()
-        else:
-            chosen = [self.inputs[i] for i in reads]
-        found = [n for n in chosen if n.op is not None]
-        if op.reads_output:
-            found.append(self)
-        return found
-
-    def keep(self) -> None:
-        """Announces this node's gradient as a reader (again, if it has run before)."""
-        self.released = False
-        for n in self.read_nodes():
-            n.readers += 1
-
-    def release(self) -> None:
-        """This node's gradient has run: what no other gradient will read is dropped."""
-        if self.released:
-            return
-        self.released = True
-        for n in self.read_nodes():
-            n.readers -= 1
-            if n.readers == 0:
-                n.array = None
-
-
-class Segment:
-    """A part of the graph whose arrays are dropped after forward and brought back together by backward.
-
-    parent: the segment that this one is in. boundary: nodes from outside that an op in here takes, each with one reader more, which
-    is this segment. armed: those readers are counted. active: its forward is running. open: its arrays are back.
-    Nothing here points at the segment's own nodes, so there is no cycle.
-    """
-
-    __slots__ = ("parent", "boundary", "armed", "active", "open")
-
-    def __init__(self, parent: Segment | None):
-        self.parent = parent
-        self.boundary: dict[Node, None] = {}
-        self.armed = self.active = True
-        self.open = False
-
-    def take(self, node: Node) -> None:
-        """Makes ``node`` of this segment and announces what it needs from outside."""
-        node.segment = self
-        for n in node.inputs:
-            if n.op is None:
-                continue
-            home = _home(n)
-            inner: Segment | None = self
-            while inner is not None and inner is not home:
-                if n not in inner.boundary:
-                    inner.boundary[n] = None
-                    n.readers += 1
-                inner = inner.parent
-
-    def arm(self) -> None:
-        if not self.armed:
-            self.armed = True
-            for n in self.boundary:
-                n.readers += 1
-
-    def disarm(self) -> None:
-        """What came in from outside is not needed by this segment any more."""
-        if self.armed:
-            self.armed = False
-            for n in self.boundary:
-                n.readers -= 1
-                if n.readers == 0:
-                    n.array = None
-
-
-def _home(node: Node) -> Segment | None:
-    """The segment of a node that is read from here: it leaves those whose forward is over."""
-    segment = node.segment
-    while segment is not None and not segment.active:
-        segment = segment.parent
-    node.segment = segment
-    return segment
-
-
-def realize(node: Node) -> Any:
-    """The node's array (a tuple of arrays for tuple ops): the cached one, or recomputed from the nearest values there are.
-
-    raises: GraphError if an input was changed in place after the value was first computed.
-    """
-    found = node.peek()
-    return found if found is not None else _bring_back([node])[0]
-
-
-def _bring_back(wanted: Sequence[Node]) -> list[Any]:
-    """The arrays of nodes that have none, recomputed from the nearest values there are: each op once, and what no reader
-    waits for dropped after its last use here.
-
-    raises: GraphError if an input was changed in place after a value was first computed from it.
-    """
-    order: list[Node] = []
-    uses: dict[Node, int] = {}  # by the ops computed here, and one for being wanted
-    for target in wanted:
-        uses[target] = uses.get(target, 0) + 1
-        stack = [(target, iter(target.inputs))] if uses[target] == 1 else []
-        while stack:
-            node, inputs = stack[-1]
-            for n in inputs:
-                if n in uses:
-                    uses[n] += 1
-                elif n.peek() is None:
-                    uses[n] = 1
-                    stack.append((n, iter(n.inputs)))
-                    break
-            else:
-                order.append(node)
-                stack.pop()
-    asked = set(wanted)
-    fresh: dict[Node, Any] = {}
-    for node in order:
-        arrays = [fresh[n] if n in fresh else n.peek() for n in node.inputs]
-        for n in node.inputs:
-            if n in fresh:
-                uses[n] -= 1
-                if not uses[n]:
-                    del fresh[n]
-        if node.time:
-            _check_unchanged(node, arrays)
-        value = fresh[node] = _recompute(node, arrays)
-        if node.time:
-            _date_back(value, node.time)
-        else:
-            node.time, node.spec = write_stamp(), _spec_of(value)
-        if node.readers and (node.segment is None or node.segment.open) and (node in asked or not node.op.recomputes_output):  # type: ignore[union-attr]
-            node.array = value
-    return [fresh[n] for n in wanted]
-
-
-def _date_back(value: Any, time: int) -> None:
-    """Gives a recomputed value the age of the first one: an op that writes into its own result must not make it look changed."""
-    for part in value if isinstance(value, tuple) else (value,):
-        if part.last_write > time:
-            part.last_write = time
-
-
-def _restore(nodes: Iterable[Node]) -> None:
-    """Brings back what readers wait for."""
-    missing = []
-    for n in nodes:
-        if n.array is None and n.readers and n.op is not None and not n.op.recomputes_output:
-            n.array = n.peek()
-            if n.array is None:
-                missing.append(n)
-    _bring_back(missing)
-
-
-def _recompute(node: Node, arrays: Sequence[Any]) -> Any:
-    """The op on ``arrays``, as an activation also in the middle of backward, where all else is gradients."""
-    device = _first_part(arrays[0])._device if arrays else default_device()
-    before = device.set_current_category(ACTIVATION)
-    try:
-        return node.op.compute(*arrays)  # type: ignore[union-attr]
-    finally:
-        device.set_current_category(before)
-
-
-def _first_part(value: Any) -> Any:
-    return value[0] if isinstance(value, tuple) else value
-
-
-def _spec_of(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple([(part._shape, part._dtype, part._device) for part in value])
-    return (value._shape, value._dtype, value._device)
-
-
-def _constant(spec: Any, fill: float) -> Tensor:
-    shape, dtype, device = spec
-    return Tensor.make_const(array_api.full(shape, fill, dtype=dtype, device=device))
-
-
-def _check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
-    for index, array in enumerate(arrays):
-        for part in array if isinstance(array, tuple) else (array,):
-            if part.last_write > node.time:
-                raise GraphError(
-                    f"[recompute] input {index} of {node.op and node.op.name}, shape {part.shape}, was changed in place "
-                    "after it was used, and a value computed from it is needed again (call backward before changing it, or "
-                    "keep the graph with retain_graph=True)"
-                )
-
-
 # --- values ---
 
 
@@ -499,7 +249,7 @@ class Value:
     def input_shapes(self) -> list[tuple[int, ...]]:
         """The inputs' shapes, without a handle on each: what most gradients need of them."""
         assert self._node is not None
-        return [n.array._shape if n.op is None else (n.spec or _spec_of(realize(n)))[0] for n in self._node.inputs]
+        return [n.array._shape if n.op is None else (n.spec or spec_of(realize(n)))[0] for n in self._node.inputs]
 
     @property
     def num_outputs(self) -> int:
@@ -572,7 +322,7 @@ class Value:
                     _segment.take(node)
                 else:
                     for n in node.inputs:
-                        _home(n)
+                        home_of(n)
                 node.keep()
             return value
         arrays = []
@@ -586,7 +336,7 @@ class Value:
                 in_nodes.append(x._node or x._as_node())
             node = Node(op, tuple(in_nodes), True, value)
             node.time = node.born
-            node.spec = _spec_of(out) if isinstance(out, tuple) else (out._shape, out._dtype, out._device)
+            node.spec = spec_of(out) if isinstance(out, tuple) else (out._shape, out._dtype, out._device)
             if _segment is not None:
                 _segment.take(node)
                 for n, array in zip(in_nodes, arrays):
@@ -598,7 +348,7 @@ class Value:
                     n = in_nodes[i]
                     if n.op is not None:
                         n.readers += 1
-                        if n.segment is not None and _home(n) is not None:
+                        if n.segment is not None and home_of(n) is not None:
                             continue  # an interior of a segment: brought back when backward comes there
                         if not n.op.recomputes_output:
                             n.array = arrays[i]
@@ -644,27 +394,6 @@ class TensorTuple(Value):
 
     def detach(self) -> TensorTuple:
         return TensorTuple.make_const(self.realize_cached_data())
-
-
-class _GradientSource:
-    """Where a gradient came from, so that its own history can be made when somebody asks for it."""
-
-    __slots__ = ("root", "leaf", "out_grad", "in_place")
-
-    def __init__(self, root: Node, leaf: Node, out_grad: Tensor | None, in_place: bool):
-        self.root = weakref.ref(root)
-        self.leaf = leaf
-        self.out_grad = out_grad
-        self.in_place = in_place  # the array is the gradient's alone
-
-    def rebuild(self) -> Tensor:
-        root = self.root()
-        if root is None:
-            raise GraphError(
-                "[backward] the tensor whose gradient this is has been freed, so the gradient has no history (keep that tensor, "
-                "or call its backward with create_graph=True)"
-            )
-        return _run_backward(root, self.out_grad, retain_graph=False, create_graph=True)[self.leaf]
 
 
 class Tensor(Value):
@@ -719,7 +448,7 @@ class Tensor(Value):
         data = self._data
         if data is not None:
             return data._shape, data._dtype, data._device
-        return (self._node and self._node.spec) or _spec_of(self.realize_cached_data())
+        return (self._node and self._node.spec) or spec_of(self.realize_cached_data())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -824,31 +553,9 @@ class Tensor(Value):
         device = self.device
         before = device.set_current_category(GRADIENT)
         try:
-            self._set_gradients(out_grad, retain_graph, accumulate, create_graph)
+            set_gradients(self, out_grad, retain_graph, accumulate, create_graph)
         finally:
             device.set_current_category(before)
-
-    def _set_gradients(self, out_grad: Tensor | None, retain_graph: bool, accumulate: bool, create_graph: bool) -> None:
-        root = self._as_node()
-        found = _run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate)
-        # Memory that a leaf has been given already; 0 is borrowed memory, which has no number of its own.
-        given = {0} if out_grad is None else {0, out_grad.realize_cached_data().serial}
-        for leaf, grad in found.items():
-            handle = leaf.live_handle()
-            if not isinstance(handle, Tensor) or grad is handle._grad:  # the sum has been made there
-                continue
-            if accumulate and handle._grad is not None:
-                grad = _accumulated(handle._grad, grad, create_graph)
-            elif not create_graph:
-                array = grad.realize_cached_data()
-                # One array may be the gradient of two leaves (a + b); each leaf gets its own.
-                own = isinstance(grad._source, _Summed)
-                if array.serial in given:
-                    array, own = array.copy(), True
-                given.add(array.serial)
-                grad = Tensor.make_const(array)
-                grad._source = _GradientSource(root, leaf, out_grad, own)
-            handle._grad = grad
 
     # --- operators --------------------------------------------------------------------------------------------
 
@@ -951,258 +658,6 @@ def from_dlpack(x: Any) -> Tensor:
     return Tensor.make_const(_array_from_dlpack(x))
 
 
-# --- backward ---
-
-
-def _differentiable_order(root: Node, stop: frozenset[Node] = frozenset()) -> list[Node]:
-    """The nodes under ``root`` that require a gradient, inputs before what is made of them: in the order they were born."""
-    found = [root]
-    seen = {root}
-    for node in found:  # which grows
-        if node not in stop:
-            for n in node.inputs:
-                if n.requires_grad and n not in seen:
-                    seen.add(n)
-                    found.append(n)
-    found.sort(key=attrgetter("born"))
-    return found
-
-
-class _Owned:
-    """A gradient whose array nothing else holds, so that it may be added to in place."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
-
-
-def _add_gradient(grads: dict, key: Any, grad: Tensor, create_graph: bool, new: bool = False) -> None:
-    """new: nothing else holds the array of ``grad``."""
-    have = grads.get(key)
-    if create_graph:
-        grads[key] = grad if have is None else have + grad
-    elif have is None:
-        grads[key] = _Owned(grad) if new and grad.realize_cached_data().is_compact() else grad
-    elif isinstance(have, _Owned):
-        have.tensor.realize_cached_data().add_in_place(grad.realize_cached_data())
-    else:
-        grads[key] = _Owned(_sum(have, grad, new))
-
-
-def _sum(have: Tensor, grad: Tensor, own: bool) -> Tensor:
-    """have + grad, in the array of ``grad`` if that is its ``own``."""
-    a, b = have.realize_cached_data(), grad.realize_cached_data()
-    if own and b.is_compact() and a.dtype == b.dtype and a.shape == b.shape:
-        b.add_in_place(a)
-        return grad
-    return Tensor.make_const(a + b)
-
-
-def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
-    """have + grad. A sum made here belongs to ``.grad`` alone, so the next one is added to it in place."""
-    if create_graph:
-        return have + grad
-    total = _sum(have, grad, isinstance(grad._source, _Summed))
-    total._source = _Summed()
-    return total
-
-
-def _sums_so_far(leaves: Iterable[Node]) -> dict[Node, _Owned]:
-    """The leaves' gradients that what comes next may be added to in place: no graph and nothing but ``.grad`` holds them."""
-    found = {}
-    for leaf in leaves:
-        handle = leaf.live_handle()
-        have = handle._grad if isinstance(handle, Tensor) else None
-        if have is not None and have._node is None and getattr(have._source, "in_place", False):
-            have._source = _Summed()
-            found[leaf] = _Owned(have)
-    return found
-
-
-ALL_ONES = object()  # as a Tensor's _source: the gradient that backward starts from, known to be 1 without reading it
-
-
-class _Summed:
-    """Marks a gradient whose array is its own: one summed over several backward calls has no one root to be rebuilt from."""
-
-    __slots__ = ()
-    in_place = True
-
-    def rebuild(self) -> Tensor:
-        raise GraphError("[backward] an accumulated gradient has no history (use create_graph=True)")
-
-
-def _run_backward(
-    root: Node,
-    out_grad: Tensor | None,
-    retain_graph: bool,
-    create_graph: bool,
-    stop: frozenset[Node] = frozenset(),
-    accumulate: bool = False,
-) -> dict[Node, Tensor]:
-    """Gradients of the leaves (and of ``stop`` nodes) under ``root``. Sets ``.grad`` where retain_grad() asked for it.
-
-    accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then.
-    """
-    order = _differentiable_order(root, stop)
-    segments: dict[Segment, list[Node]] = {}
-    incomplete = root.peek() is None
-    for node in order:
-        if node.op is None or node in stop:
-            continue
-        if node.released:
-            node.keep()
-            incomplete = True
-        if node.segment is not None:
-            segments.setdefault(node.segment, []).append(node)
-            outer = node.segment.parent
-            while outer is not None:
-                segments.setdefault(outer, [])
-                outer = outer.parent
-    if incomplete:  # a second call, or lazy mode: all in one pass, not op by op
-        for segment in segments:
-            segment.arm()
-        _restore(n for n in order if n.segment is None and n not in stop)
-    closing: dict[Node, tuple[Segment, list[Node]]] = {}
-    keeps = retain_graph or create_graph
-    with enable_grad() if create_graph else no_grad(), _NoAutocast():
-        if out_grad is None:
-            seed = _constant(root.spec or _spec_of(realize(root)), 1)
-            seed._source = ALL_ONES
-        else:
-            seed = out_grad if create_graph else out_grad.detach()
-        grads: dict[Any, Any] = {root: seed}
-        if accumulate and not create_graph:
-            grads.update(_sums_so_far(n for n in order if n.op is None and n is not root))
-        found: dict[Node, Tensor] = {}
-        while order:
-            node = order.pop()
-            op = node.op
-            if isinstance(op, TensorTupleOp):
-                grad = _tuple_gradient(grads, node)
-            else:
-                grad = grads.pop(node, None)
-                own = isinstance(grad, _Owned)
-                if own:
-                    grad = grad.tensor
-                if grad is not None:
-                    grad = _narrowed(grad, node.spec[1] if node.spec else getattr(node.peek(), "_dtype", ""))
-            if op is None or node in stop:
-                if grad is not None:
-                    found[node] = grad
-                    if own:
-                        grad._source = _Summed()
-                continue
-            if grad is not None:
-                handle = node.live_handle()
-                if isinstance(handle, Tensor) and handle._retains_grad:
-                    handle._grad = grad
-                if segments:
-                    for n in node.read_nodes():
-                        if n.segment in segments:
-                            _open_segment(n.segment, segments, closing, disarm=not keeps)
-                _push_gradients(node, handle, grad, grads, keeps, create_graph)
-            if not keeps and (op.reads_inputs or op.reads_output):
-                node.release()
-            if node in closing:
-                _close_segment(*closing.pop(node))
-        if not keeps:
-            for segment in segments:  # whose arrays nobody read
-                segment.disarm()
-    return found
-
-
-def _open_segment(segment: Segment, waiting: dict[Segment, list[Node]], closing: dict, disarm: bool) -> None:
-    """Brings back the arrays of a segment, after those of the segments around it."""
-    if segment.parent in waiting:
-        _open_segment(segment.parent, waiting, closing, disarm)
-    nodes = waiting.pop(segment)
-    if nodes:
-        segment.open = True
-        _restore(nodes)
-        closing[nodes[0]] = (segment, nodes)  # the last of them that backward comes to
-    if disarm:
-        segment.disarm()
-
-
-def _close_segment(segment: Segment, nodes: list[Node]) -> None:
-    segment.open = False
-    for n in nodes:
-        if n.segment is segment:
-            n.array = None
-
-
-def _push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, keeps: bool, create_graph: bool) -> None:
-    """Adds this node's contribution to the gradients of its inputs."""
-    op = node.op
-    assert op is not None
-    inputs = node.inputs
-    if op.selected_item is not None:
-        _add_gradient(grads, (inputs[0], op.selected_item), grad, create_graph)
-        return
-    new = op.makes_gradients
-    parts: Sequence[Any]
-    if create_graph and op.reference is not None:
-        parts = _reference_gradients(node, grad)
-    elif op.consuming_gradient is not None and not keeps and handle is None and node.readers == 1 and node.array is not None:
-        output, node.array = node.array, None
-        parts, new = op.consuming_gradient(grad, output), True
-    else:
-        value = Value._passing(node) if handle is None else handle
-        if op.accumulate_gradient is not None and not create_graph:
-            sums = [have.tensor._data if isinstance(have, _Owned) else None for have in map(grads.get, inputs)]
-            parts = op.accumulate_gradient(grad, value, sums)
-        else:
-            parts = op.gradient_as_tuple(grad, value)
-    if len(parts) != len(inputs):
-        raise GraphError(f"[backward] {op.name}.gradient gave {len(parts)} gradients for {len(inputs)} inputs")
-    for n, part in zip(inputs, parts):
-        if part is None or not n.requires_grad:
-            continue
-        if isinstance(n.op, TensorTupleOp):
-            for i, item in enumerate(part):
-                if item is not None:
-                    _add_gradient(grads, (n, i), item, create_graph)
-        elif new or n in grads:
-            _add_gradient(grads, n, part, create_graph, new)
-        else:
-            grads[n] = part
-
-
-def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
-    """Gradients, with a graph, of a fused op's reference composition. A tuple op's reference is its first output."""
-    inputs = [Value._of(n) for n in node.inputs]
-    value = node.op.reference(*inputs)  # type: ignore[union-attr, misc]
-    if isinstance(grad, (tuple, list)):
-        grad = grad[0]
-    found = _run_backward(value._as_node(), grad, True, True, stop=frozenset(node.inputs))
-    return [found.get(n) for n in node.inputs]
-
-
-def _narrowed(grad: Tensor, dtype: str) -> Tensor:
-    """The gradient of a 16-bit value has 16 bits, also where that value met a wider one."""
-    return ops.astype(grad, dtype) if dtype in ("float16", "bfloat16") and grad.dtype != dtype else grad
-
-
-def _tuple_gradient(grads: dict, node: Node) -> Any:
-    """The gradient of a tuple-valued node out of its items': a TensorTuple, or a list with None where the op takes that."""
-    whole = grads.pop(node, None)
-    if whole is not None:  # backward was called on the tuple's own seed
-        return whole
-    specs = node.spec or _spec_of(realize(node))
-    items = []
-    for i in range(len(specs)):
-        item = grads.pop((node, i), None)
-        item = item.tensor if isinstance(item, _Owned) else item
-        items.append(None if item is None else _narrowed(item, specs[i][1]))
-    if all(item is None for item in items):
-        return None
-    if node.op.accepts_missing_grads:  # type: ignore[union-attr]
-        return items
-    return ops.make_tuple(*[_constant(spec, 0) if item is None else item for item, spec in zip(items, specs)])
-
-
 # --- the course's functions ---
 
 
@@ -1247,3 +702,4 @@ def sum_node_list(node_list: Sequence[Tensor]) -> Tensor:
 
 
 from . import ops
+from .backward import set_gradients

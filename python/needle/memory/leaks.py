@@ -12,10 +12,10 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from .. import autograd
-from ..autograd import Node, Value
+from ..autograd import Value
 from ..backend_ndarray.ndarray import write_stamp
 from ..backend_selection import NDArray
+from ..graph import Node, differentiable_order
 from . import sites
 from .units import readable
 
@@ -127,7 +127,7 @@ def _old_nodes(handle: Value, before: int | None) -> set[Node]:
     node = handle._node
     if node is None or node.op is None:
         return set()
-    return {n for n in autograd._differentiable_order(node) if n.op is not None and (before is None or n.time <= before)}
+    return {n for n in differentiable_order(node) if n.op is not None and (before is None or n.time <= before)}
 
 
 def _bytes(values: list[Any]) -> int:

@@ -16,11 +16,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple
 
-from .. import autograd
-from ..autograd import Node, Tensor
+from .. import autograd, backward, graph
 from ..backend_ndarray import device as device_module
 from ..backend_ndarray.device import BackendDevice, all_devices, meta
 from ..errors import OutOfMemoryError
+from ..graph import Node
 from ..nn.nn_basic import Module, Parameter
 from ..optim import SGD, Adam, AdamW
 
@@ -140,9 +140,9 @@ _TELLING: dict[int, Callable[[FrameType, dict[str, Any]], None]] = {
     id(function.__code__): tell
     for function, tell in (
         (autograd.Value.make_from_op, _from_make),
-        (autograd._push_gradients, _from_gradient),
-        (autograd._recompute, _from_recompute),
-        (Tensor._set_gradients, _from_backward),
+        (backward.push_gradients, _from_gradient),
+        (graph.recompute, _from_recompute),
+        (backward.set_gradients, _from_backward),
         (Module.__call__, _from_module),
         *((f, _from_optimizer) for f in (SGD.step, Adam.step, AdamW.step, AdamW._make_states)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..autograd import NDArray, Node, Tensor, TensorOp, is_grad_enabled
+from ..autograd import NDArray, Tensor, TensorOp, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full
 from ..errors import ShapeError

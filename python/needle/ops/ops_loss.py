@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from ..autograd import ALL_ONES, Tensor, TensorTupleOp
+from ..autograd import Tensor, TensorTupleOp
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full
+from ..backward import ALL_ONES
 from ..errors import ShapeError
 from .ops_logarithmic import logsoftmax
 from .ops_mathematic import matmul, summation

@@ -1,0 +1,308 @@
+"""Backward: gradients pushed from a root down to the leaves, arrays let go as their last reader has run."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from . import ops
+from .autograd import Tensor, TensorTupleOp, Value, enable_grad, no_grad, set_autocast
+from .backend_selection import array_api
+from .errors import GraphError
+from .graph import Node, Segment, differentiable_order, realize, restore, spec_of
+
+
+class _NoAutocast:
+    """Gradients run in the dtypes that forward recorded, wherever backward is called."""
+
+    def __enter__(self) -> None:
+        self._before = set_autocast(None)
+
+    def __exit__(self, *exc: object) -> None:
+        set_autocast(self._before)
+
+
+def set_gradients(tensor: Tensor, out_grad: Tensor | None, retain_graph: bool, accumulate: bool, create_graph: bool) -> None:
+    """Sets or adds to ``.grad`` of the leaves under ``tensor``: what ``Tensor.backward`` does."""
+    root = tensor._as_node()
+    found = run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate)
+    # Memory that a leaf has been given already; 0 is borrowed memory, which has no number of its own.
+    given = {0} if out_grad is None else {0, out_grad.realize_cached_data().serial}
+    for leaf, grad in found.items():
+        handle = leaf.live_handle()
+        if not isinstance(handle, Tensor) or grad is handle._grad:  # the sum has been made there
+            continue
+        if accumulate and handle._grad is not None:
+            grad = _accumulated(handle._grad, grad, create_graph)
+        elif not create_graph:
+            array = grad.realize_cached_data()
+            # One array may be the gradient of two leaves (a + b); each leaf gets its own.
+            own = isinstance(grad._source, _Summed)
+            if array.serial in given:
+                array, own = array.copy(), True
+            given.add(array.serial)
+            grad = Tensor.make_const(array)
+            grad._source = _GradientSource(root, leaf, out_grad, own)
+        handle._grad = grad
+
+
+class _GradientSource:
+    """Where a gradient came from, so that its own history can be made when somebody asks for it."""
+
+    __slots__ = ("root", "leaf", "out_grad", "in_place")
+
+    def __init__(self, root: Node, leaf: Node, out_grad: Tensor | None, in_place: bool):
+        self.root = weakref.ref(root)
+        self.leaf = leaf
+        self.out_grad = out_grad
+        self.in_place = in_place  # the array is the gradient's alone
+
+    def rebuild(self) -> Tensor:
+        root = self.root()
+        if root is None:
+            raise GraphError(
+                "[backward] the tensor whose gradient this is has been freed, so the gradient has no history (keep that tensor, "
+                "or call its backward with create_graph=True)"
+            )
+        return run_backward(root, self.out_grad, retain_graph=False, create_graph=True)[self.leaf]
+
+
+class _Owned:
+    """A gradient whose array nothing else holds, so that it may be added to in place."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+def _add_gradient(grads: dict, key: Any, grad: Tensor, create_graph: bool, new: bool = False) -> None:
+    """new: nothing else holds the array of ``grad``."""
+    have = grads.get(key)
+    if create_graph:
+        grads[key] = grad if have is None else have + grad
+    elif have is None:
+        grads[key] = _Owned(grad) if new and grad.realize_cached_data().is_compact() else grad
+    elif isinstance(have, _Owned):
+        have.tensor.realize_cached_data().add_in_place(grad.realize_cached_data())
+    else:
+        grads[key] = _Owned(_sum(have, grad, new))
+
+
+def _sum(have: Tensor, grad: Tensor, own: bool) -> Tensor:
+    """have + grad, in the array of ``grad`` if that is its ``own``."""
+    a, b = have.realize_cached_data(), grad.realize_cached_data()
+    if own and b.is_compact() and a.dtype == b.dtype and a.shape == b.shape:
+        b.add_in_place(a)
+        return grad
+    return Tensor.make_const(a + b)
+
+
+def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
+    """have + grad. A sum made here belongs to ``.grad`` alone, so the next one is added to it in place."""
+    if create_graph:
+        return have + grad
+    total = _sum(have, grad, isinstance(grad._source, _Summed))
+    total._source = _Summed()
+    return total
+
+
+def _sums_so_far(leaves: Iterable[Node]) -> dict[Node, _Owned]:
+    """The leaves' gradients that what comes next may be added to in place: no graph and nothing but ``.grad`` holds them."""
+    found = {}
+    for leaf in leaves:
+        handle = leaf.live_handle()
+        have = handle._grad if isinstance(handle, Tensor) else None
+        if have is not None and have._node is None and getattr(have._source, "in_place", False):
+            have._source = _Summed()
+            found[leaf] = _Owned(have)
+    return found
+
+
+ALL_ONES = object()  # as a Tensor's _source: the gradient that backward starts from, known to be 1 without reading it
+
+
+class _Summed:
+    """Marks a gradient whose array is its own: one summed over several backward calls has no one root to be rebuilt from."""
+
+    __slots__ = ()
+    in_place = True
+
+    def rebuild(self) -> Tensor:
+        raise GraphError("[backward] an accumulated gradient has no history (use create_graph=True)")
+
+
+def run_backward(
+    root: Node,
+    out_grad: Tensor | None,
+    retain_graph: bool,
+    create_graph: bool,
+    stop: frozenset[Node] = frozenset(),
+    accumulate: bool = False,
+) -> dict[Node, Tensor]:
+    """Gradients of the leaves (and of ``stop`` nodes) under ``root``. Sets ``.grad`` where retain_grad() asked for it.
+
+    accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then.
+    """
+    order = differentiable_order(root, stop)
+    segments: dict[Segment, list[Node]] = {}
+    incomplete = root.peek() is None
+    for node in order:
+        if node.op is None or node in stop:
+            continue
+        if node.released:
+            node.keep()
+            incomplete = True
+        if node.segment is not None:
+            segments.setdefault(node.segment, []).append(node)
+            outer = node.segment.parent
+            while outer is not None:
+                segments.setdefault(outer, [])
+                outer = outer.parent
+    if incomplete:  # a second call, or lazy mode: all in one pass, not op by op
+        for segment in segments:
+            segment.arm()
+        restore(n for n in order if n.segment is None and n not in stop)
+    closing: dict[Node, tuple[Segment, list[Node]]] = {}
+    keeps = retain_graph or create_graph
+    with enable_grad() if create_graph else no_grad(), _NoAutocast():
+        if out_grad is None:
+            seed = _constant(root.spec or spec_of(realize(root)), 1)
+            seed._source = ALL_ONES
+        else:
+            seed = out_grad if create_graph else out_grad.detach()
+        grads: dict[Any, Any] = {root: seed}
+        if accumulate and not create_graph:
+            grads.update(_sums_so_far(n for n in order if n.op is None and n is not root))
+        found: dict[Node, Tensor] = {}
+        while order:
+            node = order.pop()
+            op = node.op
+            if isinstance(op, TensorTupleOp):
+                grad = _tuple_gradient(grads, node)
+            else:
+                grad = grads.pop(node, None)
+                own = isinstance(grad, _Owned)
+                if own:
+                    grad = grad.tensor
+                if grad is not None:
+                    grad = _narrowed(grad, node.spec[1] if node.spec else getattr(node.peek(), "_dtype", ""))
+            if op is None or node in stop:
+                if grad is not None:
+                    found[node] = grad
+                    if own:
+                        grad._source = _Summed()
+                continue
+            if grad is not None:
+                handle = node.live_handle()
+                if isinstance(handle, Tensor) and handle._retains_grad:
+                    handle._grad = grad
+                if segments:
+                    for n in node.read_nodes():
+                        if n.segment in segments:
+                            _open_segment(n.segment, segments, closing, disarm=not keeps)
+                push_gradients(node, handle, grad, grads, keeps, create_graph)
+            if not keeps and (op.reads_inputs or op.reads_output):
+                node.release()
+            if node in closing:
+                _close_segment(*closing.pop(node))
+        if not keeps:
+            for segment in segments:  # whose arrays nobody read
+                segment.disarm()
+    return found
+
+
+def _open_segment(segment: Segment, waiting: dict[Segment, list[Node]], closing: dict, disarm: bool) -> None:
+    """Brings back the arrays of a segment, after those of the segments around it."""
+    if segment.parent in waiting:
+        _open_segment(segment.parent, waiting, closing, disarm)
+    nodes = waiting.pop(segment)
+    if nodes:
+        segment.open = True
+        restore(nodes)
+        closing[nodes[0]] = (segment, nodes)  # the last of them that backward comes to
+    if disarm:
+        segment.disarm()
+
+
+def _close_segment(segment: Segment, nodes: list[Node]) -> None:
+    segment.open = False
+    for n in nodes:
+        if n.segment is segment:
+            n.array = None
+
+
+def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, keeps: bool, create_graph: bool) -> None:
+    """Adds this node's contribution to the gradients of its inputs."""
+    op = node.op
+    assert op is not None
+    inputs = node.inputs
+    if op.selected_item is not None:
+        _add_gradient(grads, (inputs[0], op.selected_item), grad, create_graph)
+        return
+    new = op.makes_gradients
+    parts: Sequence[Any]
+    if create_graph and op.reference is not None:
+        parts = _reference_gradients(node, grad)
+    elif op.consuming_gradient is not None and not keeps and handle is None and node.readers == 1 and node.array is not None:
+        output, node.array = node.array, None
+        parts, new = op.consuming_gradient(grad, output), True
+    else:
+        value = Value._passing(node) if handle is None else handle
+        if op.accumulate_gradient is not None and not create_graph:
+            sums = [have.tensor._data if isinstance(have, _Owned) else None for have in map(grads.get, inputs)]
+            parts = op.accumulate_gradient(grad, value, sums)
+        else:
+            parts = op.gradient_as_tuple(grad, value)
+    if len(parts) != len(inputs):
+        raise GraphError(f"[backward] {op.name}.gradient gave {len(parts)} gradients for {len(inputs)} inputs")
+    for n, part in zip(inputs, parts):
+        if part is None or not n.requires_grad:
+            continue
+        if isinstance(n.op, TensorTupleOp):
+            for i, item in enumerate(part):
+                if item is not None:
+                    _add_gradient(grads, (n, i), item, create_graph)
+        elif new or n in grads:
+            _add_gradient(grads, n, part, create_graph, new)
+        else:
+            grads[n] = part
+
+
+def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
+    """Gradients, with a graph, of a fused op's reference composition. A tuple op's reference is its first output."""
+    inputs = [Value._of(n) for n in node.inputs]
+    value = node.op.reference(*inputs)  # type: ignore[union-attr, misc]
+    if isinstance(grad, (tuple, list)):
+        grad = grad[0]
+    found = run_backward(value._as_node(), grad, True, True, stop=frozenset(node.inputs))
+    return [found.get(n) for n in node.inputs]
+
+
+def _narrowed(grad: Tensor, dtype: str) -> Tensor:
+    """The gradient of a 16-bit value has 16 bits, also where that value met a wider one."""
+    return ops.astype(grad, dtype) if dtype in ("float16", "bfloat16") and grad.dtype != dtype else grad
+
+
+def _tuple_gradient(grads: dict, node: Node) -> Any:
+    """The gradient of a tuple-valued node out of its items': a TensorTuple, or a list with None where the op takes that."""
+    whole = grads.pop(node, None)
+    if whole is not None:  # backward was called on the tuple's own seed
+        return whole
+    specs = node.spec or spec_of(realize(node))
+    items = []
+    for i in range(len(specs)):
+        item = grads.pop((node, i), None)
+        item = item.tensor if isinstance(item, _Owned) else item
+        items.append(None if item is None else _narrowed(item, specs[i][1]))
+    if all(item is None for item in items):
+        return None
+    if node.op.accepts_missing_grads:  # type: ignore[union-attr]
+        return items
+    return ops.make_tuple(*[_constant(spec, 0) if item is None else item for item, spec in zip(items, specs)])
+
+
+def _constant(spec: Any, fill: float) -> Tensor:
+    shape, dtype, device = spec
+    return Tensor.make_const(array_api.full(shape, fill, dtype=dtype, device=device))

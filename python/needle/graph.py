@@ -1,0 +1,261 @@
+"""The graph that backward runs over: nodes, whose arrays are caches, and the segments that drop and bring back theirs together."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from .backend_ndarray.host_memory import ACTIVATION
+from .backend_ndarray.ndarray import write_stamp
+from .backend_selection import default_device
+from .errors import GraphError
+
+if TYPE_CHECKING:
+    from .autograd import Op, Value
+
+
+class Node:
+    """A value in the graph. A leaf (op None) always holds its array; elsewhere ``array`` is a cache.
+
+    spec: (shape, dtype, device) of the value, known also when the array is gone; a tuple of those for tuple ops.
+    readers: gradients that have not run yet and will read ``array``; at 0 it is not kept.
+    born: tick of the write clock when the node was made, after its inputs.
+    time: tick when the value was computed, 0 before; an input written later must not be used to recompute.
+    live_handle: gives the handle, or None when that has gone.
+    segment: the innermost Segment that all readers are in, which is where ``array`` is dropped and brought back.
+    site: where it was made, for needle.memory; None unless that was asked for.
+    """
+
+    __slots__ = (
+        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "born", "time", "live_handle", "segment", "site",
+        "__weakref__",
+    )  # fmt: skip
+
+    def __init__(self, op: Op | None, inputs: tuple[Node, ...], requires_grad: bool, handle: Value):
+        self.op = op
+        self.inputs = inputs
+        self.array: Any = None
+        self.spec: Any = None
+        self.readers = 0
+        self.requires_grad = requires_grad
+        self.released = False
+        self.born = write_stamp()
+        self.time = 0
+        self.live_handle = weakref.ref(handle)
+        self.segment: Segment | None = None
+        self.site: Any = None
+        handle._node = self
+
+    def peek(self) -> Any:
+        """The array if it is anywhere: in the cache or in a live handle."""
+        if self.array is not None:
+            return self.array
+        handle = self.live_handle()
+        return handle._data if handle is not None else None
+
+    def read_nodes(self) -> Iterable[Node]:
+        """The nodes whose arrays this node's gradient reads, leaves left out since they always have theirs."""
+        op = self.op
+        assert op is not None
+        reads = op.reads_inputs
+        if reads is False and not op.reads_output:
+            return ()
+        if reads is True:
+            chosen: Iterable[Node] = self.inputs
+        elif reads is False:
+            chosen = ()
+        else:
+            chosen = [self.inputs[i] for i in reads]
+        found = [n for n in chosen if n.op is not None]
+        if op.reads_output:
+            found.append(self)
+        return found
+
+    def keep(self) -> None:
+        """Announces this node's gradient as a reader (again, if it has run before)."""
+        self.released = False
+        for n in self.read_nodes():
+            n.readers += 1
+
+    def release(self) -> None:
+        """This node's gradient has run: what no other gradient will read is dropped."""
+        if self.released:
+            return
+        self.released = True
+        for n in self.read_nodes():
+            n.readers -= 1
+            if n.readers == 0:
+                n.array = None
+
+
+class Segment:
+    """A part of the graph whose arrays are dropped after forward and brought back together by backward.
+
+    parent: the segment that this one is in. boundary: nodes from outside that an op in here takes, each with one reader more, which
+    is this segment. armed: those readers are counted. active: its forward is running. open: its arrays are back.
+    Nothing here points at the segment's own nodes, so there is no cycle.
+    """
+
+    __slots__ = ("parent", "boundary", "armed", "active", "open")
+
+    def __init__(self, parent: Segment | None):
+        self.parent = parent
+        self.boundary: dict[Node, None] = {}
+        self.armed = self.active = True
+        self.open = False
+
+    def take(self, node: Node) -> None:
+        """Makes ``node`` of this segment and announces what it needs from outside."""
+        node.segment = self
+        for n in node.inputs:
+            if n.op is None:
+                continue
+            home = home_of(n)
+            inner: Segment | None = self
+            while inner is not None and inner is not home:
+                if n not in inner.boundary:
+                    inner.boundary[n] = None
+                    n.readers += 1
+                inner = inner.parent
+
+    def arm(self) -> None:
+        if not self.armed:
+            self.armed = True
+            for n in self.boundary:
+                n.readers += 1
+
+    def disarm(self) -> None:
+        """What came in from outside is not needed by this segment any more."""
+        if self.armed:
+            self.armed = False
+            for n in self.boundary:
+                n.readers -= 1
+                if n.readers == 0:
+                    n.array = None
+
+
+def home_of(node: Node) -> Segment | None:
+    """The segment of a node that is read from here: it leaves those whose forward is over."""
+    segment = node.segment
+    while segment is not None and not segment.active:
+        segment = segment.parent
+    node.segment = segment
+    return segment
+
+
+def realize(node: Node) -> Any:
+    """The node's array (a tuple of arrays for tuple ops): the cached one, or recomputed from the nearest values there are.
+
+    raises: GraphError if an input was changed in place after the value was first computed.
+    """
+    found = node.peek()
+    return found if found is not None else _bring_back([node])[0]
+
+
+def _bring_back(wanted: Sequence[Node]) -> list[Any]:
+    """The arrays of nodes that have none, recomputed from the nearest values there are: each op once, and what no reader
+    waits for dropped after its last use here.
+
+    raises: GraphError if an input was changed in place after a value was first computed from it.
+    """
+    order: list[Node] = []
+    uses: dict[Node, int] = {}  # by the ops computed here, and one for being wanted
+    for target in wanted:
+        uses[target] = uses.get(target, 0) + 1
+        stack = [(target, iter(target.inputs))] if uses[target] == 1 else []
+        while stack:
+            node, inputs = stack[-1]
+            for n in inputs:
+                if n in uses:
+                    uses[n] += 1
+                elif n.peek() is None:
+                    uses[n] = 1
+                    stack.append((n, iter(n.inputs)))
+                    break
+            else:
+                order.append(node)
+                stack.pop()
+    asked = set(wanted)
+    fresh: dict[Node, Any] = {}
+    for node in order:
+        arrays = [fresh[n] if n in fresh else n.peek() for n in node.inputs]
+        for n in node.inputs:
+            if n in fresh:
+                uses[n] -= 1
+                if not uses[n]:
+                    del fresh[n]
+        if node.time:
+            _check_unchanged(node, arrays)
+        value = fresh[node] = recompute(node, arrays)
+        if node.time:
+            _date_back(value, node.time)
+        else:
+            node.time, node.spec = write_stamp(), spec_of(value)
+        if node.readers and (node.segment is None or node.segment.open) and (node in asked or not node.op.recomputes_output):  # type: ignore[union-attr]
+            node.array = value
+    return [fresh[n] for n in wanted]
+
+
+def _date_back(value: Any, time: int) -> None:
+    """Gives a recomputed value the age of the first one: an op that writes into its own result must not make it look changed."""
+    for part in value if isinstance(value, tuple) else (value,):
+        if part.last_write > time:
+            part.last_write = time
+
+
+def restore(nodes: Iterable[Node]) -> None:
+    """Brings back what readers wait for."""
+    missing = []
+    for n in nodes:
+        if n.array is None and n.readers and n.op is not None and not n.op.recomputes_output:
+            n.array = n.peek()
+            if n.array is None:
+                missing.append(n)
+    _bring_back(missing)
+
+
+def recompute(node: Node, arrays: Sequence[Any]) -> Any:
+    """The op on ``arrays``, as an activation also in the middle of backward, where all else is gradients."""
+    device = _first_part(arrays[0])._device if arrays else default_device()
+    before = device.set_current_category(ACTIVATION)
+    try:
+        return node.op.compute(*arrays)  # type: ignore[union-attr]
+    finally:
+        device.set_current_category(before)
+
+
+def _first_part(value: Any) -> Any:
+    return value[0] if isinstance(value, tuple) else value
+
+
+def spec_of(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple([(part._shape, part._dtype, part._device) for part in value])
+    return (value._shape, value._dtype, value._device)
+
+
+def _check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
+    for index, array in enumerate(arrays):
+        for part in array if isinstance(array, tuple) else (array,):
+            if part.last_write > node.time:
+                raise GraphError(
+                    f"[recompute] input {index} of {node.op and node.op.name}, shape {part.shape}, was changed in place "
+                    "after it was used, and a value computed from it is needed again (call backward before changing it, or "
+                    "keep the graph with retain_graph=True)"
+                )
+
+
+def differentiable_order(root: Node, stop: frozenset[Node] = frozenset()) -> list[Node]:
+    """The nodes under ``root`` that require a gradient, inputs before what is made of them: in the order they were born."""
+    found = [root]
+    seen = {root}
+    for node in found:  # which grows
+        if node not in stop:
+            for n in node.inputs:
+                if n.requires_grad and n not in seen:
+                    seen.add(n)
+                    found.append(n)
+    found.sort(key=attrgetter("born"))
+    return found
