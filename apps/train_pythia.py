@@ -52,6 +52,11 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     """saved, state: the checkpoint to go on from and what it says; ``options`` are made with it."""
     where = device(options.device)
     folder = None if options.compare_dense or options.eval_only or options.plan else run_folder(options, saved)
+    kinds = (False, True) if options.compare_dense else (options.sparse,)
+    if options.plan:
+        for sparse in kinds:
+            Budget(options, options.vocab_size, where, sparse).show()
+        return 0
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=options.tokenizer)
     unigram = unigram_entropy(text.train, text.heldout, text.vocab_size)
     print(
@@ -59,13 +64,8 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         f"token frequencies alone give {unigram:.3f} nats",
         flush=True,
     )
-    kinds = (False, True) if options.compare_dense else (options.sparse,)
     budgets = [Budget(options, text.vocab_size, where, sparse) for sparse in kinds]
     configs = [budget.config for budget in budgets]
-    if options.plan:
-        for budget in budgets:
-            budget.show()
-        return 0
     planned = 0 if options.eval_only else max(budget.peak() for budget in budgets)
     set_limit(options.memory_limit, where)
     if options.compare_dense:
@@ -98,7 +98,6 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
 
 def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path, saved: Path | None) -> int:
     """saved: the checkpoint that it goes on from."""
-    tokens = options.batch_size * options.seq_len * options.accumulation_steps
     start, first = time.perf_counter(), trainer.step
     checkpoints = CheckpointFolder(folder, options.keep_last)
 
@@ -119,7 +118,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                 before = time.perf_counter()
                 skipped = trainer.scaler.skipped_steps
                 try:
-                    loss = trainer.train_step()
+                    loss, grad_norm = trainer.train_step()
                 except FloatingPointError as error:
                     report.say(f"step {trainer.step + 1}: {error}; stopped, nothing saved")
                     return 1
@@ -133,7 +132,8 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                     {
                         "step": trainer.step,
                         "loss": loss,
-                        "tokens_per_second": tokens / (now - before),
+                        "grad_norm": grad_norm,
+                        "tokens_per_second": trainer.step_tokens / (now - before),
                         "live_bytes": stats["live"],
                         "peak_bytes": stats["peak"],
                         "lr": trainer.optimizer.lr,
@@ -162,7 +162,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
             return 1
         say_held_out(report.say, held, unigram)
         seconds = time.perf_counter() - start
-        done = (trainer.step - first) * tokens
+        done = (trainer.step - first) * trainer.step_tokens
         report.say(
             f"{done:,} tokens in {duration(seconds)}, {done / max(seconds, 1e-9):,.0f} tokens/s with evaluation; "
             f"peak memory {mib(trainer.device.memory_stats()['peak'])}"

@@ -103,7 +103,7 @@ def work_trainer(text: str, cache: str, steps: int, checkpoint_layers: int) -> d
     optimizer = AdamW(model.parameter_groups(0.1), lr=1e-3)
     int32 = lambda x: ndl.Tensor(x, dtype="int32", requires_grad=False)  # noqa: E731
     source = (tuple(map(int32, pair)) for pair in TokenBatches(data.train, 32, 128))
-    losses = [train_step(model, optimizer, source) for _ in range(steps)]
+    losses = [train_step(model, optimizer, source).loss for _ in range(steps)]
     return {
         "imported": imported, "loaded": loaded, "rss": peak_rss(), "peak": memory.stats().peak, "tokens": len(data.train),
         "losses": losses, "parts": memory.process(),

@@ -13,7 +13,7 @@ from needle.data.text_tokenizer import TextTokenizer
 from needle.errors import CheckpointError
 from needle.models import Pythia, load_published, pretrained
 from needle.optim import AdamW
-from pythia_app.options import CHANGEABLE, FIXED
+from pythia_app.options import FIXED
 
 STATE, OPTIMIZER = "state.json", "optimizer.safetensors"
 KEYS = {"step", "steps", "data", "options", "optimizer_steps", "scaler", "random", "metrics"}
@@ -54,7 +54,7 @@ def read_state(path: Path) -> dict:
         raise CheckpointError(f"[load_checkpoint] cannot read {path / STATE}: {files.reason(error)}") from error
     options = state.get("options")
     missing = KEYS - set(state)
-    missing |= set(CHANGEABLE + FIXED) - set(options) if isinstance(options, dict) else {"options"}
+    missing |= set(FIXED) - set(options) if isinstance(options, dict) else {"options"}
     missing |= {name for name in ("step", "steps", "optimizer_steps") if not isinstance(state.get(name), int)}
     if missing:
         raise CheckpointError(f"[load_checkpoint] {path / STATE} lacks {', '.join(sorted(missing))}")

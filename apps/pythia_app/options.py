@@ -15,6 +15,7 @@ from needle.errors import DataError, DeviceError, ShapeError
 from needle.memory import parse_bytes
 from needle.models import SIZES, layers_or_bytes
 from needle.nn import PATTERNS
+from pythia_app import config_file
 from pythia_app.command_line import Parser, flag
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
@@ -31,25 +32,28 @@ RANGES = {
     "batch_size": (1, MOST_TOKENS),
     "seq_len": (1, 1 << 17),
     "accumulation_steps": (1, 1 << 20),
+    "warmup_steps": (0, HUGE),
     "save_every": (0, HUGE),
     "keep_last": (1, 1 << 20),
 }
 # What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
 CHANGEABLE = (
     "dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "precision", "lr",
-    "dropout",
+    "warmup_steps", "min_lr_ratio", "betas", "eps", "weight_decay", "max_grad_norm", "dropout",
 )  # fmt: skip
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 
 
 def _parser() -> Parser:
     parser = Parser("train_pythia.py", "Train a Pythia language model on text, with dense or block-sparse attention.")
+    flag(parser, "config", default=None, metavar="FILE", help="flags in YAML, `name: value`; those on the command line override")
     model = parser.add_argument_group("model")
     flag(model, "model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
     flag(model, "vocab_size", type=int, default=10_000, help="token ids the model and its tokenizer have")
     flag(model, "seed", type=int, default=0, help="of the weights, the order of the text and the sample")
     sparse = parser.add_argument_group("attention")
     flag(sparse, "sparse", action="store_true", help="block-sparse attention instead of dense")
+    flag(sparse, "dense", action="store_false", dest="sparse", default=False, help="dense attention where a config says sparse")
     flag(sparse, "pattern", default="local", help=f"blocks that a block sees: {', '.join(PATTERNS)}; never the future")
     flag(sparse, "block_size", type=int, default=64, help="edge of a block in positions, a multiple of 16 up to 128")
     flag(sparse, "window", type=int, default=2, help="blocks of the local pattern: its own and those before it")
@@ -70,7 +74,13 @@ def _parser() -> Parser:
         "the run's peak within SIZE, like 2GiB",
     )  # fmt: skip
     flag(training, "precision", default="fp32", help=f"of products: {', '.join(PRECISIONS)}; parameters stay float32")
-    flag(training, "lr", type=float, default=1e-3, help="peak learning rate (warmup, then cosine to a tenth)")
+    flag(training, "lr", type=float, default=1e-3, help="peak learning rate: linear warmup, then a cosine")
+    flag(training, "warmup_steps", type=int, default=None, help="(default: a tenth of the steps, at most 100)")
+    flag(training, "min_lr_ratio", type=float, default=0.1, metavar="R", help="the last learning rate, of the peak one")
+    flag(training, "betas", type=float, nargs=2, default=[0.9, 0.95], metavar="BETA", help="AdamW's decay of its two averages")
+    flag(training, "eps", type=float, default=1e-8, help="AdamW's, beside the root of the second average")
+    flag(training, "weight_decay", type=float, default=0.1, help="AdamW's, of matrices and embeddings")
+    flag(training, "max_grad_norm", type=float, default=1.0, metavar="NORM", help="gradients are clipped to this joint norm")
     flag(
         training, "dropout", type=float, default=0.0, metavar="P", help="share of the embedding's and the layers' outputs left out"
     )
@@ -90,11 +100,18 @@ def _parser() -> Parser:
 def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.Namespace:
     """The options, checked. Ends with exit code 2 and one line for a wrong one.
 
-    saved: a checkpoint's options, which replace the defaults; the ones that make the model replace what was given, too.
+    saved: a checkpoint's options, which replace the defaults; the ones that make the model replace what was given, too. What the
+    file of ``--config`` says comes before both defaults, and the command line before that.
     """
     parser = _parser()
+    options = parser.parse_args(argv)
     if saved is not None:
         parser.set_defaults(**{name: saved[name] for name in CHANGEABLE if name in saved})
+    if options.config is not None:
+        values = config_file.read(options.config, parser)
+        if options.epochs is not None:  # it overrides what the file says of the same thing
+            values.pop("max_steps", None)
+        parser.set_defaults(**values)
     options = parser.parse_args(argv)
     if saved is not None:
         for name in FIXED:
@@ -109,10 +126,16 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
             raise ShapeError(f"[{name}] is {value} (accepted: {low} to {high:,})")
-    for name, high in (("epochs", 1e6), ("lr", 1e38)):
+    for name, high in (("epochs", 1e6), ("lr", 1e38), ("max_grad_norm", 1e38)):
         value = getattr(options, name)
         if value is not None and not 0 < value <= high:
             raise ShapeError(f"[{name}] is {value} (accepted: above 0, at most {high:g})")
+    for name in ("min_lr_ratio", "eps", "weight_decay"):
+        value = getattr(options, name)
+        if not 0 <= value <= 1:
+            raise ShapeError(f"[{name}] is {value} (accepted: 0 to 1)")
+    if not all(0 <= beta < 1 for beta in options.betas):
+        raise ShapeError(f"[betas] are {options.betas} (accepted: at least 0, below 1)")
     for name in ("dataset", "tokenizer", "checkpoint_dir", "load_checkpoint"):
         if getattr(options, name) == "":
             raise DataError(f"[{name}] is empty (accepted: a name)")

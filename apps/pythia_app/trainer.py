@@ -15,19 +15,20 @@ from needle import amp, ops
 from needle.checkpoints import random_state, set_random_state
 from needle.data.text import TextData, TokenBatches
 from needle.models import Pythia, PythiaConfig, checkpointed, train_step
+from needle.models.training import Step
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
 
 EVAL_TOKENS = 32_768
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warmup over the first tenth (at most 100 steps), then a cosine down to a tenth of the peak."""
-    warmup = max(1, min(100, steps // 10))
+def learning_rate(step: int, steps: int, peak: float, warmup_steps: int | None = None, min_ratio: float = 0.1) -> float:
+    """Linear warmup (over a tenth of the steps, at most 100, if nothing is said), then a cosine down to so much of the peak."""
+    warmup = max(1, min(100, steps // 10)) if warmup_steps is None else warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(done, 1.0))))
+    return peak * (min_ratio + (1 - min_ratio) / 2 * (1 + math.cos(math.pi * min(done, 1.0))))
 
 
 def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
@@ -78,7 +79,9 @@ class Trainer:
     def __init__(self, options, config: PythiaConfig, text: TextData, device):
         self.options, self.config, self.device = options, config, device
         self.model = Pythia(self.config, device=device, seed=options.seed)
-        self.optimizer = AdamW(self.model.parameter_groups(0.1), lr=options.lr, betas=(0.9, 0.95), eps=1e-8)
+        self.optimizer = AdamW(
+            self.model.parameter_groups(options.weight_decay), lr=options.lr, betas=tuple(options.betas), eps=options.eps
+        )
         self.scaler = amp.GradScaler(enabled=options.precision == "fp16")
         self.batches = TokenBatches(
             text.train, options.batch_size, options.seq_len, options.seed,
@@ -116,19 +119,23 @@ class Trainer:
     def tensors(self, batch) -> tuple[ndl.Tensor, ...]:
         return tuple(ndl.Tensor(x, device=self.device, dtype="int32", requires_grad=False) for x in batch)
 
-    def train_step(self) -> float:
-        """One optimizer step; the mean loss of its micro-batches, in nats."""
-        start = time.perf_counter()
-        self.optimizer.lr = learning_rate(self.step, self.steps, self.options.lr)
+    @property
+    def step_tokens(self) -> int:
+        return self.options.batch_size * self.options.seq_len * self.options.accumulation_steps
+
+    def train_step(self) -> Step:
+        """One optimizer step: the mean loss of its micro-batches, in nats, and the norm of its gradients."""
+        start, options = time.perf_counter(), self.options
+        self.optimizer.lr = learning_rate(self.step, self.steps, options.lr, options.warmup_steps, options.min_lr_ratio)
         micro_batches = (self.tensors(batch) for batch in self.batches)
-        loss = train_step(
-            self.model, self.optimizer, micro_batches, self.options.accumulation_steps, precision=self.options.precision,
-            scaler=self.scaler,
+        found = train_step(
+            self.model, self.optimizer, micro_batches, options.accumulation_steps, options.max_grad_norm, options.precision,
+            self.scaler,
         )  # fmt: skip
         self.step += 1
-        self.metrics["tokens"] += self.options.batch_size * self.options.seq_len * self.options.accumulation_steps
+        self.metrics["tokens"] += self.step_tokens
         self.metrics["seconds"] += time.perf_counter() - start
-        return loss
+        return found
 
     def held_out_loss(self, text: TextData, tokens: int = EVAL_TOKENS) -> float:
         """Mean cross entropy in nats over the first ``tokens`` of the held-out text."""
@@ -175,7 +182,7 @@ def compare_dense(options, configs: list[PythiaConfig], text: TextData, device, 
         times, loss = [], float("nan")
         while trainer.step < trainer.steps and not stop.asked:
             start = time.perf_counter()
-            loss = trainer.train_step()
+            loss = trainer.train_step().loss
             times.append(time.perf_counter() - start)
         layout = trainer.config.layout(options.seq_len)
         attention = attention_seconds(trainer.config, options.batch_size, options.seq_len, device, options.precision)

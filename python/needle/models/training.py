@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,13 @@ from ..optim import AdamW
 from .pythia import Pythia, PythiaConfig
 
 
+class Step(NamedTuple):
+    """What ``train_step`` has seen: the mean loss in nats, and the joint norm of the gradients before they were clipped."""
+
+    loss: float
+    grad_norm: float
+
+
 def train_step(
     model: Pythia,
     optimizer: AdamW,
@@ -24,8 +32,8 @@ def train_step(
     max_norm: float = 1.0,
     precision: str = "fp32",
     scaler: amp.GradScaler | None = None,
-) -> float:
-    """One step on ``count`` micro-batches of (ids, targets), each (B, T); the mean of their losses, in nats.
+) -> Step:
+    """One step on ``count`` micro-batches of (ids, targets), each (B, T).
 
     The gradient is that of the mean over all of them, its norm clipped to ``max_norm``; none is left afterwards. precision: fp32,
     bf16 or fp16, of products. scaler: for fp16; default none.
@@ -41,11 +49,11 @@ def train_step(
         total += loss.item()
         del ids, targets, loss
     scaler.unscale_(optimizer)
-    optimizer.clip_grad_norm(max_norm)
+    norm = optimizer.clip_grad_norm(max_norm)
     scaler.step(optimizer)
     optimizer.reset_grad()
     scaler.update()
-    return total / count
+    return Step(total / count, norm.item())
 
 
 def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, precision: str = "fp32") -> Build:

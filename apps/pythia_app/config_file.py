@@ -1,0 +1,116 @@
+"""Flags in a YAML file: ``--config``, and the config.yaml that a run leaves."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import reprlib
+from pathlib import Path
+from typing import Any
+
+from needle import files
+from needle.data.text_files import write_atomically
+from needle.errors import DataError
+
+# Flags that say what to do or where, not what the run is: a run's config.yaml is without them.
+LOCAL = ("config", "checkpoint_dir", "resume", "load_checkpoint", "plan", "eval_only", "compare_dense")
+
+
+def read(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """The values of the flags that the file names, of the types that ``parser`` gives them.
+
+    raises: DataError, in one line, for a file that cannot be read or is no YAML, for keys that are no flags or come twice, and for
+    values of another type.
+    """
+    actions: dict[str, argparse.Action] = {}
+    for action in parser._actions:
+        if action.dest not in ("help", "config"):
+            actions.setdefault(action.dest, action)
+    values = {}
+    for key, value in _mapping(path).items():
+        if key not in actions:
+            near = difflib.get_close_matches(str(key), actions, 1, 0.5)
+            raise DataError(
+                f"[config] {path}: unknown key {reprlib.repr(key)} ({f'is it {near[0]}?' if near else '--help lists all'})"
+            )
+        values[key] = _checked(actions[key], value, f"[config] {path}: {key}")
+    return values
+
+
+def write(path: Path, options: argparse.Namespace, says: str) -> None:
+    """All flags but the local ones, under a comment that ``says`` what they are of. raises: DataError."""
+    text = "".join(f"# {line}\n" for line in says.splitlines()) + _yaml().safe_dump(kept(options), sort_keys=False)
+    with write_atomically(path) as file:
+        file.write(text.encode())
+
+
+def kept(options: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if name not in LOCAL}
+
+
+def _yaml():
+    try:
+        import yaml
+    except ModuleNotFoundError:
+        raise DataError("[config] the package PyYAML is missing (pip install PyYAML)") from None
+    return yaml
+
+
+def _mapping(path: str) -> dict[Any, Any]:
+    yaml = _yaml()
+
+    class Loader(yaml.SafeLoader):
+        """With an error for a key that comes twice."""
+
+        def construct_mapping(self, node, deep=False):
+            seen = set()
+            for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+                if isinstance(key, yaml.ScalarNode) and (key.value in seen or seen.add(key.value)):
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {reprlib.repr(key.value)} comes twice", key.start_mark
+                    )
+            return super().construct_mapping(node, deep)
+
+    try:
+        found = yaml.load(files.read_small(Path(path)), Loader)
+    except yaml.MarkedYAMLError as error:
+        at = error.problem_mark and f" (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
+        raise DataError(f"[config] {path}: {files.reason(ValueError(error.problem))}{at or ''}") from None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        said = "nested too deeply" if isinstance(error, RecursionError) else files.reason(error)
+        raise DataError(f"[config] cannot read {path}: {said}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"[config] {path} is no mapping (accepted: lines like `lr: 0.001`)")
+    return found
+
+
+def _checked(action: argparse.Action, value: Any, where: str) -> Any:
+    """The value as the command line would give it."""
+    if value is None and action.default is None:
+        return None
+    accepted = {int: "a whole number", float: "a number", None: "a word"}[action.type]  # type: ignore[index]
+    if action.nargs == 0:
+        accepted = "true or false"
+        if isinstance(value, bool):
+            return value
+    elif isinstance(action.nargs, int):
+        accepted = f"[{', '.join([accepted] * action.nargs)}]"
+        if isinstance(value, list) and len(value) == action.nargs:
+            return [_scalar(action.type, each, f"{where} is {reprlib.repr(value)} (accepted: {accepted})") for each in value]
+    else:
+        return _scalar(action.type, value, f"{where} is {reprlib.repr(value)} (accepted: {accepted})")
+    raise DataError(f"{where} is {reprlib.repr(value)} (accepted: {accepted})")
+
+
+def _scalar(kind: Any, value: Any, wrong: str) -> Any:
+    if not isinstance(value, bool):
+        if kind is None and isinstance(value, (str, int)):
+            return str(value)
+        if kind is int and isinstance(value, int):
+            return value
+        if kind is float and isinstance(value, (int, float, str)):  # YAML takes 1e-3, without a point, for text
+            try:
+                return float(value)
+            except (ValueError, OverflowError):
+                pass
+    raise DataError(wrong)

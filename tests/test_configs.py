@@ -1,0 +1,173 @@
+"""Flags in YAML files: those of the published Pythia runs, what a file may say, and what is said of one that is wrong."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import needle as ndl
+from needle.errors import DataError, ShapeError
+from needle.models import Pythia
+from pythia_app import config_file
+from pythia_app.memory import Budget
+from pythia_app.options import _parser, parse
+from pythia_app.trainer import learning_rate, make_config
+
+pytest.importorskip("yaml")
+ROOT = Path(__file__).parent.parent
+# Parameters and peak learning rate. source: Biderman et al. 2023, arXiv:2304.01373.
+PUBLISHED = {
+    "14m": (14_067_712, 1e-3), "31m": (30_494_720, 1e-3), "70m": (70_426_624, 1e-3), "160m": (162_322_944, 6e-4),
+    "410m": (405_334_016, 3e-4),
+}  # fmt: skip
+
+
+def from_config(path, *more):
+    return parse(["--config", str(path), *more])
+
+
+@pytest.fixture
+def file(tmp_path):
+    def make(text):
+        path = tmp_path / "flags.yaml"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return make
+
+
+def test_every_config_is_of_a_published_run():
+    assert {path.stem for path in (ROOT / "configs").glob("*.yaml")} == {f"pythia-{name}" for name in PUBLISHED}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_runs(name):
+    parameters, lr = PUBLISHED[name]
+    options = from_config(ROOT / "configs" / f"pythia-{name}.yaml")
+    assert options.model == name and options.lr == lr and options.precision == "fp16"
+    assert options.batch_size * options.accumulation_steps == 1024 and options.seq_len == 2048 and options.max_steps == 143_000
+    assert options.betas == [0.9, 0.95] and options.eps == 1e-8 and options.weight_decay == 0.1 and options.max_grad_norm == 1
+    rates = [learning_rate(s, 143_000, lr, options.warmup_steps, options.min_lr_ratio) for s in (0, 1429, 71_500, 142_999)]
+    assert rates[:2] == pytest.approx([lr / 1430, lr]) and rates[3] == pytest.approx(lr / 10) and rates[1] > rates[2] > rates[3]
+    config = make_config(options, options.vocab_size, options.sparse)
+    model = Pythia(config, device=ndl.meta())
+    assert config.parameter_count() == parameters == sum(p.size for p in model.parameters())
+    assert Budget(options, options.vocab_size, ndl.meta(), False).peak() > 16 * parameters
+
+
+def test_the_plan_of_a_config(capsys):
+    """Needs no text, of which the machine may have none with such a vocabulary."""
+    import train_pythia
+
+    assert train_pythia.main(["--config", str(ROOT / "configs" / "pythia-14m.yaml"), "--plan", "--dataset", "none"]) == 0
+    assert "layers.5" in capsys.readouterr().out
+
+
+def test_flags_override_what_a_file_says(file):
+    path = file("sparse: true\nlr: 3e-4\nmax_steps: 12\nbetas: [0, 0.5]\ndevice: cpu\ncheckpoint_layers: 2\nmemory_limit: 1GiB\n")
+    options = from_config(path)
+    assert options.sparse is True and options.lr == 3e-4 and options.max_steps == 12 and options.betas == [0.0, 0.5]
+    assert options.checkpoint_layers == 2 and options.memory_limit == "1GiB"
+    options = from_config(path, "--lr", "1", "--dense", "--epochs", "2", "--betas", "0.1", "0.2")
+    assert options.sparse is False and options.lr == 1 and options.betas == [0.1, 0.2]
+    assert options.max_steps is None and options.epochs == 2  # which would have had no effect beside max_steps
+    assert from_config(path, "--epochs", "2", "--max_steps", "3").max_steps == 3
+
+
+def test_a_checkpoint_keeps_what_makes_the_model(file):
+    saved = {**vars(parse([])), "lr": 0.5, "seq_len": 256, "seed": 7}
+    options = parse(["--config", str(file("lr: 0.25\nseq_len: 64"))], saved)
+    assert options.seq_len == 256 and options.lr == 0.25 and options.seed == 7
+
+
+def test_what_is_written_is_what_is_read(tmp_path, file):
+    given = [
+        "--sparse",
+        "--betas",
+        "0.5",
+        "0.75",
+        "--epochs",
+        "0.25",
+        "--checkpoint_layers",
+        "1GiB",
+        "--eps",
+        "1e-30",
+        "--window",
+        "7",
+    ]
+    options = parse([*given, "--dataset", "1e3", "--checkpoint_dir", str(tmp_path)])
+    config_file.write(tmp_path / "written.yaml", options, "one line\nand another")
+    again = from_config(tmp_path / "written.yaml")
+    assert config_file.kept(again) == config_file.kept(options) and again.checkpoint_dir is None
+    assert config_file.read(str(tmp_path / "written.yaml"), _parser()) == config_file.kept(options) | {"checkpoint_layers": "1GiB"}
+    assert (tmp_path / "written.yaml").read_text().startswith("# one line\n# and another\nmodel: 70m\n")
+
+
+WRONG = {
+    "learning_rate: 1": "unknown key 'learning_rate'",
+    "batchsize: 1": "unknown key 'batchsize' (is it batch_size?)",
+    "batch-size: 1": "is it batch_size?",
+    "config: x": "unknown key 'config'",
+    "help: x": "unknown key 'help'",
+    "3: x": "unknown key 3",
+    "~: x": "unknown key None",
+    "lr: 1\nmodel: 14m\nlr: 2": "the key 'lr' comes twice (line 3, column 1)",
+    "lr: fast": "lr is 'fast' (accepted: a number)",
+    "lr: true": "lr is True (accepted: a number)",
+    "lr: [1]": "lr is [1] (accepted: a number)",
+    "lr:": "lr is None (accepted: a number)",
+    "max_steps: 1.5": "max_steps is 1.5 (accepted: a whole number)",
+    "max_steps: '3'": "max_steps is '3' (accepted: a whole number)",
+    "sparse: 1": "sparse is 1 (accepted: true or false)",
+    "model: true": "model is True (accepted: a word)",
+    "model: {a: b}": "(accepted: a word)",
+    "dataset: 2024-01-01": "dataset is datetime.date(2024, 1, 1) (accepted: a word)",
+    "betas: 0.9": "betas is 0.9 (accepted: [a number, a number])",
+    "betas: [0.9]": "(accepted: [a number, a number])",
+    "betas: [0.9, x]": "(accepted: [a number, a number])",
+    "- lr": "is no mapping",
+    "": "is no mapping",
+    "lr: [": "(line 1, column",
+    "lr: 1\n\tmodel: 14m": "(line 2, column 1)",
+    "a: &a [x, x]\nb: &b [*a, *a]\nlr: [*b, *b, *b]": "unknown key 'a'",
+    "lr: &a [*a]": "lr is [[",
+    "? [a, b]\n: c": "",
+    "lr: !!python/object/apply:os.system [ls]": "could not determine a constructor for the tag",
+    b"lr: \xff\xfe": "cannot read",
+    b"lr: \x00": "cannot read",
+    b"[" * 100_000: "nested too deeply",
+    b"#" * (5 << 20): "larger than",
+}
+
+
+@pytest.mark.parametrize("text, said", WRONG.items(), ids=[str(n) for n in range(len(WRONG))])
+def test_a_wrong_file_ends_in_one_line(file, text, said):
+    path = file(text)
+    with pytest.raises(DataError) as caught:
+        from_config(path)
+    message = str(caught.value)
+    assert message.startswith("[config] ") and str(path) in message and said in message and "\n" not in message
+    assert len(message) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    "name, value", [("lr", 0), ("max_grad_norm", 0), ("min_lr_ratio", 2), ("eps", -1), ("weight_decay", "nan")]
+)
+def test_values_out_of_range_are_those_of_flags(file, name, value):
+    for wrong in (lambda: parse([f"--{name}", str(value)]), lambda: from_config(file(f"{name}: {value}"))):
+        with pytest.raises(ShapeError, match=rf"\[{name}\] is "):
+            wrong()
+    with pytest.raises(ShapeError, match="betas"):
+        parse(["--betas", "0.9", "1"])
+
+
+def test_no_such_file():
+    for name in ("no-such-file", ".", "n" * 5000, ""):
+        with pytest.raises(DataError, match=re.escape("[config] cannot read")):
+            from_config(name)
+
+
+def test_the_default_rate_is_a_short_warmup_and_a_cosine_to_a_tenth():
+    assert [learning_rate(s, 5, 1.0) for s in (0, 1, 4)] == pytest.approx([1, 1, 0.1 + 0.45 * (1 + 0.5 * -(2**0.5))], abs=1e-9)
+    rates = [learning_rate(s, 2000, 1.0) for s in range(2000)]
+    assert rates[0] == 0.01 and rates[99] == rates[100] == max(rates) == 1 and rates[-1] == pytest.approx(0.1, abs=1e-5)
