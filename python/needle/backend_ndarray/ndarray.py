@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,26 @@ def prod(x: Iterable[int]) -> int:
     return reduce(operator.mul, x, 1)
 
 
-def compact_strides(shape: Sequence[int]) -> tuple[int, ...]:
+# A program has few shapes and asks for their strides at every op.
+@lru_cache(maxsize=4096)
+def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a row-major array of ``shape``."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
     return tuple(strides)
+
+
+@lru_cache(maxsize=4096)
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for n, stride in zip(reversed(shape), reversed(strides)):
+        if n == 0:
+            return True
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True
 
 
 def _as_shape(shape: Any) -> tuple[int, ...]:
@@ -49,6 +63,13 @@ def _as_shape(shape: Any) -> tuple[int, ...]:
     if isinstance(shape, (int, np.integer)):
         return (int(shape),)
     return tuple(int(n) for n in shape)
+
+
+@lru_cache(maxsize=1024)
+def _axis_order(axes: tuple[int, ...], ndim: int) -> tuple[int, ...] | None:
+    """``axes`` counted from the front; None if they are no order of all axes. raises: ShapeError for one out of range."""
+    found = tuple([normalize_axis(int(a), ndim, "permute") for a in axes])
+    return found if sorted(found) == list(range(ndim)) else None
 
 
 def normalize_axis(axis: int, ndim: int, op: str) -> int:
@@ -127,7 +148,7 @@ class NDArray:
 
     @staticmethod
     def compact_strides(shape) -> tuple[int, ...]:
-        return compact_strides(shape)
+        return compact_strides(tuple(shape))
 
     # --- what it is --------------------------------------------------------------------------------
 
@@ -319,8 +340,17 @@ class NDArray:
         """The same memory seen with any shape and strides, from the same offset."""
         return NDArray.make(shape, strides, self._device, self._handle, self._offset)
 
-    def _view(self, shape, strides, offset=None) -> NDArray:
-        return NDArray.make(shape, strides, self._device, self._handle, self._offset if offset is None else offset)
+    def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None) -> NDArray:
+        """``make`` on this memory, for those who have checked their arguments."""
+        view = NDArray.__new__(NDArray)
+        view._shape = shape
+        view._strides = strides
+        view._offset = self._offset if offset is None else offset
+        view._device = self._device
+        view._handle = self._handle
+        view._dtype = self._dtype
+        view._contiguous = _is_contiguous(shape, strides)
+        return view
 
     @property
     def flat(self) -> NDArray:
@@ -345,10 +375,11 @@ class NDArray:
 
     def permute(self, new_axes) -> NDArray:
         """The axes in another order, numpy's transpose. Shares memory."""
-        axes = tuple(normalize_axis(int(a), self.ndim, "permute") for a in new_axes)
-        if sorted(axes) != list(range(self.ndim)):
-            raise ShapeError(f"[permute] {tuple(new_axes)} is not an order of the axes of {self._shape}")
-        return self._view([self._shape[a] for a in axes], [self._strides[a] for a in axes])
+        shape, strides = self._shape, self._strides
+        axes = _axis_order(tuple(new_axes), len(shape))
+        if axes is None:
+            raise ShapeError(f"[permute] {tuple(new_axes)} is not an order of the axes of {shape}")
+        return self._view(tuple([shape[a] for a in axes]), tuple([strides[a] for a in axes]))
 
     def broadcast_to(self, new_shape) -> NDArray:
         """The array repeated along axes of length 1 and new leading axes, by stride 0. Shares memory."""
@@ -359,7 +390,7 @@ class NDArray:
         if extra < 0 or any(n != m and n != 1 for n, m in zip(self._shape, shape[extra:])):
             raise ShapeError(f"[broadcast_to] {self._shape} does not broadcast to {shape}")
         strides = [0] * extra + [0 if n == 1 else s for n, s in zip(self._shape, self._strides)]
-        return self._view(shape, strides)
+        return self._view(shape, tuple(strides))
 
     def flip(self, axes) -> NDArray:
         """The elements in reverse order along ``axes``, as a new compact array."""
@@ -367,7 +398,7 @@ class NDArray:
         for axis in normalize_axes(axes, self.ndim, "flip"):
             offset += max(self._shape[axis] - 1, 0) * strides[axis]
             strides[axis] = -strides[axis]
-        return self._view(self._shape, strides, offset).copy()
+        return self._view(self._shape, tuple(strides), offset).copy()
 
     def pad(self, axes) -> NDArray:
         """Zeros around the array: one (left, right) pair per axis."""
@@ -422,7 +453,7 @@ class NDArray:
     def __getitem__(self, idxs) -> NDArray:
         """Basic indexing, a view. As in the course an int keeps its axis: ``A[1, 2]`` has shape (1, 1)."""
         shape, strides, offset = self._index_view(idxs)
-        return self._view(shape, strides, offset)
+        return self._view(tuple(shape), tuple(strides), offset)
 
     def __setitem__(self, idxs, other) -> None:
         """Writes into the view in place. other: a number, or an array that broadcasts to it or has as many elements."""
@@ -678,17 +709,6 @@ class NDArray:
         return matmul(self, other)
 
 
-def _is_contiguous(shape, strides) -> bool:
-    expected = 1
-    for n, stride in zip(reversed(shape), reversed(strides)):
-        if n == 0:
-            return True
-        if n != 1 and stride != expected:
-            return False
-        expected *= n
-    return True
-
-
 def _allocate(device: BackendDevice, size: int, dtype: str):
     try:
         return device.Array(size, dtype)
@@ -739,6 +759,8 @@ def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArr
 
 def broadcast_shape(a: tuple[int, ...], b: tuple[int, ...], op: str) -> tuple[int, ...]:
     """The shape that both broadcast to. raises: ShapeError if there is none."""
+    if a == b or not b:
+        return a
     shape = []
     for n, m in itertools.zip_longest(reversed(a), reversed(b), fillvalue=1):
         if n != m and n != 1 and m != 1:
@@ -766,7 +788,7 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
     """
     if a._device != b._device:
         raise DeviceError(f"[matmul] arrays are on different devices: {a._device} and {b._device}")
-    if a.ndim == 1 or b.ndim == 1:
+    if len(a._shape) < 2 or len(b._shape) < 2:
         if a.ndim == 0 or b.ndim == 0:
             raise ShapeError(f"[matmul] needs at least one dimension: a is {a._shape}, b is {b._shape}")
         full_a = a._view((1,) + a._shape, (0,) + a._strides) if a.ndim == 1 else a
@@ -775,22 +797,24 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
         shape = product._shape
         shape = shape[:-2] + (shape[-2:-1] if a.ndim > 1 else ()) + (shape[-1:] if b.ndim > 1 else ())
         return product.reshape(shape)
-    if a.ndim == 0 or b.ndim == 0 or a._shape[-1] != b._shape[-2]:
+    if a._shape[-1] != b._shape[-2]:
         raise ShapeError(f"[matmul] inner dimensions differ: a is {a._shape}, b is {b._shape}")
     if a._dtype != b._dtype:
         dtype = dt.promote(a._dtype, b._dtype)
         a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
     if a._dtype == "bool":
         raise DTypeError("[matmul] no product of bool arrays (accepted: any number dtype)")
-    full_shape = broadcast_shape(a._shape[:-2], b._shape[:-2], "matmul") + (a._shape[-2], b._shape[-1])
-    if b.ndim == 2 and a.ndim > 2 and a._contiguous:
-        a = a.reshape((math.prod(a._shape[:-1]), a._shape[-1]))  # one large product instead of many
     batch = broadcast_shape(a._shape[:-2], b._shape[:-2], "matmul")
+    m, k, n = a._shape[-2], a._shape[-1], b._shape[-1]
+    full_shape = (*batch, m, n)
+    if batch and len(b._shape) == 2 and a._contiguous:  # one large product instead of many
+        m, batch = math.prod(a._shape[:-1]), ()
+        a = a._view((m, k), (k, 1))
     a, lda, trans_a = _matrix_form(a)
     b, ldb, trans_b = _matrix_form(b)
-    m, k, n = a._shape[-2], a._shape[-1], b._shape[-1]
-    a = a.broadcast_to(batch + (m, k))
-    b = b.broadcast_to(batch + (k, n))
+    if batch:
+        a = a.broadcast_to(batch + (m, k))
+        b = b.broadcast_to(batch + (k, n))
     if out is None:
         out = _new(full_shape, a._dtype, a._device)
     a._device.require().matmul(

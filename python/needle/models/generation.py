@@ -115,16 +115,17 @@ def distribution(logits: np.ndarray, config: GenerationConfig) -> tuple[np.ndarr
 
 @contextmanager
 def inference(model: Pythia) -> Iterator[None]:
-    """Inside, no graph is recorded and nothing is dropped out."""
-    training = model.training
-    if training:
-        model.eval()
+    """Inside, no graph is recorded and nothing is dropped out.
+
+    Only the dropout that all layers share is switched, not every module as ``eval`` does: this is entered for each token.
+    """
+    dropout = model.dropout
+    training, dropout.training = dropout.training, False
     try:
         with no_grad():
             yield
     finally:
-        if training:
-            model.train()
+        dropout.training = training
 
 
 class KeyValueCache:

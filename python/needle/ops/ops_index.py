@@ -39,7 +39,7 @@ class GetItem(TensorOp):
     def compute(self, a):
         view = a[self.index]
         kept = _kept_axes(a.ndim, self.index)
-        return view._view([view.shape[i] for i in kept], [view.strides[i] for i in kept])
+        return view._view(tuple([view.shape[i] for i in kept]), tuple([view.strides[i] for i in kept]))
 
     def gradient(self, out_grad, node):
         return _Embed(node.inputs[0].shape, self.index)(out_grad)

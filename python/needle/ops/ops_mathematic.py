@@ -583,7 +583,7 @@ class Linear(_InputRead):
         out = _matmul(x, weight)
         if bias.size != out.shape[-1]:
             raise ShapeError(f"[linear] bias is {bias.shape}, weight is {weight.shape} (accepted: ({out.shape[-1]},))")
-        out.add_in_place(bias.compact().reshape((bias.size,)))
+        out.add_in_place(bias if bias.ndim == 1 else bias.compact().reshape((bias.size,)))
         return out
 
     def gradient(self, out_grad, node):

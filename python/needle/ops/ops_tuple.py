@@ -41,9 +41,13 @@ class TupleGetItem(TensorOp):
 
 def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
     """Item ``index``; an item of a tuple just made by make_tuple is that Tensor itself."""
-    if not isinstance(index, int) or not -len(value) <= index < len(value):
-        raise IndexError(f"[tuple_get_item] index {index} is out of range for {len(value)} items")
-    index %= len(value)
+    items = value.realize_cached_data()
+    n = len(items)
+    if not isinstance(index, int) or not -n <= index < n:
+        raise IndexError(f"[tuple_get_item] index {index} is out of range for {n} items")
+    index %= n
+    if value.op is None and not value.requires_grad:
+        return Tensor.make_const(items[index])
     if isinstance(value.op, MakeTensorTuple):
         return value.inputs[index]  # type: ignore[return-value]
     return TupleGetItem(index)(value)
