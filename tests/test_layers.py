@@ -5,11 +5,11 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent / "python" / "needle"
 LAYERS = [
-    {"dtype", "errors", "config", "files"}, {"backend_ndarray"}, {"backend_numpy"}, {"backend_selection"}, {"autograd"}, {"init"}, {"ops"},
+    {"dtype", "errors", "config", "files"}, {"backend_ndarray"}, {"backend_numpy"}, {"backend_selection"}, {"graph", "autograd", "backward"}, {"init"}, {"ops"},
     {"nn"}, {"amp", "optim", "data", "checkpoints", "testing"}, {"memory"}, {"models"}, {"__main__"},
 ]  # fmt: skip
-# Two edges go upwards: Tensor's operators are ops, and init takes its Tensors from autograd, which stands beside it.
-ALLOWED = {("autograd", "ops")}
+# Upwards go Tensor's operators, which are ops, and sums of gradients.
+ALLOWED = {("autograd", "ops"), ("backward", "ops")}
 
 
 def layer(name):
