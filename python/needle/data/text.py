@@ -1,4 +1,4 @@
-"""Text for language models: a corpus becomes two memory-mapped token files, and these become batches.
+"""Text for language models: a corpus becomes two memory-mapped token files, or is one already, and these become batches.
 
     text = load_text("stdlib", vocab_size=10_000)
     for ids, targets in TokenBatches(text.train, batch_size=2, seq_len=512, seed=0):   # endless; (2, 512) int32 each
@@ -19,24 +19,37 @@ import numpy as np
 
 from .. import config
 from ..errors import DataError
-from .text_corpus import Corpus, load_corpus
+from .shuffle import shuffled
+from .text_corpus import HELDOUT_FRACTION, Corpus, load_corpus
 from .text_files import read_tokens, write_tokens
 from .text_tokenizer import SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
+from .token_files import TOKENIZER_ENDING, find_token_file, read_token_file, sample
 
 _FORMAT = "2"  # part of the cache key: change it when the same input would give other tokens
-_SCAN_TOKENS = 1 << 22
+_ORDER = 2  # part of a saved position: change it when the same seed would give another order
+_LOOKED_AT_TOKENS = 1 << 24  # of a token file, which may have more than can be read before every run
+_MOST_HELDOUT_TOKENS = 10_000_000
 
 
 @dataclass(frozen=True)
 class TextData:
-    """A corpus as ids below ``vocab_size``: ``train`` and ``heldout`` are (tokens,) unsigned and memory-mapped."""
+    """A corpus as ids below ``vocab_size``: ``train`` and ``heldout`` are (tokens,) integers and memory-mapped.
+
+    A token file has no ``corpus``, and a ``tokenizer`` only where one was given or lies beside it. sequence_tokens: the length of
+    its sequences, if they are of one.
+    """
 
     name: str
     train: np.ndarray
     heldout: np.ndarray
     vocab_size: int
-    tokenizer: TextTokenizer
-    corpus: Corpus
+    tokenizer: TextTokenizer | None
+    corpus: Corpus | None
+    sequence_tokens: int | None = None
+
+    def stride(self, seq_len: int) -> int:
+        """Tokens from one window to the next: sequences that were cut to be windows, as Pythia's own, stay what they are."""
+        return seq_len + 1 if self.sequence_tokens == seq_len + 1 else seq_len
 
 
 def load_text(
@@ -47,14 +60,20 @@ def load_text(
     data_dir: str | Path = "data",
     cache_dir: str | Path | None = None,
 ) -> TextData:
-    """Tokenize ``dataset`` (see ``load_corpus``), or find it tokenized in the cache.
+    """Tokenize ``dataset`` (see ``load_corpus``), or find it tokenized in the cache; or map a token file (``find_token_file``).
 
     ``tokenizer`` is a tokenizer.json; without it, byte-level BPE with ``vocab_size`` ids (default 10,000) is trained on
     the training text. With it, ``vocab_size`` is the model's, which may be larger than the tokenizer's (the default).
     ``cache_dir``: default $NEEDLE_CACHE, or ~/.cache/needle. A cached file is complete or absent.
 
+    Of a token file the end is held out: a twentieth, at most 10 million tokens, from the first document that begins there. Its
+    tokenizer is PREFIX.tokenizer.json if none is given. Its ids are looked at in a sample of 16 million; batches check theirs.
+
     raises: DataError, in one line, for a data set, text, tokenizer or vocabulary that cannot be used.
     """
+    token_file = find_token_file(dataset)
+    if token_file is not None:
+        return _load_token_file(token_file, vocab_size, tokenizer)
     if tokenizer is not None:
         tokens = load_tokenizer(Path(tokenizer).expanduser())
         vocab_size = tokens.size if vocab_size is None else vocab_size
@@ -91,6 +110,32 @@ def load_text(
     return TextData(corpus.name, arrays["train"], arrays["heldout"], vocab_size, tokens, corpus)
 
 
+def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path | None) -> TextData:
+    beside = path.with_name(path.name.removesuffix(".bin") + TOKENIZER_ENDING)
+    found = Path(tokenizer).expanduser() if tokenizer is not None else beside if beside.is_file() else None
+    tokens = load_tokenizer(found) if found is not None else None
+    if vocab_size is None:
+        if tokens is None:
+            raise DataError(f"[{path.name}] neither a vocabulary nor a tokenizer (one of vocab_size, tokenizer and {beside.name})")
+        vocab_size = tokens.size
+    elif tokens is not None and tokens.size > vocab_size:
+        raise DataError(f"[vocab_size] smaller than the tokenizer's: {vocab_size} ({tokens.size} or more)")
+    file = read_token_file(path, vocab_size)
+    for piece in sample(file.tokens, _LOOKED_AT_TOKENS):
+        low, high = int(piece.min()), int(piece.max())
+        if low < 0 or high >= vocab_size:
+            raise DataError(
+                f"[{path.name}] token id outside the vocabulary: {low if low < 0 else high} "
+                f"(0 to {vocab_size - 1}; is vocab_size right?)"
+            )
+    count = len(file.tokens)
+    held = min(int(count * HELDOUT_FRACTION), _MOST_HELDOUT_TOKENS)
+    cut = file.sequence_at(count - held)
+    if count - cut < held / 2:  # long documents
+        cut = count - held
+    return TextData(path.name, file.tokens[:cut], file.tokens[cut:], vocab_size, tokens, None, file.sequence_tokens)
+
+
 def _kept_tokenizer(path: Path) -> TextTokenizer | None:
     """None if the file is absent or damaged: it is then made again."""
     try:
@@ -108,7 +153,8 @@ class TokenBatches(Iterator):
     batch may have fewer rows.
 
     tokens: (tokens,) integers, for instance memory-mapped. vocab_size: ids must be below it; checked as batches are
-    made. max_tokens: use only so many tokens from the start. epochs: None runs for ever. name: for error messages.
+    made. max_tokens: use only so many tokens from the start. epochs: None runs for ever. shuffle: False takes the windows as they
+    lie. stride: tokens from one window to the next, default T. name: for error messages.
     raises: DataError for too few tokens, and from ``next`` for an id outside the vocabulary.
     """
 
@@ -123,22 +169,23 @@ class TokenBatches(Iterator):
         max_tokens: int | None = None,
         epochs: int | None = None,
         shuffle: bool = True,
+        stride: int | None = None,
         name: str = "text",
     ):
-        for what, value in (("batch_size", batch_size), ("seq_len", seq_len), ("max_tokens", max_tokens)):
+        for what, value in (("batch_size", batch_size), ("seq_len", seq_len), ("max_tokens", max_tokens), ("stride", stride)):
             if value is not None and value < 1:
                 raise DataError(f"[{what}] not positive: {value} (1 or more)")
         self.tokens = tokens[:max_tokens]
         self.batch_size, self.seq_len, self.seed = batch_size, seq_len, seed
         self.vocab_size, self.epochs, self.shuffle, self.name = vocab_size, epochs, shuffle, name
-        self.windows_per_epoch = (len(self.tokens) - 1) // seq_len
+        self.stride = seq_len if stride is None else stride
+        self.windows_per_epoch = (len(self.tokens) - 1 - seq_len) // self.stride + 1
         if self.windows_per_epoch < 1:
             raise DataError(
                 f"[{name}] too short for one sequence: {len(self.tokens)} tokens "
                 f"({seq_len + 1} or more for a sequence length of {seq_len})"
             )
         self.position_windows = 0  # how many windows were given out since the start of epoch 0
-        self._order_epoch, self._order = -1, np.empty(0, np.int64)
 
     @property
     def epoch(self) -> float:
@@ -156,9 +203,9 @@ class TokenBatches(Iterator):
             rows = min(rows, self.epochs * self.windows_per_epoch - self.position_windows)
             if rows <= 0:
                 raise StopIteration
-        starts = np.array([self._window_start(self.position_windows + row) for row in range(rows)])  # (B,)
+        starts = self._window_starts(np.arange(self.position_windows, self.position_windows + rows))  # (B,)
         positions = starts[:, None] + np.arange(self.seq_len + 1)  # (B, T + 1)
-        block = np.asarray(self.tokens[positions], dtype=np.int64)
+        block = self.tokens[positions].astype(np.int64)
         self._check_ids(block, positions)
         self.position_windows += rows
         block = block.astype(np.int32)
@@ -179,19 +226,18 @@ class TokenBatches(Iterator):
         return {
             "tokens": len(self.tokens),
             "seq_len": self.seq_len,
+            "stride": self.stride,
             "seed": self.seed,
             "shuffle": int(self.shuffle),
+            "order": _ORDER,
         }
 
-    def _window_start(self, position: int) -> int:
-        """Index of the first token of the window at ``position`` in the endless sequence of windows."""
-        epoch, index = divmod(position, self.windows_per_epoch)
-        if not self.shuffle:
-            return index * self.seq_len
-        if epoch != self._order_epoch:
-            self._order = np.random.default_rng((self.seed, epoch)).permutation(self.windows_per_epoch)
-            self._order_epoch = epoch
-        return int(self._order[index]) * self.seq_len
+    def _window_starts(self, positions: np.ndarray) -> np.ndarray:
+        """Indices of the first tokens of the windows at ``positions`` in the endless sequence of windows."""
+        epochs, windows = np.divmod(positions, self.windows_per_epoch)
+        for epoch in np.unique(epochs) if self.shuffle else ():
+            windows[epochs == epoch] = shuffled(windows[epochs == epoch], self.windows_per_epoch, self.seed, int(epoch))
+        return windows * self.stride
 
     def _check_ids(self, block: np.ndarray, positions: np.ndarray) -> None:
         if self.vocab_size is None:
@@ -208,22 +254,22 @@ def unigram_entropy(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> 
     """Nats per token that a model knowing only token frequencies would get on ``heldout``.
 
     The cross entropy -mean(log p(token)) over ``heldout``, with p(v) = (count of v in train + 1) / (len(train) +
-    vocab_size): add-one smoothing, so that a token never trained on has a finite loss.
+    vocab_size): add-one smoothing, so that a token never trained on has a finite loss. Of arrays with more than 16 million
+    tokens so many count, evenly spread.
 
     raises: DataError if ``heldout`` is empty or an id is outside the vocabulary.
     """
     if len(heldout) == 0:
         raise DataError("[unigram_entropy] no held-out tokens: 0 (1 or more)")
     train_counts, heldout_counts = _counts(train, vocab_size), _counts(heldout, vocab_size)
-    log_p = np.log(train_counts + 1.0) - np.log(len(train) + float(vocab_size))
-    return float(-(heldout_counts @ log_p) / len(heldout))
+    log_p = np.log(train_counts + 1.0) - np.log(train_counts.sum() + float(vocab_size))
+    return float(-(heldout_counts @ log_p) / heldout_counts.sum())
 
 
 def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     """(vocab_size,) int64, in pieces because numpy's bincount widens its input to int64."""
     counts = np.zeros(vocab_size, np.int64)
-    for start in range(0, len(tokens), _SCAN_TOKENS):
-        part = np.asarray(tokens[start : start + _SCAN_TOKENS])
+    for part in sample(tokens, _LOOKED_AT_TOKENS):
         low, high = int(part.min()), int(part.max())
         if low < 0 or high >= vocab_size:
             raise DataError(f"[unigram_entropy] token id outside the vocabulary: ids {low} to {high} (0 to {vocab_size - 1})")

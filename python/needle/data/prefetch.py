@@ -1,0 +1,83 @@
+"""Batches made ahead, in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+
+class Prefetch(Iterator):
+    """The items of ``source`` in their order, up to ``depth`` of them made ahead.
+
+    source: an iterator with ``state_dict`` and ``load_state_dict``, like ``TokenBatches``. The thread is its only user until
+    ``close``, and starts with the first item. The state is that of the items given out, so what was made ahead is made again after
+    a resume.
+
+    An error of ``source`` comes where its item would have come. ``close`` ends the thread and puts ``source`` where this iterator
+    is; a ``Prefetch`` that nobody holds any more ends its thread, too.
+    """
+
+    def __init__(self, source: Any, depth: int = 2):
+        self.source, self.depth = source, depth
+        self._state = source.state_dict()
+        self._thread: threading.Thread | None = None
+
+    def __next__(self) -> Any:
+        if self._thread is None:
+            self._start()
+        item, state, error = self._made.get()
+        if error is not None:
+            self.close()
+            raise error
+        self._state = state
+        return item
+
+    def state_dict(self) -> dict:
+        return self._state
+
+    def load_state_dict(self, state: dict) -> None:
+        self.close()
+        self.source.load_state_dict(state)
+        self._state = self.source.state_dict()
+
+    def close(self) -> None:
+        """The next item starts it again."""
+        if self._thread is not None:
+            self._end()
+            self._thread.join()
+            self._thread = None
+            self.source.load_state_dict(self._state)
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._made: queue.Queue = queue.Queue(self.depth)
+        asked_to_end = threading.Event()
+        self._thread = threading.Thread(target=_make, args=(self.source, self._made, asked_to_end), name="Prefetch", daemon=True)
+        self._end = weakref.finalize(self, _end, self._made, asked_to_end)
+        self._thread.start()
+
+
+def _make(source: Any, made: queue.Queue, asked_to_end: threading.Event) -> None:
+    """The thread. It must not hold the ``Prefetch``, which would then never go."""
+    while not asked_to_end.is_set():
+        try:
+            made.put((next(source), source.state_dict(), None))
+        except BaseException as error:  # StopIteration, too
+            made.put((None, None, error))
+            return
+
+
+def _end(made: queue.Queue, asked_to_end: threading.Event) -> None:
+    asked_to_end.set()
+    with contextlib.suppress(queue.Empty):
+        while True:
+            made.get_nowait()  # so that the thread, waiting for room, looks up
