@@ -170,9 +170,10 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         best = checkpoints.best()
         if best is not None and best != saved:
             report.say(f"lowest held-out loss so far: {best}")
-    write_sample(trainer, text, folder, options.seed)
+    if text.tokenizer is not None:
+        write_sample(trainer, text, folder, options.seed)
     drawn = loss_picture(folder / "loss.png", unigram)
-    made = ["checkpoint", METRICS, "sample.txt"] + (["loss.png"] if drawn else [])
+    made = ["checkpoint", METRICS] + (["sample.txt"] if text.tokenizer is not None else []) + (["loss.png"] if drawn else [])
     print(f"in {folder}: {', '.join(made)}")
     return 0
 

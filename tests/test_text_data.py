@@ -224,7 +224,7 @@ def test_unusable_text_is_one_clear_line_and_leaves_nothing(tmp_path, content, m
 
 
 def test_other_bad_input(folder, tmp_path, monkeypatch):
-    with pytest.raises(DataError, match=r"\[dataset\] unknown data set: 'nowhere' \(stdlib, wikitext-2, or"):
+    with pytest.raises(DataError, match=r"\[dataset\] unknown data set: 'nowhere' \(stdlib, wikitext-2, a file"):
         load_text("nowhere", cache_dir=tmp_path)
     with pytest.raises(DataError, match=r"\[vocab_size\] too small: 256 \(257 or more\)"):
         load_text(str(folder), vocab_size=256, cache_dir=tmp_path)

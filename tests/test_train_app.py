@@ -11,8 +11,11 @@ import time
 import zlib
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+
+from needle.data.token_files import TokenWriter
 
 ROOT = Path(__file__).parent.parent
 
@@ -161,6 +164,38 @@ def test_killed_and_resumed(text, tmp_path):
     assert rest.returncode == 0 and rest.stderr == ""
     assert losses(folder) == expected and len(list(folder.glob("step-*"))) <= 3 and not list(folder.glob(".*"))
     print(f"{kills} kills, {inside} of them while a checkpoint was written")
+
+
+def test_training_on_a_token_file_is_resumed_bitwise(text, tmp_path):
+    """Batches come from a thread that is ahead; the run that goes on has the same ones all the same."""
+    ids = np.random.default_rng(0).zipf(1.5, 40_000) % 300
+    folder = tmp_path / "writing"
+    folder.mkdir()
+    writer = TokenWriter(folder, 300)
+    writer.write(ids, range(1000, 40_001, 1000))
+    writer.finish(tmp_path / "tokens 300")
+    flags = ["--dataset", tmp_path / "tokens 300", "--max_steps", 6, "--accumulation_steps", 2, "--checkpoint_dir"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    done = run(text, *flags, whole)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "tokens 300.bin: 38,000 training tokens, 2,000 held out, vocabulary 300" in done.stdout
+    assert not (whole / "sample.txt").exists()  # there is no tokenizer
+    with subprocess.Popen(
+        command(text, *flags, parts), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    ) as first:
+        until(first, "step     1/")
+        first.send_signal(signal.SIGINT)
+        first.communicate(timeout=300)
+    assert first.returncode == 130 and 0 < len(losses(parts)) < 6
+    assert run(text, *flags, parts, "--resume").returncode == 0
+    assert losses(parts) == losses(whole)
+    in_order = run(text, *flags, tmp_path / "in order", "--in_order", "--max_steps", 2)
+    assert in_order.returncode == 0 and losses(tmp_path / "in order") != losses(whole)[:2]
+    for wrong, said in (("--vocab_size=299", "token id outside the vocabulary: 299 (0 to 298"), ("--max_tokens=5", "too short")):
+        done = run(text, *flags, tmp_path / "none", wrong)
+        assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    plan = run(text, "--dataset", tmp_path / "tokens 300.idx", "--plan")
+    assert plan.returncode == 0 and "fits: cpu() has" in plan.stdout
 
 
 def test_a_damaged_checkpoint_is_passed_over(text, tmp_path):

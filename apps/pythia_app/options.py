@@ -39,7 +39,7 @@ RANGES = {
 # What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
 CHANGEABLE = (
     "dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "precision", "lr",
-    "warmup_steps", "min_lr_ratio", "betas", "eps", "weight_decay", "max_grad_norm", "dropout",
+    "warmup_steps", "min_lr_ratio", "betas", "eps", "weight_decay", "max_grad_norm", "dropout", "in_order",
 )  # fmt: skip
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 
@@ -59,9 +59,10 @@ def _parser() -> Parser:
     flag(sparse, "window", type=int, default=2, help="blocks of the local pattern: its own and those before it")
     flag(sparse, "compare_dense", action="store_true", help="train both on the same batches and print a table")
     data = parser.add_argument_group("data")
-    flag(data, "dataset", default="stdlib", help="stdlib (Python's own source), wikitext-2, or a text file or folder")
+    flag(data, "dataset", default="stdlib", help="stdlib (Python's own source), wikitext-2, a text file or folder, or a token file")
     flag(data, "max_tokens", type=int, default=None, help="use this much of the training text (default: all)")
     flag(data, "tokenizer", default=None, metavar="FILE", help="a tokenizer.json (default: BPE trained on the text)")
+    flag(data, "in_order", action="store_true", help="take the text as it lies, for what is shuffled already")
     training = parser.add_argument_group("training")
     flag(training, "epochs", type=float, default=None, help="passes over the text, if max_steps is not given")
     flag(training, "max_steps", type=int, default=None, help="optimizer steps (default: 150, or what epochs says)")

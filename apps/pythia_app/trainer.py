@@ -13,6 +13,7 @@ import numpy as np
 import needle as ndl
 from needle import amp, ops
 from needle.checkpoints import random_state, set_random_state
+from needle.data.prefetch import Prefetch
 from needle.data.text import TextData, TokenBatches
 from needle.models import Pythia, PythiaConfig, checkpointed, train_step
 from needle.models.training import Step
@@ -83,12 +84,14 @@ class Trainer:
             self.model.parameter_groups(options.weight_decay), lr=options.lr, betas=tuple(options.betas), eps=options.eps
         )
         self.scaler = amp.GradScaler(enabled=options.precision == "fp16")
-        self.batches = TokenBatches(
+        batches = TokenBatches(
             text.train, options.batch_size, options.seq_len, options.seed,
-            vocab_size=text.vocab_size, max_tokens=options.max_tokens, name=text.name,
+            vocab_size=text.vocab_size, max_tokens=options.max_tokens, shuffle=not options.in_order,
+            stride=text.stride(options.seq_len), name=text.name,
         )  # fmt: skip
+        self.batches = Prefetch(batches)
         per_step = options.accumulation_steps
-        by_epochs = math.ceil((options.epochs or 0) * self.batches.batches_per_epoch / per_step)
+        by_epochs = math.ceil((options.epochs or 0) * batches.batches_per_epoch / per_step)
         self.steps = options.max_steps or by_epochs or 150
         self.step = 0
         self.metrics = {"tokens": 0, "seconds": 0.0}  # of the whole run, however often it was resumed
@@ -143,7 +146,7 @@ class Trainer:
         batches = TokenBatches(
             text.heldout, options.batch_size, options.seq_len,
             vocab_size=text.vocab_size, max_tokens=max(tokens, options.seq_len + 1), epochs=1, shuffle=False,
-            name=f"{text.name}, held out",
+            stride=text.stride(options.seq_len), name=f"{text.name}, held out",
         )  # fmt: skip
         total = count = 0.0
         self.model.eval()

@@ -100,7 +100,7 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
             return _wikitext(path)
         files = [file for file in _walk(path, path.name) if not file.name.startswith(".")]
         return _from_files(path.name or str(path), files, path, skip_binary=True)
-    raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, or an existing file or folder of text)")
+    raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, a file or folder of text, or a token file)")
 
 
 def _stdlib() -> Corpus:
