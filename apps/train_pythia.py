@@ -1,7 +1,7 @@
 """Train Pythia on text: python apps/train_pythia.py --sparse
 
-Everything it makes goes into one folder: checkpoints, metrics.jsonl, loss.png, sample.txt. Ctrl-C saves and says how to go on
-(exit code 130), SIGTERM saves, too (143). The same command with --resume goes on after whatever ended it. A wrong argument or
+Everything it makes goes into one folder: checkpoints, config.yaml, metrics.jsonl, report.html. Ctrl-C saves and says how to go
+on (exit code 130), SIGTERM saves, too (143). The same command with --resume goes on after whatever ended it. A wrong argument or
 unusable text ends with one line and exit code 2.
 """
 
@@ -16,17 +16,24 @@ import math
 import shlex
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
+from needle.backend_ndarray.device import drop_device_caches
 from needle.checkpoints import CheckpointFolder
 from needle.data.text import TextData, load_text, unigram_entropy
-from needle.memory import LeakCheck, set_limit
-from pythia_app import checkpoint
+from needle.memory import LeakCheck, reset_peak, set_limit, stats
+from needle.models import PythiaConfig
+from pythia_app import checkpoint, config_file
 from pythia_app.command_line import exit_code
+from pythia_app.flops import peak_flops
 from pythia_app.memory import Budget
 from pythia_app.options import device, parse, run_folder
-from pythia_app.report import METRICS, Reporter, alone_in, duration, loss_picture, mib, table, writing
+from pythia_app.page import METRICS, PAGE, About, mask_picture
+from pythia_app.report import Reporter, alone_in, duration, mib, table
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
+
+PROMPT_TOKENS, SAMPLE_TOKENS = 16, 48
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,14 +66,16 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         return 0
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=options.tokenizer)
     unigram = unigram_entropy(text.train, text.heldout, text.vocab_size)
-    print(
+    said = (
         f"{text.name}: {len(text.train):,} training tokens, {len(text.heldout):,} held out, vocabulary {text.vocab_size:,}; "
-        f"token frequencies alone give {unigram:.3f} nats",
-        flush=True,
+        f"token frequencies alone give {unigram:.3f} nats"
     )
+    print(said, flush=True)
     budgets = [Budget(options, text.vocab_size, where, sparse) for sparse in kinds]
     configs = [budget.config for budget in budgets]
     planned = 0 if options.eval_only else max(budget.peak() for budget in budgets)
+    flops, known = peak_flops(where, options.precision) if folder else (0.0, "")
+    reset_peak(where)
     set_limit(options.memory_limit, where)
     if options.compare_dense:
         with StopRequest() as stop:
@@ -78,43 +87,61 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         checkpoint.load(saved, trainer.model, None if options.eval_only else trainer.optimizer)
         if not options.eval_only:
             trainer.load_state(state)
-    layout, again = trainer.config.layout(options.seq_len), sum(trainer.config.checkpoint_segments)
-    print(
-        f"Pythia-{options.model} on {where}: {trainer.config.parameter_count():,} parameters; "
-        f"{configs[0].pattern or 'dense'} attention, {layout.nnz_total} blocks of {layout.block}, density "
-        f"{layout.density:.2f}; {options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step, "
-        f"{options.precision}"
-        + (f"; {again} of {trainer.config.layers} layers computed again in backward" if again else "")
-        + (f"; planned peak memory {mib(planned)}" if planned else ""),
-        flush=True,
-    )
+    title, facts = f"Pythia-{options.model} on {where}", described(options, trainer.config, planned)
+    print(f"{title}: {'; '.join(facts.values())}", flush=True)
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
         return 0
+    per_token, mask = trainer.config.flops_per_token(options.seq_len), mask_picture(trainer.config.layout(options.seq_len))
+    facts |= {"text": said, "folder": str(folder)}
+    if flops:
+        facts["MFU"] = f"{per_token / 1e6:,.0f} million FLOPs per token (6 N + 12 L C T x density), of {known}"
+    about = About(title, trainer.steps, options.max_grad_norm, mask, facts, per_token / flops if flops else 0.0)
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder), budgets[0].advice:
-        return train(options, trainer, text, unigram, folder, saved)
+        effective = Namespace(**{**vars(options), "max_steps": trainer.steps, "device": where.name})
+        config_file.keep(folder, effective, trainer.step if saved else 0)
+        return train(options, trainer, text, unigram, folder, saved, about)
 
 
-def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path, saved: Path | None) -> int:
+def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
+    """What is trained, in words by name."""
+    kind, layout = config.pattern or "dense", config.layout(options.seq_len)
+    facts = {
+        "model": f"{config.parameter_count():,} parameters",
+        "attention": f"{kind} attention, {layout.nnz_total} blocks of {layout.block}, density {layout.density:.2f}",
+        "batch": f"{options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step, {options.precision}",
+    }
+    if again := sum(config.checkpoint_segments):
+        facts["layers"] = f"{again} of {config.layers} layers computed again in backward"
+    if planned:
+        facts["memory"] = f"planned peak memory {mib(planned)}"
+    return facts
+
+
+def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path, saved: Path | None, about: About) -> int:
     """saved: the checkpoint that it goes on from."""
-    start, first = time.perf_counter(), trainer.step
+    start, first, peak = time.perf_counter(), trainer.step, 0
     checkpoints = CheckpointFolder(folder, options.keep_last)
 
     def save() -> Path:
         return checkpoint.save(checkpoints, trainer.model, trainer.optimizer, trainer.state(), text.tokenizer)
 
-    def evaluate(saved: Path) -> float:
-        """After saving, so that what is killed meanwhile has lost nothing."""
-        held = trainer.held_out_loss(text)
+    def evaluate(saved: Path) -> tuple[float, str]:
+        """The held-out loss and a sample, if ids are text. After saving, so that what is killed meanwhile has lost nothing."""
+        held, prompt, sample = trainer.held_out_loss(text), "", ""
         if math.isfinite(held):
             checkpoints.mark(saved, held)
             report.record({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
-        return held
+            if text.tokenizer is not None:
+                prompt, sample = sampled(trainer, text, options.seed)
+                report.record({"step": trainer.step, "prompt": prompt, "sample": sample})
+        return held, prompt + sample
 
-    with Reporter(folder, trainer.steps, first) as report:
+    with Reporter(folder, about, first) as report:
         with StopRequest() as stop, LeakCheck() as leaks:
             while trainer.step < trainer.steps and not stop.asked:
+                reset_peak(trainer.device)
                 before = time.perf_counter()
                 skipped = trainer.scaler.skipped_steps
                 try:
@@ -126,7 +153,8 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                 if not math.isfinite(loss) and trainer.scaler.skipped_steps == skipped:
                     report.say(f"step {trainer.step}: the loss is {loss}; stopped, nothing saved (a lower --lr may help)")
                     return 1
-                now, stats = time.perf_counter(), trainer.device.memory_stats()
+                now, memory = time.perf_counter(), stats(trainer.device)
+                peak = max(peak, memory.peak)
                 left = (now - start) / (trainer.step - first) * (trainer.steps - trainer.step)
                 report.step(
                     {
@@ -134,8 +162,9 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                         "loss": loss,
                         "grad_norm": grad_norm,
                         "tokens_per_second": trainer.step_tokens / (now - before),
-                        "live_bytes": stats["live"],
-                        "peak_bytes": stats["peak"],
+                        "live_bytes": memory.live,
+                        "peak_bytes": memory.peak,
+                        "peak_by_category": memory.by_category_at_peak,
                         "lr": trainer.optimizer.lr,
                         **trainer.metrics,
                     },
@@ -156,7 +185,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                 f"go on with: python apps/train_pythia.py --load_checkpoint {shlex.quote(str(folder))}"
             )
             return stop.exit_code
-        held = evaluate(saved)
+        held, sample = evaluate(saved)
         if not math.isfinite(held):
             report.say(f"the held-out loss is {held}; the last step went too far (a lower --lr may help)")
             return 1
@@ -165,16 +194,15 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         done = (trainer.step - first) * trainer.step_tokens
         report.say(
             f"{done:,} tokens in {duration(seconds)}, {done / max(seconds, 1e-9):,.0f} tokens/s with evaluation; "
-            f"peak memory {mib(trainer.device.memory_stats()['peak'])}"
+            f"peak memory {mib(max(peak, stats(trainer.device).peak))}"
         )
         best = checkpoints.best()
         if best is not None and best != saved:
             report.say(f"lowest held-out loss so far: {best}")
-    if text.tokenizer is not None:
-        write_sample(trainer, text, folder, options.seed)
-    drawn = loss_picture(folder / "loss.png", unigram)
-    made = ["checkpoint", METRICS] + (["sample.txt"] if text.tokenizer is not None else []) + (["loss.png"] if drawn else [])
-    print(f"in {folder}: {', '.join(made)}")
+    if sample:
+        print(f"--- sample, after {PROMPT_TOKENS} tokens of held-out text ---\n{sample}\n---")
+    made = [name for name in (config_file.CONFIG, METRICS, PAGE) if (folder / name).is_file()]
+    print(f"in {folder}: checkpoint, {', '.join(made)}")
     return 0
 
 
@@ -185,14 +213,13 @@ def say_held_out(say, held: float, unigram: float) -> None:
     )
 
 
-def write_sample(trainer: Trainer, text: TextData, folder: Path, seed: int, tokens: int = 48) -> None:
-    """Shows and keeps what the model makes of the start of the held-out text."""
-    prompt = [int(i) for i in text.heldout[:16]]
-    out = trainer.model.generate([prompt], max_new_tokens=tokens, do_sample=True, temperature=0.8, top_k=40, seed=seed)[0]
-    sample = text.tokenizer.decode(out)
-    with writing(folder / "sample.txt"):
-        (folder / "sample.txt").write_text(sample, encoding="utf-8")
-    print(f"--- sample, after {len(prompt)} tokens of held-out text ---\n{sample}\n---")
+def sampled(trainer: Trainer, text: TextData, seed: int) -> tuple[str, str]:
+    """The start of the held-out text, and what the model makes of it. Leaves the device as it was, so that the plan stays true."""
+    prompt = [int(i) for i in text.heldout[:PROMPT_TOKENS]]
+    options = {"max_new_tokens": SAMPLE_TOKENS, "do_sample": True, "temperature": 0.8, "top_k": 40, "seed": seed}
+    out = trainer.model.generate([prompt], **options)[0]
+    drop_device_caches()
+    return text.tokenizer.decode(prompt), text.tokenizer.decode(out[len(prompt) :])
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_import_needs_numpy_alone():
 
     code = (
         "import sys; sys.path.insert(0, 'python'); import needle; "
-        "print([m for m in ('tokenizers', 'matplotlib', 'rich', 'safetensors', 'ml_dtypes', 'torch') if m in sys.modules])"
+        "print([m for m in ('tokenizers', 'plotly', 'yaml', 'rich', 'safetensors', 'ml_dtypes', 'torch') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent.parent, check=True)
     assert out.stdout == "[]\n"

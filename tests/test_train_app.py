@@ -60,7 +60,7 @@ def test_a_run_learns_and_leaves_its_files(text, tmp_path):
     done = run(text, "--sparse", "--max_steps", 12, "--checkpoint_dir", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "density 0.70" in done.stdout and "below token frequencies alone" in done.stdout
-    for name in ("metrics.jsonl", "loss.png", "sample.txt", "checkpoints.json", "step-000012/model.safetensors"):
+    for name in ("config.yaml", "metrics.jsonl", "report.html", "checkpoints.json", "step-000012/model.safetensors"):
         assert (tmp_path / name).is_file()
     curve = losses(tmp_path)
     assert len(curve) == 12 and curve[-1] < curve[0] - 0.3
@@ -179,7 +179,7 @@ def test_training_on_a_token_file_is_resumed_bitwise(text, tmp_path):
     done = run(text, *flags, whole)
     assert done.returncode == 0 and done.stderr == ""
     assert "tokens 300.bin: 38,000 training tokens, 2,000 held out, vocabulary 300" in done.stdout
-    assert not (whole / "sample.txt").exists()  # there is no tokenizer
+    assert '"sample"' not in (whole / "metrics.jsonl").read_text()  # there is no tokenizer
     with subprocess.Popen(
         command(text, *flags, parts), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     ) as first:
@@ -455,7 +455,7 @@ def test_a_second_run_leaves_the_first_alone(text, tmp_path):
         file.write('{"step": 3, "loss": 9}\n{"step": 4, "lo')
     assert run(text, "--load_checkpoint", tmp_path / "step-000002", "--max_steps", 3).returncode == 0
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3] and rows[-2]["loss"] != 9
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3] and 9 not in losses(tmp_path)
     index = json.loads((tmp_path / "checkpoints.json").read_text())["checkpoints"]
     assert [entry["name"] for entry in index] == ["step-000002", "step-000003"]  # the last two
 
@@ -463,7 +463,7 @@ def test_a_second_run_leaves_the_first_alone(text, tmp_path):
 def test_a_loss_that_is_no_number_ends_the_run(text, tmp_path):
     done = run(text, "--max_steps", 20, "--lr", "1e30", "--checkpoint_dir", tmp_path)
     assert done.returncode == 1 and "a lower --lr may help" in done.stdout and "Traceback" not in done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "metrics.jsonl", "report.html"}
     first = losses(tmp_path)
     # That run saved nothing, so another one may take the folder; its metrics are its own.
     done = run(text, "--max_steps", 1, "--lr", "1e30", "--checkpoint_dir", tmp_path)
@@ -537,6 +537,7 @@ def test_no_room_for_the_checkpoint(text, tmp_path):
     done = run(text, "--load_checkpoint", tmp_path, "--max_steps", 2, preexec_fn=limited(1))
     assert done.returncode == 2 and "cannot write" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     after = contents(tmp_path)
+    assert "no report.html: [files] cannot write" in done.stdout and "max_steps: 2" in after.pop("config-from-step-1.yaml").decode()
     assert after.pop("metrics.jsonl") != before.pop("metrics.jsonl") and after == before
 
 
@@ -549,6 +550,41 @@ def test_no_room_for_the_tokens(tmp_path):
     )
     assert done.returncode == 2 and "train.bin" in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert [file.name for file in cache.rglob("*") if file.is_file()] == ["tokenizer.json"]
+
+
+def test_a_config_repeats_its_run(text, tmp_path):
+    """And going on leaves it as it was."""
+    first, again = tmp_path / "first", tmp_path / "again"
+    flags = ["--sparse", "--max_steps", 3, "--seed", 4, "--betas", 0.8, 0.9, "--weight_decay", 0.5, "--warmup_steps", 2]
+    assert run(text, *flags, "--checkpoint_dir", first).returncode == 0
+    command = [sys.executable, "apps/train_pythia.py", "--config", str(first / "config.yaml"), "--checkpoint_dir"]
+    done = subprocess.run([*command, str(again)], cwd=ROOT, capture_output=True, text=True, env=environment())
+    assert done.returncode == 0, done.stderr
+    assert losses(again) == losses(first) and contents(again)["config.yaml"] == contents(first)["config.yaml"]
+    before = contents(first)["config.yaml"]
+    assert run(text, "--resume", "--checkpoint_dir", first).returncode == 0
+    assert "config-from-step-3.yaml" not in contents(first)
+    assert run(text, "--resume", "--checkpoint_dir", first, "--max_steps", 4, "--lr", "1e-4").returncode == 0
+    after = contents(first)
+    assert after["config.yaml"] == before and b"lr: 0.0001\n" in after["config-from-step-3.yaml"]
+
+
+def test_what_is_measured_as_it_runs(text, tmp_path):
+    """Samples and evaluations in between change nothing of what a step takes."""
+    shape = ("--sparse", "--batch_size", 2, "--max_steps", 4)
+    plan = run(text, *shape, "--plan")
+    peak = int(re.search(r"\(([\d,]+) bytes\)", plan.stdout)[1].replace(",", ""))
+    done = run(text, *shape, "--save_every", 1, "--memory_limit", peak, "--checkpoint_dir", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["peak_bytes"] for row in steps[1:]] == [peak] * 3
+    for row in steps:
+        assert row["grad_norm"] > 0 and row["lr"] > 0 and row["tokens_per_second"] > 0 and row["mfu"] > 0
+        assert sum(row["peak_by_category"].values()) == row["peak_bytes"] > row["live_bytes"]
+    samples = [row for row in rows if "sample" in row]
+    assert [row["step"] for row in samples] == [row["step"] for row in rows if "held_out_loss" in row] == [1, 2, 3, 4]
+    assert samples[-1]["prompt"] + samples[-1]["sample"] in done.stdout and len({row["prompt"] for row in samples}) == 1
 
 
 def test_the_plan_is_what_the_run_takes(text, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import reprlib
 from pathlib import Path
@@ -12,6 +13,7 @@ from needle import files
 from needle.data.text_files import write_atomically
 from needle.errors import DataError
 
+CONFIG = "config.yaml"
 # Flags that say what to do or where, not what the run is: a run's config.yaml is without them.
 LOCAL = ("config", "checkpoint_dir", "resume", "load_checkpoint", "plan", "eval_only", "compare_dense")
 
@@ -42,6 +44,19 @@ def write(path: Path, options: argparse.Namespace, says: str) -> None:
     text = "".join(f"# {line}\n" for line in says.splitlines()) + _yaml().safe_dump(kept(options), sort_keys=False)
     with write_atomically(path) as file:
         file.write(text.encode())
+
+
+def keep(folder: Path, options: argparse.Namespace, first: int) -> None:
+    """The run's config.yaml. A run that goes on, from step ``first``, leaves it alone: where its flags are others they are written
+    beside it.
+    """
+    path, says = folder / CONFIG, "What the run was started with; with --config and this file it is repeated."
+    if first and path.is_file():
+        with contextlib.suppress(DataError):
+            if _mapping(str(path)) == kept(options):
+                return
+        path, says = folder / f"config-from-step-{first}.yaml", f"What the run went on with from step {first}."
+    write(path, options, says)
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:

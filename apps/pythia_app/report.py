@@ -1,20 +1,24 @@
-"""What a run shows: a live line on a terminal, plain lines elsewhere, metrics.jsonl, a picture of the loss."""
+"""What a run shows: a live line on a terminal, plain lines elsewhere, metrics.jsonl, report.html."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from needle.data.text_files import write_atomically
 from needle.errors import DataError
+from pythia_app import page
+from pythia_app.page import METRICS, About
 
-METRICS = "metrics.jsonl"
+DRAWN_EVERY_SECONDS, DRAWN_SHARE = 20.0, 0.01  # at most so often, and of the time at most so much
 
 
 def mib(nbytes: float) -> str:
@@ -57,31 +61,26 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(place)
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a line that a killed run left unfinished is passed over."""
-    rows = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        with contextlib.suppress(ValueError):
-            rows.append(json.loads(line))
-    return rows
-
-
 class Reporter:
-    """Writes metrics.jsonl and says how the run goes, warnings included. Used as a context, so that the terminal is left as it
-    was.
+    """Writes metrics.jsonl and report.html and says how the run goes, warnings included. Used as a context, so that the terminal is
+    left as it was.
 
     first: the step that the run goes on from. Rows of later steps belong to a run that ended without saving them.
     """
 
-    def __init__(self, folder: Path, steps: int, first: int = 0, every: int = 10):
-        self.path, self.steps, self.first, self.every = folder / METRICS, steps, first, every
+    def __init__(self, folder: Path, about: About, first: int = 0, every: int = 10):
+        self.folder, self.path, self.about, self.first, self.every = folder, folder / METRICS, about, first, every
         self._live = None
         self._warnings = warnings.catch_warnings()
+        self._draw_at = 0.0
 
     def __enter__(self) -> Reporter:
-        kept = [row for row in read_metrics(self.path) if 0 < row["step"] <= self.first]
+        for unfinished in self.folder.glob("*.tmp"):  # of a run that was killed
+            unfinished.unlink(missing_ok=True)
         with write_atomically(self.path) as file:
-            file.write("".join(json.dumps(row) + "\n" for row in kept).encode())
+            for row in page.rows(self.path):
+                if 0 < row["step"] <= self.first:
+                    file.write(json.dumps(row).encode() + b"\n")
         if sys.stdout.isatty():
             try:
                 from rich.live import Live
@@ -95,6 +94,7 @@ class Reporter:
         return self
 
     def __exit__(self, *exc) -> None:
+        self.draw(now=True)
         self._warnings.__exit__(*exc)
         if self._live is not None:
             self._live.__exit__(*exc)
@@ -106,48 +106,39 @@ class Reporter:
         else:
             print(text, flush=True)
 
-    def step(self, row: dict, seconds_left: float) -> None:
+    def step(self, row: dict[str, Any], seconds_left: float) -> None:
         """One optimizer step: row has step, loss, tokens_per_second, live_bytes, peak_bytes."""
+        if self.about.utilization:
+            row = {**row, "mfu": row["tokens_per_second"] * self.about.utilization}
         self.record(row)
         line = (
-            f"step {row['step']:>5}/{self.steps}  loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s  "
+            f"step {row['step']:>5}/{self.about.steps}  loss {row['loss']:.3f}  {row['tokens_per_second']:,.0f} tokens/s  "
             f"memory {mib(row['live_bytes'])}, peak {mib(row['peak_bytes'])}  left {duration(seconds_left)}"
         )
         if self._live is not None:
             self._live.update(line)
-        elif row["step"] % self.every == 0 or row["step"] in (1, self.steps):
+        elif row["step"] % self.every == 0 or row["step"] in (1, self.about.steps):
             print(line, flush=True)
+        self.draw()
 
-    def record(self, row: dict) -> None:
-        """One line in metrics.jsonl, with the time."""
+    def record(self, row: dict[str, Any]) -> None:
+        """One line in metrics.jsonl, with the time; null for what is no finite number."""
+        found = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
         with writing(self.path), open(self.path, "a") as file:
-            file.write(json.dumps({**row, "time": time.time()}) + "\n")
+            file.write(json.dumps({**found, "time": time.time()}) + "\n")
 
-
-def loss_picture(path: Path, unigram: float) -> bool:
-    """Draws the losses of the run's metrics.jsonl beside ``path``. False without matplotlib."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ModuleNotFoundError:
-        return False
-    rows = read_metrics(path.parent / METRICS)
-    train = [(r["step"], r["loss"]) for r in rows if "loss" in r]
-    held = [(r["step"], r["held_out_loss"]) for r in rows if "held_out_loss" in r]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    if train:
-        axes.plot(*zip(*train, strict=True), linewidth=1, alpha=0.7, label="training batch")
-    if held:
-        axes.plot(*zip(*held, strict=True), marker="o", label="held-out text")
-    axes.axhline(unigram, linestyle="--", color="grey", label="token frequencies alone")
-    axes.set(xlabel="optimizer step", ylabel="cross entropy (nats per token)", title="Pythia on needle")
-    axes.legend()
-    with writing(path):
-        figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return True
+    def draw(self, now: bool = False) -> None:
+        """Writes report.html, if it is due or ``now``. If it cannot be written that is said once, and the run goes on."""
+        start = time.perf_counter()
+        if start < self._draw_at and not (now and math.isfinite(self._draw_at)):
+            return
+        try:
+            page.write(self.folder, self.about)
+            end = time.perf_counter()
+            self._draw_at = end + max(DRAWN_EVERY_SECONDS, (end - start) / DRAWN_SHARE)
+        except (DataError, ModuleNotFoundError) as error:
+            self.say(f"no {page.PAGE}: {error}")
+            self._draw_at = math.inf
 
 
 def table(rows: list[dict], columns: list[str]) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # From the bottom up, what stays longest first. The colours differ also to eyes that see fewer. source: Okabe & Ito 2008.
-_COLOURS = {
+COLOURS = {
     "parameter": "#0072B2", "optimizer state": "#56B4E9", "data": "#009E73", "gradient": "#D55E00", "activation": "#E69F00",
     "workspace": "#CC79A7",
 }  # fmt: skip
@@ -30,7 +30,7 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
 
     from plotly import graph_objects as go
 
-    names = [name for name in _COLOURS if any(h.category == name for h in [*traced.first, *(h for _, h in traced.events)])]
+    names = [name for name in COLOURS if any(h.category == name for h in [*traced.first, *(h for _, h in traced.events)])]
     now = {name: sum(h.nbytes for h in traced.first if h.category == name) for name in names}
     series: dict[str, list[float]] = {name: [now[name] / _MIB] for name in names}
     texts = ["before"]
@@ -52,7 +52,7 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
     figure = go.Figure()
     for name in names:
         figure.add_scatter(
-            x=x, y=series[name], name=name, stackgroup="live", line={"width": 0, "shape": "hv"}, fillcolor=_COLOURS[name],
+            x=x, y=series[name], name=name, stackgroup="live", line={"width": 0, "shape": "hv"}, fillcolor=COLOURS[name],
             hovertemplate="%{y:,.2f} MiB",
         )  # fmt: skip
     figure.add_scatter(

@@ -102,6 +102,14 @@ class PythiaConfig:
         layer = 4 * C + (3 * C * C + 3 * C) + (C * C + C) + (C * F + F) + (F * C + C)
         return 2 * self.vocab_size * C + self.layers * layer + 2 * C
 
+    def flops_per_token(self, T: int) -> float:
+        """Multiplications and additions that training makes of one of T tokens: 6 for each parameter but the input embedding's,
+        which are only looked up, and 12 L C T for attention (that of the whole T x T square, as is usual) times its pattern's
+        density. What is computed again in backward does not count. source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+        """
+        parameters = self.parameter_count() - self.vocab_size * self.width
+        return 6 * parameters + 12 * self.layers * self.width * T * self.layout(T).density
+
     def layout(self, T: int) -> BlockLayout:
         """Which key blocks each query block of a T-position sequence sees."""
         if self.pattern is None:
