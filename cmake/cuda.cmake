@@ -17,6 +17,7 @@ if(NOT NEEDLE_CUDA STREQUAL "OFF")
     # Set before enable_language, which would otherwise choose an architecture of its own.
     set(CMAKE_CUDA_ARCHITECTURES ${NEEDLE_CUDA_ARCHITECTURES})
     enable_language(CUDA)
+    set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")  # of the host's part, which launches; kernels are compiled at -O3 regardless
     set(CMAKE_CUDA_STANDARD 17)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     needle_module(ndarray_backend_cuda cuda ${cuda_sources})

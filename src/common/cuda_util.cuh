@@ -180,28 +180,16 @@ struct Walk {
     int64_t of[N];
   };
 
+  // Not unrolled: this is in every strided kernel of every dtype.
   __device__ Offsets operator()(int64_t i) const {
     Offsets at;
     for (int o = 0; o < N; ++o) at.of[o] = offset[o];
-    if (wide) {
-      for (int d = ndim - 1; d > 0; --d) {
-        const int64_t q = i / shape[d];
-        const int64_t r = i - q * shape[d];
-        i = q;
-        for (int o = 0; o < N; ++o) at.of[o] += r * strides[o][d];
-      }
-    } else {
-      uint32_t n = uint32_t(i);
-      for (int d = ndim - 1; d > 0; --d) {
-        const uint32_t q = divisor[d].divide(n);
-        const int64_t r = int64_t(n - q * divisor[d].divisor);
-        n = q;
-        for (int o = 0; o < N; ++o) at.of[o] += r * strides[o][d];
-      }
-      i = n;
-    }
-    if (ndim > 0) {
-      for (int o = 0; o < N; ++o) at.of[o] += i * strides[o][0];
+#pragma unroll 1
+    for (int d = ndim - 1; d >= 0; --d) {
+      const int64_t q = d == 0 ? 0 : wide ? i / shape[d] : divisor[d].divide(uint32_t(i));
+      const int64_t r = i - q * shape[d];
+      i = q;
+      for (int o = 0; o < N; ++o) at.of[o] += r * strides[o][d];
     }
     return at;
   }
@@ -213,7 +201,7 @@ struct WalkOperand {
 };
 
 template <int N>
-Walk<N> make_walk(const Dims& shape, const WalkOperand (&operands)[N]) {
+[[gnu::noinline]] Walk<N> make_walk(const Dims& shape, const WalkOperand (&operands)[N]) {
   Walk<N> walk;
   const int rank = int(shape.size());
   std::vector<Dims> strides(N, Dims(size_t(rank), 0));

@@ -39,7 +39,11 @@ __device__ __forceinline__ T m_abs(T x) {
 }
 template <class T>
 __device__ __forceinline__ T m_sign(T x) {
-  return x != x ? x : T((x > T(0)) - (x < T(0)));  // NaN stays NaN
+  if constexpr (std::is_unsigned<T>::value) {
+    return T(x != T(0));
+  } else {
+    return x != x ? x : T((x > T(0)) - (x < T(0)));  // NaN stays NaN
+  }
 }
 template <class T>
 __device__ __forceinline__ T m_relu(T x) {
@@ -67,8 +71,10 @@ __device__ __forceinline__ double m_pow(double a, double b) { return ::pow(a, b)
 // Integer powers wrap around; a negative exponent gives the truncated reciprocal.
 template <class T, class = typename std::enable_if<std::is_integral<T>::value>::type>
 __device__ __forceinline__ T m_pow(T base, T exponent) {
-  if (exponent < T(0))
-    return base == T(1) ? T(1) : base == T(-1) ? (exponent & T(1) ? T(-1) : T(1)) : T(0);
+  if constexpr (std::is_signed<T>::value) {
+    if (exponent < T(0))
+      return base == T(1) ? T(1) : base == T(-1) ? (exponent & T(1) ? T(-1) : T(1)) : T(0);
+  }
   using U = typename std::make_unsigned<T>::type;
   U result = 1, factor = U(base);
   for (U left = U(exponent); left != 0; left = U(left >> 1)) {

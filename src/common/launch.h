@@ -106,7 +106,7 @@ inline std::string base_name_of(const std::string& full) {
   return colon == std::string::npos ? head : head.substr(colon + 2);
 }
 
-inline KernelRecord& register_kernel(const char* pretty) {
+[[gnu::noinline]] inline KernelRecord& register_kernel(const char* pretty) {
   auto* made = new KernelRecord;  // lives as long as the process
   made->full_name = kernel_name_from(pretty);
   made->name = base_name_of(made->full_name);
@@ -163,14 +163,19 @@ struct SharedType<T, First, Rest...> {
   extern __shared__ __align__(128) unsigned char needle_dynamic_shared[]; \
   type_* const name = reinterpret_cast<type_*>(needle_dynamic_shared)
 
-template <auto K, class... Args>
-void launch(const LaunchConfig& config, Args&&... args) {
-  KernelRecord& kernel = kernel_record<K>();
-  K<<<config.grid, config.block, config.smem, config.stream>>>(std::forward<Args>(args)...);
+// What follows every launch; a function of its own, as there are a thousand kernels.
+[[gnu::noinline]] inline void check_and_count(KernelRecord& kernel, const LaunchConfig& config) {
   const cudaError_t error = cudaGetLastError();
   if (error != cudaSuccess)
     throw CudaError("[" + kernel.full_name + "] launch failed: " + cudaGetErrorString(error));
   kernel.count(config);
+}
+
+template <auto K, class... Args>
+void launch(const LaunchConfig& config, Args&&... args) {
+  KernelRecord& kernel = kernel_record<K>();
+  K<<<config.grid, config.block, config.smem, config.stream>>>(std::forward<Args>(args)...);
+  check_and_count(kernel, config);
 }
 
 #else
@@ -183,14 +188,19 @@ void launch(const LaunchConfig& config, Args&&... args) {
 #define NEEDLE_DYNAMIC_SHARED(type_, name) \
   type_* const name = static_cast<type_*>(::needle::sim::dynamic_shared())
 
+[[gnu::noinline]] inline void check_and_count(KernelRecord& kernel, const LaunchConfig& config,
+                                              const std::string& refused_or_fault) {
+  if (!refused_or_fault.empty()) throw CudaError(refused_or_fault);
+  kernel.count(config);
+}
+
 template <auto K, class... Args>
 void launch(const LaunchConfig& config, Args&&... args) {
   KernelRecord& kernel = kernel_record<K>();
   const std::string refused_or_fault =
       sim::launch<K>(kernel.full_name.c_str(), config.grid, config.block, config.smem,
                      config.stream, std::forward<Args>(args)...);
-  if (!refused_or_fault.empty()) throw CudaError(refused_or_fault);
-  kernel.count(config);
+  check_and_count(kernel, config, refused_or_fault);
 }
 
 #endif

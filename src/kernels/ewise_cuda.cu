@@ -78,6 +78,7 @@ __global__ void ewise_unary_kernel(const T* a, R* out, int64_t n, bool vectors) 
       reinterpret_cast<Vec<R, N>*>(out)[i] = y;
     }
   }
+#pragma unroll 1
   for (int64_t i = done + first_index(); i < n; i += index_step())
     out[i] = R(Op::apply(load(a, i)));
 }
@@ -93,6 +94,7 @@ template <class T>
 struct Operand {
   const T* data;
   accum_t<T> number;
+  __device__ accum_t<T> at(int64_t i) const { return data != nullptr ? load(data, i) : number; }
 };
 
 template <class Op, class T, class R, int N>
@@ -100,21 +102,24 @@ __global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, int64_t 
   int64_t done = 0;
   if (vectors) {
     done = n / N * N;
+    Vec<T, N> x, y;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      x.v[j] = T(a.number);
+      y.v[j] = T(b.number);
+    }
     for (int64_t i = first_index(); i < n / N; i += index_step()) {
-      Vec<T, N> x, y;
       if (a.data != nullptr) x = reinterpret_cast<const Vec<T, N>*>(a.data)[i];
       if (b.data != nullptr) y = reinterpret_cast<const Vec<T, N>*>(b.data)[i];
       Vec<R, N> z;
 #pragma unroll
-      for (int j = 0; j < N; ++j)
-        z.v[j] = R(Op::apply(a.data != nullptr ? accum_t<T>(x.v[j]) : a.number,
-                             b.data != nullptr ? accum_t<T>(y.v[j]) : b.number));
+      for (int j = 0; j < N; ++j) z.v[j] = R(Op::apply(accum_t<T>(x.v[j]), accum_t<T>(y.v[j])));
       reinterpret_cast<Vec<R, N>*>(out)[i] = z;
     }
   }
+#pragma unroll 1
   for (int64_t i = done + first_index(); i < n; i += index_step())
-    out[i] = R(Op::apply(a.data != nullptr ? load(a.data, i) : a.number,
-                         b.data != nullptr ? load(b.data, i) : b.number));
+    out[i] = R(Op::apply(a.at(i), b.at(i)));
 }
 
 template <class Op, class T, class R>
@@ -122,8 +127,7 @@ __global__ void ewise_binary_strided_kernel(Operand<T> a, Operand<T> b, R* out, 
                                             int64_t n) {
   for (int64_t i = first_index(); i < n; i += index_step()) {
     const auto at = walk(i);
-    out[i] = R(Op::apply(a.data != nullptr ? load(a.data, at.of[0]) : a.number,
-                         b.data != nullptr ? load(b.data, at.of[1]) : b.number));
+    out[i] = R(Op::apply(a.at(at.of[0]), b.at(at.of[1])));
   }
 }
 
@@ -141,7 +145,7 @@ __global__ void where_kernel(const bool* condition, const B* a, const B* b, B* o
 
 template <class T>
 constexpr int vector_length() {
-  return 16 / int(sizeof(T));
+  return sizeof(T) == 1 ? 8 : 16 / int(sizeof(T));  // sixteen bytes at a time would be much code
 }
 
 template <class Op>
