@@ -57,10 +57,10 @@ class HostMemory : public MemorySource {
 Allocator& allocator() {
   static HostMemory memory;
 #ifdef __SANITIZE_ADDRESS__
-  static auto* instance = new Allocator(memory, false);
+  static auto* instance = new Allocator(memory);
 #else
   static auto* instance =
-      new Allocator(memory, true);  // never destroyed: arrays may outlive statics
+      new Allocator(memory, Caching::kRanges);  // never destroyed: arrays may outlive statics
 #endif
   return *instance;
 }

@@ -162,9 +162,9 @@ void copy_on_device(void* to, const void* from, int64_t bytes) {
 Allocator& allocator() {
   static DeviceMemory memory;
 #ifdef __SANITIZE_ADDRESS__
-  static auto* instance = new Allocator(memory, false);
+  static auto* instance = new Allocator(memory);
 #else
-  static auto* instance = new Allocator(memory, true);
+  static auto* instance = new Allocator(memory, Caching::kBlocks);
 #endif
   return *instance;
 }

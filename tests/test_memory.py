@@ -131,6 +131,40 @@ def one_step(device, batch=2):
     return model
 
 
+def test_freed_memory_is_cut_to_requests_and_joined_again(cpu):
+    gc.collect()
+    memory.empty_cache(cpu)
+    make = lambda mib: empty((mib << 18,), "float32", cpu)  # noqa: E731
+    before = memory.stats(cpu).reserved
+    whole = make(8)
+    del whole
+    parts = [make(1), make(2), make(3), make(2)]
+    assert memory.stats(cpu).reserved == before + (8 << 20)
+    while parts:
+        del parts[len(parts) // 2]  # from the middle, so that each is joined with a neighbour on either side
+    whole = make(8)
+    assert memory.stats(cpu).reserved == before + (8 << 20)
+    del whole
+    memory.empty_cache(cpu)
+    assert memory.stats(cpu).reserved <= before
+
+
+def test_arrays_never_share_what_was_cut(cpu):
+    rng = np.random.default_rng(0)
+    held = {}
+    for number in range(600):
+        if rng.random() < 0.45 and held:
+            freed = rng.choice(list(held))
+            assert (held.pop(freed).numpy() == freed).all()
+        else:
+            held[number] = empty((int(rng.integers(1 << 14, 1 << 19)),), "float32", cpu)
+            held[number].fill(number)
+        if number % 150 == 149:
+            memory.empty_cache(cpu)
+    for number, array in held.items():
+        assert (array.numpy() == number).all()
+
+
 def test_a_trace_names_who_holds_what(device):
     with memory.trace(device) as t:
         model = one_step(device)

@@ -1,7 +1,8 @@
 // Policy: small blocks go straight to the source, whose own caching is good at them. Large blocks
-// are kept when freed, because fresh pages cost more than most kernels; a block serves requests
-// down to 7/8 of its size. What is reserved stays close to the peak of what was ever live: a
-// request that would carry it past that first gives cached blocks back.
+// are kept when freed, because fresh pages cost more than most kernels: as ranges of pages, cut to
+// the request and joined with their neighbours when free again; where the source wants its blocks
+// back whole, one serves requests down to 7/8 of its size. What is reserved stays close to the peak
+// of what was ever live: a request that would carry it past that first gives back what is kept.
 #include "allocator.h"
 
 #include <algorithm>
@@ -110,55 +111,93 @@ std::vector<MemoryEvent> Allocator::take_log() {
 void* Allocator::take(int64_t bytes) {
   const int64_t size = block_size(bytes);
   if (stats_.limit > 0 && stats_.live + bytes > stats_.limit) throw OutOfMemory(bytes, stats_);
-  void* ptr = nullptr;
-  if (caching_ && size >= kLarge) {
-    const auto found = cache_.lower_bound(size);
-    if (found != cache_.end() && found->first - size <= found->first / 8) {
-      ptr = found->second;
-      cached_bytes_ -= found->first;
-      cache_.erase(found);
-    } else {
-      const int64_t wanted_live = stats_.reserved - cached_bytes_ + size;
-      const int64_t top = std::max(top_, wanted_live);
+  const bool cacheable = caching_ != Caching::kNone && size >= kLarge;
+  void* ptr = cacheable ? take_cached(size) : nullptr;
+  if (ptr == nullptr) {
+    if (cacheable) {
+      const int64_t top = std::max(top_, stats_.reserved - cached_bytes_ + size);
       release_cached(top + top / 32 + kHeadroom - size);
     }
-  }
-  if (ptr == nullptr) {
     ptr = source_.allocate(size);
-    if (ptr == nullptr && !cache_.empty()) {
+    if (ptr == nullptr && !cached_.empty()) {
       release_cached(0);
       ptr = source_.allocate(size);
     }
     if (ptr == nullptr) throw OutOfMemory(bytes, stats_);
     stats_.reserved += size;
-    if (caching_ && size >= kLarge) block_bytes_[ptr] = size;
+    if (cacheable) block_bytes_[ptr] = size;
   }
   stats_.peak_reserved = std::max(stats_.peak_reserved, stats_.reserved);
   top_ = std::max(top_, stats_.reserved - cached_bytes_);
   return ptr;
 }
 
+// The smallest kept block that is large enough; nullptr if there is none.
+char* Allocator::take_cached(int64_t size) {
+  const auto found = cached_by_size_.lower_bound({size, nullptr});
+  if (found == cached_by_size_.end()) return nullptr;
+  const auto [real, ptr] = *found;
+  const int64_t rest = real - size;
+  if (caching_ == Caching::kBlocks && rest > real / 8) return nullptr;
+  forget(ptr, real);
+  const bool cut = caching_ == Caching::kRanges && rest >= kLarge;
+  if (cut) keep(ptr + size, rest);
+  block_bytes_[ptr] = cut ? size : real;
+  return ptr;
+}
+
 void Allocator::give_back(void* ptr, int64_t bytes) noexcept {
   const int64_t size = block_size(bytes);
-  if (caching_ && size >= kLarge) {
-    const int64_t real = block_bytes_.at(ptr);
-    cache_.emplace(real, ptr);
-    cached_bytes_ += real;
+  if (caching_ != Caching::kNone && size >= kLarge) {
+    const auto found = block_bytes_.find(ptr);
+    keep(static_cast<char*>(ptr), found->second);
+    block_bytes_.erase(found);
   } else {
     source_.release(ptr, size);
     stats_.reserved -= size;
   }
 }
 
-// Gives back cached blocks, the largest first, until at most `reserved` bytes are reserved.
+void Allocator::keep(char* ptr, int64_t size) {
+  cached_bytes_ += size;
+  if (caching_ == Caching::kRanges) {
+    const auto after = cached_.lower_bound(ptr);
+    const auto next = after != cached_.end() ? *after : std::pair<char* const, int64_t>{};
+    const auto last =
+        after != cached_.begin() ? *std::prev(after) : std::pair<char* const, int64_t>{};
+    if (next.first == ptr + size) {
+      forget(next.first, next.second);
+      cached_bytes_ += next.second;
+      size += next.second;
+    }
+    if (last.first != nullptr && last.first + last.second == ptr) {
+      forget(last.first, last.second);
+      cached_bytes_ += last.second;
+      ptr = last.first;
+      size += last.second;
+    }
+  }
+  cached_.emplace(ptr, size);
+  cached_by_size_.emplace(size, ptr);
+}
+
+void Allocator::forget(char* ptr, int64_t size) {
+  cached_bytes_ -= size;
+  cached_.erase(ptr);
+  cached_by_size_.erase({size, ptr});
+}
+
+// Gives back what is kept, the largest first, until at most `reserved` bytes are reserved.
 void Allocator::release_cached(int64_t reserved) {
-  while (!cache_.empty() && stats_.reserved > reserved) {
-    const auto largest = std::prev(cache_.end());
-    source_.release(largest->second, largest->first);
-    block_bytes_.erase(largest->second);
-    stats_.reserved -= largest->first;
-    cached_bytes_ -= largest->first;
-    cache_.erase(largest);
+  while (!cached_.empty() && stats_.reserved > reserved) {
+    const auto [size, ptr] = *std::prev(cached_by_size_.end());
+    forget(ptr, size);
+    const int64_t excess = round_up(stats_.reserved - reserved, kPage);
+    const bool cut = caching_ == Caching::kRanges && excess >= kLarge && size - excess >= kLarge;
+    const int64_t given = cut ? excess : size;
+    source_.release(ptr + size - given, given);
+    stats_.reserved -= given;
+    if (cut) keep(ptr, size - given);
   }
 }
 

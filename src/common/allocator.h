@@ -9,11 +9,17 @@
 #include <map>
 #include <mutex>
 #include <new>
+#include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace needle {
+
+// How large freed blocks are kept for reuse: not at all; each as it is; or as ranges of pages that
+// are cut and joined at will, for a source that takes any part of what it gave back.
+enum class Caching { kNone, kBlocks, kRanges };
 
 // Where raw memory comes from: the heap on a CPU, the driver on a GPU. allocate returns nullptr
 // when there is none.
@@ -64,9 +70,7 @@ struct MemoryEvent {
 
 class Allocator {
  public:
-  // caching: keep large freed blocks here (allocator.cc says how); false where the source does so
-  // itself.
-  explicit Allocator(MemorySource& source, bool caching = false)
+  explicit Allocator(MemorySource& source, Caching caching = Caching::kNone)
       : source_(source), caching_(caching) {}
 
   // Fills in the holder. Zero bytes gives a valid, unique-enough pointer. Throws OutOfMemory when
@@ -93,13 +97,16 @@ class Allocator {
 
  private:
   void* take(int64_t bytes);
+  char* take_cached(int64_t size);
+  void keep(char* ptr, int64_t size);
+  void forget(char* ptr, int64_t size);
   void give_back(void* ptr, int64_t bytes) noexcept;
   void count(int category, int64_t bytes);
   void record(MemoryEvent::Kind kind, const Holder& holder);
   void release_cached(int64_t reserved);
 
   MemorySource& source_;
-  const bool caching_;
+  const Caching caching_;
   mutable std::mutex mutex_;
   MemoryStats stats_;
   int current_category_ = 0;
@@ -107,10 +114,11 @@ class Allocator {
   Holder *oldest_ = nullptr, *newest_ = nullptr;
   bool logging_ = false;
   std::vector<MemoryEvent> log_;
-  std::multimap<int64_t, void*> cache_;  // free blocks by their real size
+  std::map<char*, int64_t> cached_;                     // what is kept, by where it is
+  std::set<std::pair<int64_t, char*>> cached_by_size_;  // the same
   int64_t cached_bytes_ = 0;
   int64_t top_ = 0;  // the most bytes ever in blocks that were in use
-  std::unordered_map<void*, int64_t> block_bytes_;  // real sizes of large blocks
+  std::unordered_map<void*, int64_t> block_bytes_;  // real sizes of large blocks in use
 };
 
 }  // namespace needle
