@@ -138,7 +138,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                 report.record({"step": trainer.step, "prompt": prompt, "sample": sample})
         return held, prompt + sample
 
-    with Reporter(folder, about, first) as report:
+    with Reporter(folder, about, first, tensorboard=options.tensorboard) as report:
         with StopRequest() as stop, LeakCheck() as leaks:
             while trainer.step < trainer.steps and not stop.asked:
                 reset_peak(trainer.device)

@@ -45,7 +45,7 @@ def written(folder, rows, **changes):
     """The page, and the charts in it by name."""
     text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in rows)
     (folder / page.METRICS).write_text(text)
-    page.write(folder, about(**changes))
+    page.write(folder, about(**changes), page.History(folder / page.METRICS))
     html = (folder / page.PAGE).read_bytes().decode()
     return html, {chart["id"]: chart for chart in json.loads(re.search(r'id="data">(.*?)</script>', html)[1])}
 
@@ -129,6 +129,20 @@ def test_what_comes_later_wins(tmp_path):
     loss, held = charts["loss"]["lines"]
     assert loss["x"] == list(range(1, 161)) and loss["y"][149] > 2 and loss["y"][150:] == [1.0] * 10
     assert held["x"] == [100, 160] and "a time 100" in html and "new" in html and "a time 200" not in html
+
+
+def test_a_page_is_written_anew_from_what_is_new(tmp_path):
+    lines = [json.dumps(line) + "\n" for line in a_run(300)]
+    whole, _ = written(tmp_path, a_run(300))
+    history = page.History(tmp_path / page.METRICS)
+    for start in range(0, len(lines), 50):
+        part = "".join(lines[: start + 50])
+        (tmp_path / page.METRICS).write_text(part + '{"step": 300, "loss": 7, "to')  # a line that is being written
+        history.read()
+        page.write(tmp_path, about(), history)
+        (tmp_path / page.METRICS).write_text(part)
+    now = (tmp_path / page.PAGE).read_text()
+    assert re.sub("as of [^<]*", "", now) == re.sub("as of [^<]*", "", whole)
 
 
 def test_long_runs_are_thinned(tmp_path):

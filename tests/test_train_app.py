@@ -1,9 +1,11 @@
 """apps/train_pythia.py as a user runs it: tiny runs, resuming, interrupting, wrong arguments."""
 
+import importlib.util
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -585,6 +587,31 @@ def test_what_is_measured_as_it_runs(text, tmp_path):
     samples = [row for row in rows if "sample" in row]
     assert [row["step"] for row in samples] == [row["step"] for row in rows if "held_out_loss" in row] == [1, 2, 3, 4]
     assert samples[-1]["prompt"] + samples[-1]["sample"] in done.stdout and len({row["prompt"] for row in samples}) == 1
+
+
+def test_tensorboard_reads_the_events(text, tmp_path):
+    """With those of a run that was resumed, and none of the steps that were lost."""
+    pytest.importorskip("tensorboardX")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    flags = ("--tensorboard", "--checkpoint_dir", tmp_path)
+    assert run(text, *flags, "--max_steps", 4, "--save_every", 2).returncode == 0
+    shutil.rmtree(tmp_path / "step-000004")  # a run that was killed just before
+    (tmp_path / "checkpoints.json").unlink()
+    assert run(text, *flags, "--load_checkpoint", tmp_path / "step-000002", "--max_steps", 5).returncode == 0
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name in ("loss", "lr", "grad_norm", "tokens_per_second", "peak_bytes", "held_out_loss"):
+        expected = [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
+        assert [(event.step, event.value) for event in events.Scalars(name)] == expected, name
+    assert [event.step for event in events.Scalars("peak_bytes/activation")] == [1, 2, 3, 4, 5]
+    assert {2, 5} <= {event.step for event in events.Tensors("sample/text_summary")}  # this reader purges scalars alone
+
+
+def test_tensorboard_without_its_package(main, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "tensorboardX" else find(name, *more))
+    code, lines = main("--tensorboard")
+    assert code == 2 and len(lines) == 1 and "pip install tensorboardX" in lines[0]
 
 
 def test_the_plan_is_what_the_run_takes(text, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import os
 import tempfile
 import time
@@ -91,6 +92,7 @@ def _parser() -> Parser:
     flag(where, "memory_limit", default=None, metavar="BYTES", help="the most that arrays may take: 2GiB, T4 (default: all)")
     flag(where, "plan", action="store_true", help="only say what the run takes and where every byte goes; allocates nothing")
     flag(where, "checkpoint_dir", default=None, metavar="FOLDER", help="the run's folder (default: runs/MODEL-TIME)")
+    flag(where, "tensorboard", action="store_true", help="also write events for TensorBoard, into the run's folder")
     flag(where, "resume", action="store_true", help="go on from the newest checkpoint in checkpoint_dir, if it has one")
     flag(where, "save_every", type=int, default=500, metavar="N", help="steps from one checkpoint to the next (0: only the last)")
     flag(where, "keep_last", type=int, default=2, metavar="K", help="checkpoints kept beside the best one")
@@ -165,6 +167,8 @@ def check(options: argparse.Namespace) -> None:
             )
     if options.load_checkpoint is not None and not os.path.isdir(options.load_checkpoint):
         raise DataError(f"[load_checkpoint] no such folder: {options.load_checkpoint} (a run's folder or a checkpoint in it)")
+    if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:
+        raise DataError("[tensorboard] the package tensorboardX is missing (pip install tensorboardX)")
     if options.memory_limit is not None:
         parse_bytes(options.memory_limit)
     device(options.device)

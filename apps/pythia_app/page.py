@@ -11,7 +11,6 @@ import time
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -58,8 +57,13 @@ class History:
         self.held_out: list[tuple[int, float]] = []
         self.samples: list[tuple[int, str, str]] = []
         self.unigram_entropy = math.nan
-        for row in rows(path):
+        self._path, self._read_bytes = path, 0
+
+    def read(self) -> None:
+        """Adds what the file has more than it had."""
+        for row, end in rows(self._path, self._read_bytes):
             self._add(row, row["step"])
+            self._read_bytes = end
 
     def _add(self, row: dict[str, Any], step: int) -> None:
         if "loss" in row:
@@ -85,30 +89,38 @@ class History:
             self.samples = [found for found in self.samples if found[0] < step]
 
 
-def rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a line that a killed run left unfinished, or that is none of its, is passed over."""
+def rows(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """The rows of a metrics.jsonl from byte ``start`` on, and where each ends. Passed over: what is no row, and a last line that is
+    not written to its end.
+    """
     if not path.is_file():
         return
-    with open(path, encoding="utf-8", errors="replace") as file:
+    with open(path, "rb") as file:
+        file.seek(start)
         for line in file:
-            with suppress(ValueError, RecursionError):
-                row = json.loads(line)
-                if isinstance(row, dict) and isinstance(row.get("step"), int) and 0 <= row["step"] < 1 << 62:
-                    yield row
+            start += len(line)
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 62:
+                yield row, start
 
 
 def number(value: Any) -> float:
     """NaN for what is none, or infinite."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        with suppress(OverflowError):
-            return float(value) if math.isfinite(value) else math.nan
-    return math.nan
+    if type(value) not in (int, float):
+        return math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan
 
 
-def write(folder: Path, about: About) -> None:
+def write(folder: Path, about: About, history: History) -> None:
     """Writes the folder's report.html, or replaces it at once. raises: ModuleNotFoundError without plotly; DataError."""
+    history.read()
     script = resources.files("plotly") / "package_data" / "plotly.min.js"
-    history = History(folder / METRICS)
     charts = [chart for chart in _charts(history, about) if chart["lines"]]
     parts = {
         "title": _visible(about.title),
@@ -160,7 +172,7 @@ def _charts(history: History, about: About) -> list[dict[str, Any]]:
     held = [held[i] for i in _spread(len(held), MOST_POINTS)]
     held_out = {
         "name": "held-out text", "x": [step for step, _ in held], "y": _plain([loss for _, loss in held]), "colour": ORANGE,
-        "format": ".3f", "unit": "", "kind": "points",
+        "format": ".3f", "unit": "", "kind": "points" if len(held) <= 50 else "line",
     }  # fmt: skip
     speed = line("tokens_per_second", "tokens/s", BLUE, ",.0f", band=True)
     mfu = line("mfu", "MFU", BLUE, ".1%", right=True, hidden=True)
@@ -174,14 +186,20 @@ def _charts(history: History, about: About) -> list[dict[str, Any]]:
     def chart(id: str, title: str, says: str, ticks: str, lines: list[dict[str, Any]], **more):
         return {"id": id, "title": title, "says": says, "ticks": ticks, "lines": lines, **more}
 
-    thin = f" A point is the mean of {width} steps, the band their least and most." if width > 1 else ""
+    thin, seen = "", None
+    if width > 1:
+        thin = f" A point is the mean of {width} steps, the band their least and most."
+        later = column["loss"][len(x) * width // 50 :]  # beside the start of a long run nothing else would be seen
+        if not np.isnan(later).all():
+            seen = [float(np.nanmin(later)), float(np.nanmax(later))]
+            thin += " The start lies above; a double click shows all."
     loss = line("loss", "training batch", BLUE, ".3f", band=True) + [held_out][: len(held)]
     loss += level(history.unigram_entropy, "token frequencies alone", ".3f")
     norm = line("grad_norm", "norm", BLUE, ".4g", band=True)
     norm += level(about.max_grad_norm, "clipped to", ".4g") if norm else []
     shares = "; on the right the share of the machine (MFU)" if mfu else ""
     return [
-        chart("loss", "Loss", f"Cross entropy in nats per token.{thin}", "", loss),
+        chart("loss", "Loss", f"Cross entropy in nats per token.{thin}", "", loss, range=seen),
         chart("lr", "Learning rate", "Of each step.", "~g", line("lr", "learning rate", BLUE, ".3e")),
         chart("norm", "Gradient norm", "Of all gradients together, before clipping.", "~g", norm, log=True),
         chart("speed", "Tokens per second", f"Of each step{shares}.", "~s", speed + mfu, range=[0, top], right=[0, top * ratio]),

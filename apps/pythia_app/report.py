@@ -65,12 +65,15 @@ class Reporter:
     """Writes metrics.jsonl and report.html and says how the run goes, warnings included. Used as a context, so that the terminal is
     left as it was.
 
-    first: the step that the run goes on from. Rows of later steps belong to a run that ended without saving them.
+    first: the step that the run goes on from. Rows of later steps belong to a run that ended without saving them. tensorboard: the
+    rows also go to event files in ``folder / "tensorboard"``.
     """
 
-    def __init__(self, folder: Path, about: About, first: int = 0, every: int = 10):
+    def __init__(self, folder: Path, about: About, first: int = 0, every: int = 10, tensorboard: bool = False):
         self.folder, self.path, self.about, self.first, self.every = folder, folder / METRICS, about, first, every
-        self._live = None
+        self.tensorboard = tensorboard
+        self._events = self._live = None
+        self._history = page.History(self.path)
         self._warnings = warnings.catch_warnings()
         self._draw_at = 0.0
 
@@ -78,9 +81,13 @@ class Reporter:
         for unfinished in self.folder.glob("*.tmp"):  # of a run that was killed
             unfinished.unlink(missing_ok=True)
         with write_atomically(self.path) as file:
-            for row in page.rows(self.path):
+            for row, _ in page.rows(self.path):
                 if 0 < row["step"] <= self.first:
                     file.write(json.dumps(row).encode() + b"\n")
+        if self.tensorboard:
+            from tensorboardX import SummaryWriter
+
+            self._events = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.first + 1, flush_secs=10)
         if sys.stdout.isatty():
             try:
                 from rich.live import Live
@@ -95,6 +102,8 @@ class Reporter:
 
     def __exit__(self, *exc) -> None:
         self.draw(now=True)
+        if self._events is not None:
+            self._events.close()
         self._warnings.__exit__(*exc)
         if self._live is not None:
             self._live.__exit__(*exc)
@@ -126,6 +135,8 @@ class Reporter:
         found = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
         with writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps({**found, "time": time.time()}) + "\n")
+        if self._events is not None:
+            add_events(self._events, found)
 
     def draw(self, now: bool = False) -> None:
         """Writes report.html, if it is due or ``now``. If it cannot be written that is said once, and the run goes on."""
@@ -133,12 +144,24 @@ class Reporter:
         if start < self._draw_at and not (now and math.isfinite(self._draw_at)):
             return
         try:
-            page.write(self.folder, self.about)
+            page.write(self.folder, self.about, self._history)
             end = time.perf_counter()
             self._draw_at = end + max(DRAWN_EVERY_SECONDS, (end - start) / DRAWN_SHARE)
         except (DataError, ModuleNotFoundError) as error:
             self.say(f"no {page.PAGE}: {error}")
             self._draw_at = math.inf
+
+
+def add_events(events, row: dict[str, Any]) -> None:
+    """The figures of a row, and its sample as text that Markdown leaves alone, to a SummaryWriter."""
+    step, figures = row["step"], {name: x for name, x in row.items() if name not in ("step", "tokens", "seconds")}
+    figures |= {f"peak_bytes/{name}": x for name, x in figures.pop("peak_by_category", {}).items()}
+    if "sample" in figures:
+        text = figures.pop("prompt") + figures.pop("sample")
+        events.add_text("sample", "\n".join(f"    {line}" for line in text.splitlines()), step)
+    for name, value in figures.items():
+        if value is not None:
+            events.add_scalar(name, value, step)
 
 
 def table(rows: list[dict], columns: list[str]) -> str:
