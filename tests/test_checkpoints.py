@@ -53,10 +53,14 @@ CONFIG = PythiaConfig(
 
 @pytest.fixture
 def trainer():
+    return make_trainer()
+
+
+def make_trainer(*flags):
     """Makes the app's own, with a model that takes milliseconds."""
     tokens = np.random.default_rng(0).integers(0, 40, 400).astype(np.uint16)
     text = TextData("toy", tokens[:300], tokens[300:], 40, None, None)
-    options = parse(["--max_steps", "100", "--batch_size", "2", "--seq_len", "8", "--accumulation_steps", "2"])
+    options = parse(["--max_steps", "100", "--batch_size", "2", "--seq_len", "8", "--accumulation_steps", "2", *flags])
     return lambda device: Trainer(options, CONFIG, text, device)
 
 
@@ -67,10 +71,18 @@ def resumed(made, path):
     return made
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", ["cpu_numpy", "cpu", "cuda_sim", "cuda"])
-def test_50_and_50_steps_are_100(name, trainer, tmp_path):
-    """With accumulation, dropout, recomputed layers, and text that begins again."""
+def test_50_and_50_steps_are_100(name, precision, tmp_path):
+    """With accumulation, dropout, recomputed layers, text that begins again, and in float16 a scale that grows every 30 steps."""
     device = usable(name)
+    made = make_trainer("--precision", precision)
+
+    def trainer(device):
+        run = made(device)
+        run.scaler.growth_interval = 30
+        return run
+
     np.random.seed(1)
     whole = trainer(device)
     expected = [whole.train_step() for _ in range(100)]
@@ -91,6 +103,8 @@ def test_50_and_50_steps_are_100(name, trainer, tmp_path):
             assert kept[p].numpy().tobytes() == also[q].numpy().tobytes(), name
     np.testing.assert_array_equal(np.random.rand(3), drawn)
     assert second.metrics["tokens"] == whole.metrics["tokens"] == 100 * 2 * 2 * 8
+    scale = 2.0 ** (12 + 3) if precision == "fp16" else 1
+    assert second.scaler.get_scale() == whole.scaler.get_scale() == scale and whole.scaler.skipped_steps == 0
 
 
 def test_a_checkpoint_is_a_model_that_loads(trainer, tmp_path, cpu):
