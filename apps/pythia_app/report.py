@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import sys
 import time
 import warnings
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from needle import files
 from needle.data.text_files import write_atomically
 from needle.errors import DataError
 from pythia_app import page
@@ -42,23 +42,12 @@ def writing(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Holds the run's folder, so that two processes cannot mix their files. raises: DataError if another one holds it."""
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(files.alone_in(folder))
+        except BlockingIOError:
+            raise DataError(f"[checkpoint_dir] another process is training in {folder} (another folder)") from None
         yield
-        return
-    place = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(place)
-        raise DataError(f"[checkpoint_dir] another process is training in {folder} (another folder)") from None
-    except OSError:  # a file system without locks
-        pass
-    try:
-        yield
-    finally:
-        os.close(place)
 
 
 class Reporter:

@@ -41,6 +41,27 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Holds a folder, so that two processes cannot mix their files. raises: BlockingIOError if another one holds it."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        yield
+        return
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:  # a file system without locks
+            pass
+        yield
+    finally:
+        os.close(place)
+
+
 def reason(error: BaseException) -> str:
     """What went wrong, in one line without the path, which the caller's sentence has."""
     return " ".join(str(getattr(error, "strerror", None) or error).split())

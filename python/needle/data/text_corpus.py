@@ -98,7 +98,7 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
     if dataset and os.path.isdir(path):
         if all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
             return _wikitext(path)
-        files = [file for file in _walk(path, path.name) if not file.name.startswith(".")]
+        files = [file for file in walk(path, path.name) if not file.name.startswith(".")]
         return _from_files(path.name or str(path), files, path, skip_binary=True)
     raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, a file or folder of text, or a token file)")
 
@@ -107,7 +107,7 @@ def _stdlib() -> Corpus:
     folder = Path(sysconfig.get_path("stdlib"))
     files = [
         file
-        for file in _walk(folder, "stdlib", leave_out=_STDLIB_LEFT_OUT)
+        for file in walk(folder, "stdlib", leave_out=_STDLIB_LEFT_OUT)
         # Generated when this Python was built, full of that machine's paths.
         if file.suffix == ".py" and not file.name.startswith("_sysconfigdata")
     ]
@@ -121,7 +121,7 @@ def _wikitext(folder: Path) -> Corpus:
     for split, names in _WIKITEXT_SPLITS.items():
         path = _first_present(folder, names)
         if path is None:
-            found = ", ".join(file.name for file in _walk(folder, "wikitext-2")) or "nothing"
+            found = ", ".join(file.name for file in walk(folder, "wikitext-2")) or "nothing"
             raise DataError(f"[wikitext-2] no {split} text in {folder}: found {found} ({', '.join(names)})")
         pieces[split] = Piece(path, 0, path.stat().st_size)
     digests = [_digest(piece, "wikitext-2") for piece in pieces.values()]
@@ -208,7 +208,9 @@ def _cut(piece: Piece, name: str) -> tuple[Piece, Piece]:
     return Piece(piece.path, 0, cut), Piece(piece.path, cut, piece.stop)
 
 
-def _walk(folder: Path, name: str, leave_out: Set[str] = frozenset()) -> list[Path]:
+def walk(folder: Path, name: str, leave_out: Set[str] = frozenset()) -> list[Path]:
+    """The files below ``folder`` in a fixed order, without hidden folders; links to folders are not followed."""
+
     def refuse(error: OSError) -> None:
         raise DataError(f"[{name}] cannot read {error.filename}: {error.strerror} (readable folders)") from error
 

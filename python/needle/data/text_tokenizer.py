@@ -31,6 +31,12 @@ class TextTokenizer:
         """The text of ``ids``; an id that only fills up the model's vocabulary gives nothing."""
         return self._tokenizer.decode([int(i) for i in ids if i < self.size], skip_special_tokens=False)
 
+    def of_whole_texts(self) -> Any:
+        """What does the work, of the package ``tokenizers``; from now on it neither cuts texts off nor fills them up."""
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        return self._tokenizer
+
     def to_json(self) -> str:
         """The content of a tokenizer.json."""
         return self._tokenizer.to_str()

@@ -1,0 +1,422 @@
+"""Text into a token file: in parallel, in little memory, and so that a run which was killed goes on.
+
+The text is read in blocks, which threads tokenize (the package ``tokenizers`` works without Python's lock) and one thread writes in
+order, so the result depends on neither the number of threads nor on interruptions. ``docs/data.md`` says what becomes of what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import files
+from ..errors import DataError
+from .text_blocks import Block, Cutter, Place, Source, find_sources, read_blocks, sample_text, texts_of
+from .text_files import write_atomically
+from .text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from .token_files import TOKENIZER_ENDING, TokenWriter, publish
+
+_FORMAT = 1  # of an unfinished run: change it when the same input would be cut or read in another way
+_PART_BYTES = 1 << 12  # of a document, encoded at a time; longer ones take more time per byte
+_AHEAD_BYTES = 64 << 20  # of blocks that wait to be written
+
+
+@dataclass
+class Totals:
+    """What has been written, and what was left out."""
+
+    text_bytes: int = 0
+    tokens: int = 0
+    documents: int = 0
+    empty: int = 0  # documents without a token
+    invalid: int = 0  # lines of a .jsonl, with ``skip_invalid``
+    cut: int = 0  # places where a document was cut and its ids may not be those of the whole
+
+
+@dataclass(frozen=True)
+class Progress:
+    """done_bytes of all_bytes are read (of the files as they lie on the disk); ``totals`` are of the whole run."""
+
+    done_bytes: int
+    all_bytes: int
+    totals: Totals
+
+
+@dataclass(frozen=True)
+class Prepared:
+    prefix: Path
+    totals: Totals
+    vocab_size: int
+    skipped: list[Path]  # files of a folder that are no text
+
+
+def prepare(
+    inputs: Sequence[str | Path],
+    output: str | Path,
+    *,
+    tokenizer: str | Path | None = None,
+    vocab_size: int | None = None,
+    key: str = "text",
+    end_of_text: str | None = END_OF_TEXT,
+    workers: int = 1,
+    overwrite: bool = False,
+    restart: bool = False,
+    skip_invalid: bool = False,
+    save_every_s: float = 10.0,
+    report: Callable[[Progress], None] = lambda progress: None,
+) -> Prepared:
+    """Tokenizes ``inputs`` into ``output``.bin and .idx (Megatron's format), with the tokenizer beside them.
+
+    inputs: text files, each of them one document; .jsonl files, each line of them an object with a document under ``key``; both
+    also as .gz; and folders of those. tokenizer: a tokenizer.json; without it, byte-level BPE of ``vocab_size`` ids is trained on
+    a sample. end_of_text: the token after each document, None for none. overwrite: an older ``output`` may go. skip_invalid: leave
+    out lines that are no such object instead of stopping. save_every_s: the most work that a kill can cost.
+
+    What there is of an unfinished run with the same inputs and options is gone on from; ``restart`` drops it.
+
+    raises: DataError, in one line; the run can then be gone on with, if the line does not say otherwise.
+    """
+    prefix = _prefix(output)
+    if workers < 1:
+        raise DataError(f"[workers] is {workers} (accepted: 1 or more)")
+    if (tokenizer is None) == (vocab_size is None):
+        raise DataError("[tokenizer] one of --tokenizer and --vocab_size is needed (a tokenizer.json, or how many ids to train)")
+    sources, in_folders = find_sources(inputs)
+    given = None if tokenizer is None else Path(tokenizer).expanduser()
+    loaded = load_tokenizer(given) if given else None
+    settings = {
+        "format": _FORMAT,
+        "key": key,
+        "end_of_text": end_of_text,
+        "tokenizer": f"{vocab_size} ids, trained" if given is None else hashlib.sha256(given.read_bytes()).hexdigest(),
+    }
+    folder = prefix.with_name(f".{prefix.name}.partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(f"[output] cannot make {folder}: {files.reason(error)} (room in a writable folder)") from error
+    try:
+        with files.alone_in(folder):
+            if restart:
+                _empty(folder)
+            run = _Run(folder, prefix, sources, in_folders, settings, workers, skip_invalid, report)
+            return run.go(given, loaded, vocab_size, overwrite, save_every_s)
+    except BlockingIOError:
+        raise DataError(f"[output] another process is writing {prefix} (another name)") from None
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if nothing has been put there
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One call of ``prepare``, in its folder."""
+
+    folder: Path
+    prefix: Path
+    sources: list[Source]
+    in_folders: set[int]
+    settings: dict[str, Any]
+    workers: int
+    skip_invalid: bool
+    report: Callable[[Progress], None]
+
+    @property
+    def all_bytes(self) -> int:
+        return sum(source.size for source in self.sources)
+
+    def go(
+        self, given: Path | None, tokenizer: TextTokenizer | None, vocab_size: int | None, overwrite: bool, save_every_s: float
+    ) -> Prepared:
+        if not self._begun():
+            there = [path for path in self._outputs()[:2] if path.exists()]
+            if there and not overwrite:
+                raise DataError(f"[output] {there[0]} exists (accepted: another name, or --overwrite)")
+            _empty(self.folder)
+            with self._emptied_by_errors():
+                self._begin(given, tokenizer, vocab_size)
+        run = _read_json(self.folder / "run.json")
+        skipped = set(run["skipped"])
+        state = _read_json(self.folder / "state.json") if (self.folder / "state.json").exists() else None
+        totals = Totals(**state["totals"]) if state else Totals()
+        if state and publish(self.folder, self.prefix):  # it was killed at the very end
+            return self._prepared(totals, load_tokenizer(self._outputs()[2]).size, skipped)
+        tokenizer = tokenizer or load_tokenizer(self.folder / "tokenizer.json")
+        encoder = _Encoder(tokenizer, self._end(tokenizer), self.sources, self.settings["key"], self.skip_invalid)
+        writer = TokenWriter(self.folder, tokenizer.size, state and state["writer"])
+        place = Place(*state["place"]) if state else Place(0, 0, 1)
+        try:
+            self._write(writer, encoder, read_blocks(self.sources, skipped, place, encoder), totals, save_every_s)
+            with self._emptied_by_errors():
+                for source in self.sources:
+                    if source.stamp() != source:
+                        raise DataError(
+                            f"[{source.path.name}] changed while it was read: {source.path} (files that stay as they are)"
+                        )
+                if not writer.documents:
+                    raise DataError(f"[inputs] no text: {len(self.sources)} files, {totals.empty} empty documents (text)")
+            writer.finish(self.prefix)
+        finally:
+            writer.close()
+        return self._prepared(totals, tokenizer.size, skipped)
+
+    def _prepared(self, totals: Totals, vocab_size: int, skipped: set[int]) -> Prepared:
+        return Prepared(self.prefix, totals, vocab_size, [self.sources[i].path for i in sorted(skipped)])
+
+    def _outputs(self) -> list[Path]:
+        return [self.prefix.with_name(self.prefix.name + ending) for ending in (".bin", ".idx", TOKENIZER_ENDING)]
+
+    def _begun(self) -> bool:
+        """True if the folder holds a run that can be gone on with. raises: DataError if it holds another one."""
+        if not (self.folder / "run.json").exists():
+            return False
+        run = _read_json(self.folder / "run.json")
+        before = [Source(Path(path), size, stamp) for path, size, stamp in run["sources"]]
+        differs = next((f"--{name}" for name, value in self.settings.items() if run.get(name) != value), None)
+        for now, then in zip(self.sources, before):
+            if now.path == then.path and now != then:
+                differs = differs or f"{now.path} has changed"
+        if before != self.sources:
+            differs = differs or "the files are others"
+        if differs:
+            raise DataError(f"[output] {self.folder} has an unfinished run of something else: {differs} (as before, or --restart)")
+        return True
+
+    @contextlib.contextmanager
+    def _emptied_by_errors(self) -> Iterator[None]:
+        """Around what leaves nothing to go on with."""
+        try:
+            yield
+        except BaseException:
+            _empty(self.folder)
+            raise
+
+    def _begin(self, given: Path | None, tokenizer: TextTokenizer | None, vocab_size: int | None) -> None:
+        """Looks at every text file before anything is written; in folders, what is no text is left out. run.json comes last."""
+        skipped = []
+        for i, source in enumerate(self.sources):
+            try:
+                if not source.lines:
+                    source.check()
+            except DataError:
+                if i not in self.in_folders:
+                    raise
+                skipped.append(i)
+        if len(skipped) == len(self.sources):
+            raise DataError(f"[inputs] no text: {len(self.sources)} files, all of them binary or closed (UTF-8 text or .jsonl)")
+        path = self.folder / "tokenizer.json"
+        if given is not None:
+            with write_atomically(path) as file:
+                file.write(given.read_bytes())
+        elif vocab_size is not None:
+            texts = sample_text(self.sources, set(skipped), self.settings["key"], self.all_bytes)
+            tokenizer = train_tokenizer(path, texts, vocab_size, self.prefix.name)
+        if tokenizer is not None:
+            self._end(tokenizer)
+        sources = [(str(source.path), source.size, source.mtime_ns) for source in self.sources]
+        with write_atomically(self.folder / "run.json") as file:
+            file.write(json.dumps({**self.settings, "skipped": skipped, "sources": sources}).encode())
+
+    def _end(self, tokenizer: TextTokenizer) -> int | None:
+        """The id after each document."""
+        token = self.settings["end_of_text"]
+        found = None if token is None else tokenizer.of_whole_texts().token_to_id(token)
+        if token is not None and found is None:
+            raise DataError(f"[end_of_text] the tokenizer has no {token!r} (--end_of_text TOKEN, or --no_end_of_text)")
+        return found
+
+    def _write(self, writer: TokenWriter, encoder: _Encoder, blocks: Iterator[Block], totals: Totals, save_every_s: float) -> None:
+        """Takes the blocks through the threads and writes what they make of them, in order."""
+        waiting: deque[tuple[Block, Future]] = deque()
+        place: Place | None = None
+        settled = True  # place, totals and what the writer has belong together
+        all_bytes, ahead, saved = self.all_bytes, 0, time.monotonic()
+
+        def save() -> None:
+            if place is not None:
+                state = {"place": place, "totals": asdict(totals), "writer": writer.flush()}
+                with write_atomically(self.folder / "state.json") as file:
+                    file.write(json.dumps(state).encode())
+
+        with _alone_in_a_thread(), ThreadPoolExecutor(self.workers, "prepare") as pool:
+            try:
+                block = next(blocks, None)
+                while block is not None or waiting:
+                    if block is not None and (not waiting or (len(waiting) < 2 * self.workers and ahead < _AHEAD_BYTES)):
+                        waiting.append((block, pool.submit(encoder, block)))
+                        ahead += block.nbytes
+                        block = next(blocks, None)
+                        continue
+                    oldest, future = waiting.popleft()
+                    encoded = future.result()
+                    settled = False
+                    writer.write(encoded.ids, encoded.ends)
+                    place = oldest.after
+                    totals.text_bytes += oldest.nbytes
+                    totals.tokens, totals.documents = writer.tokens, writer.documents
+                    totals.empty += encoded.empty
+                    totals.invalid += encoded.invalid
+                    totals.cut += encoded.cut
+                    settled = True
+                    ahead -= oldest.nbytes
+                    self.report(Progress(oldest.done_bytes, all_bytes, totals))
+                    if time.monotonic() - saved >= save_every_s:
+                        save()
+                        saved = time.monotonic()
+                save()
+            except (DataError, KeyboardInterrupt):
+                for _, future in waiting:
+                    future.cancel()
+                if settled:
+                    with contextlib.suppress(DataError):  # where there is no room, the state before stays
+                        save()
+                raise
+
+
+# ---- what becomes of it
+
+
+class _Encoded(NamedTuple):
+    ids: np.ndarray
+    ends: list[int]
+    empty: int
+    invalid: int
+    cut: int
+
+
+class _Encoder(Cutter):
+    """Tokenizes blocks; many threads may call it at once."""
+
+    def __init__(self, tokenizer: TextTokenizer, end: int | None, sources: list[Source], key: str, skip_invalid: bool):
+        self._tokenizer = tokenizer.of_whole_texts()
+        self._sources, self._key, self._skip_invalid = sources, key, skip_invalid
+        self._end = end
+        self._dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.int32
+        wide = _cutting_changes_nothing(self._tokenizer, Cutter(True))
+        super().__init__(wide or _cutting_changes_nothing(self._tokenizer, Cutter(True, True)), after_letters=not wide)
+
+    def __call__(self, block: Block) -> _Encoded:
+        texts: list[str] = []
+        documents: list[tuple[int, bool, bool]] = []  # how many of the texts there are up to its end; begins here; ends here
+        invalid = cut = 0
+        for piece in block.pieces:
+            source = self._sources[piece.at.source]
+            cut += piece.cut
+            for document in texts_of(piece, source, self._key, self._skip_invalid):
+                if document is None:
+                    invalid += 1
+                    continue
+                cut += self._take_apart(document, texts)
+                documents.append((len(texts), source.lines or piece.at.offset == 0, source.lines or piece.last))
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ids: list[int] = []
+        ends: list[int] = []
+        empty = first = 0
+        for last, begins, stops in documents:
+            before = len(ids)
+            for i in range(first, last):
+                ids += encodings[i].ids
+            first = last
+            if begins and stops and len(ids) == before:
+                empty += 1
+            elif stops:
+                if self._end is not None:
+                    ids.append(self._end)
+                ends.append(len(ids))
+        return _Encoded(np.array(ids, self._dtype), ends, empty, invalid, cut)
+
+    def _take_apart(self, document: bytes, texts: list[str]) -> int:
+        """How many cuts may have changed ids."""
+        start = badly_cut = 0
+        least = _PART_BYTES if self.exact else self.least
+        while start < len(document):
+            stop, badly = self.cut(document, start, least)
+            texts.append(document[start:stop].decode())
+            start, badly_cut = stop, badly_cut + badly
+        return badly_cut
+
+
+def _cutting_changes_nothing(tokenizer: Any, cutter: Cutter) -> bool:
+    """Tries it: around every kind of character and white space, and around each token that stands for itself.
+
+    Words must come out the same, not only ids: of all the words that a vocabulary has whole, these are few.
+    """
+    if tokenizer.pre_tokenizer is None:
+        return False
+    befores = "a Z 7 12 don't . , \" ) ... - _ é ß 中 。 \u0301 👍 … &".split()
+    spaces = (" ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "\n\n  ", "\r", " \u3000")
+    afters = ("", *"a 7 's . é 中 👍".split())
+    pairs = [(f"x {b}", f"{s}{a} y") for b in befores for s in spaces for a in afters]
+    for token in tokenizer.get_added_tokens_decoder().values():
+        pairs += [(f"x{token.content}", s + "y") for s in spaces] + [("x", s + token.content) for s in spaces]
+        content = token.content.encode()
+        if len(content) > 1 and cutter.cut(content, 0, 1)[0] < len(content):
+            return False
+    lengths = [len(left.encode()) for left, _ in pairs]
+    pairs = [pair for pair, n in zip(pairs, lengths) if cutter.cut("".join(pair).encode(), 0, n)[0] == n]
+
+    def words(text: str) -> list[str]:
+        if tokenizer.normalizer is not None:
+            text = tokenizer.normalizer.normalize_str(text)
+        return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+    if any(words(left) + words(right) != words(left + right) for left, right in pairs):
+        return False
+    encode = lambda texts: [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]  # noqa: E731
+    lefts, rights, wholes = (encode(list(t)) for t in (*zip(*pairs), [a + b for a, b in pairs]))
+    return all(left + right == whole for left, right, whole in zip(lefts, rights, wholes))
+
+
+# ---- files and settings
+
+
+def _prefix(output: str | Path) -> Path:
+    name = str(output)
+    for ending in (".bin", ".idx"):
+        name = name.removesuffix(ending)
+    if not name or "\0" in name or name.endswith(("/", os.sep)) or os.path.isdir(name):
+        raise DataError(f"[output] no name for files: {str(output)!r} (FOLDER/NAME, which becomes NAME.bin and NAME.idx)")
+    return Path(os.path.abspath(Path(name).expanduser()))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"[output] cannot go on: {path}: {files.reason(error)} (--restart begins again)") from error
+
+
+def _empty(folder: Path) -> None:
+    """run.json goes first: what is left without it counts for nothing."""
+    try:
+        (folder / "run.json").unlink(missing_ok=True)
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    except OSError as error:
+        raise DataError(f"[output] cannot empty {folder}: {files.reason(error)} (a writable folder)") from error
+
+
+@contextlib.contextmanager
+def _alone_in_a_thread() -> Iterator[None]:
+    """Each call of ``tokenizers`` stays in its thread; there are as many threads as were asked for."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before

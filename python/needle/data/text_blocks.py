@@ -1,0 +1,266 @@
+"""Text read in blocks: from which files, cut where, and the documents in them."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from .. import files
+from ..errors import DataError
+from .text_corpus import walk
+
+_BLOCK_BYTES = 1 << 18
+_BLOCK_PIECES = 1 << 12
+_WORD_BYTES = 1 << 20  # how far a place to cut is looked for
+_LINE_BYTES = 64 << 20  # the longest line of a .jsonl
+_SAMPLE_BYTES = 32 << 20
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file as it was when the run began."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+    @property
+    def lines(self) -> bool:
+        """Whether each line is a document."""
+        return self.path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+
+    def stamp(self) -> Source | None:
+        """What it is now."""
+        try:
+            now = self.path.stat()
+        except OSError:
+            return None
+        return Source(self.path, now.st_size, now.st_mtime_ns)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+        """The text's bytes, and how many of the file's have been read. raises: DataError for what cannot be read."""
+        try:
+            with open(self.path, "rb") as raw:
+                if self.path.suffix == ".gz":
+                    with gzip.open(raw) as file:
+                        yield file, raw.tell  # type: ignore[misc]
+                else:
+                    yield raw, raw.tell
+        except (OSError, EOFError, zlib.error) as error:
+            raise DataError(f"[{self.path.name}] cannot read {self.path}: {files.reason(error)} (a readable file)") from error
+
+    def check(self) -> None:
+        """raises: DataError if it is no UTF-8 text."""
+        with self.open() as (file, _):
+            offset, rest = 0, b""
+            while raw := file.read(_WORD_BYTES):
+                raw = rest + raw
+                rest = _unfinished(raw)
+                self.decode(raw[: len(raw) - len(rest)], offset)
+                offset += len(raw) - len(rest)
+            self.decode(rest, offset)
+
+    def decode(self, raw: bytes, offset: int) -> str:
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            at = offset + error.start
+            raise DataError(
+                f"[{self.path.name}] not UTF-8 text: {error.reason} at byte {at} of {self.path} (UTF-8 text)"
+            ) from error
+        if "\0" in text:
+            at = offset + raw.index(b"\0")
+            raise DataError(f"[{self.path.name}] binary data: byte {at} of {self.path} is zero (UTF-8 text)")
+        return text
+
+
+class Place(NamedTuple):
+    """Where reading goes on: in which source, after how many bytes of its text, and in which line, from 1."""
+
+    source: int
+    offset: int
+    line: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some of a source: whole lines of a .jsonl, or a part of a text file."""
+
+    at: Place
+    raw: bytes
+    last: bool  # of its source; lines: never
+    cut: bool = False  # its end is no place to cut at
+
+
+@dataclass(frozen=True)
+class Block:
+    pieces: list[Piece]
+    nbytes: int
+    after: Place
+    done_bytes: int
+
+
+def find_sources(inputs: Sequence[str | Path]) -> tuple[list[Source], set[int]]:
+    """The files, and which of them were found in folders."""
+    sources: list[Source] = []
+    in_folders: set[int] = set()
+    for given in inputs:
+        path = Path(os.path.abspath(Path(given).expanduser()))
+        folder = os.path.isdir(path)
+        if not folder and not os.path.isfile(path):
+            raise DataError(f"[inputs] no such file or folder: {str(given)!r} (text files, .jsonl files and folders of them)")
+        found = [file for file in walk(path, path.name) if not file.name.startswith(".")] if folder else [path]
+        if not found:
+            raise DataError(f"[inputs] no files: {given} (text files, .jsonl files and folders of them)")
+        for file in found:
+            if folder:
+                in_folders.add(len(sources))
+            now = Source(file, 0, 0).stamp()
+            if now is None:
+                raise DataError(f"[inputs] no such file any more: {file} (files that stay as they are)")
+            sources.append(now)
+    if not sources:
+        raise DataError("[inputs] none are given (text files, .jsonl files and folders of them)")
+    return sources, in_folders
+
+
+def read_blocks(sources: list[Source], skipped: set[int], place: Place, cutter: Cutter) -> Iterator[Block]:
+    """From ``place`` on. Where a block ends depends on the text after its start alone."""
+    pieces: list[Piece] = []
+    nbytes = before = 0
+    after, done = place, 0
+    for i, source in enumerate(sources):
+        if i >= place.source and i not in skipped:
+            start = place if i == place.source else Place(i, 0, 1)
+            with source.open() as (file, position):
+                file.seek(start.offset)
+                for piece, after in _lines(file, start, source) if source.lines else _parts(file, start, cutter):
+                    pieces.append(piece)
+                    nbytes += len(piece.raw)
+                    done = before + min(position(), source.size)
+                    if nbytes >= _BLOCK_BYTES or len(pieces) >= _BLOCK_PIECES:
+                        yield Block(pieces, nbytes, after, done)
+                        pieces, nbytes = [], 0
+        before += source.size
+    if pieces:
+        yield Block(pieces, nbytes, after, done)
+
+
+def _parts(file: BinaryIO, at: Place, cutter: Cutter) -> Iterator[tuple[Piece, Place]]:
+    """A text file, cut at places where that changes no id."""
+    buffer, ended, last = b"", False, False
+    while not last:
+        while not ended and len(buffer) <= cutter.most:
+            more = file.read(cutter.most + 1 - len(buffer))
+            buffer, ended = buffer + more, not more
+        stop, badly = cutter.cut(buffer, 0, cutter.least)
+        last = ended and stop == len(buffer)
+        after = Place(at.source + 1, 0, 1) if last else Place(at.source, at.offset + stop, at.line)
+        yield Piece(at, buffer[:stop], last, badly), after
+        at, buffer = after, buffer[stop:]
+
+
+def _lines(file: BinaryIO, at: Place, source: Source) -> Iterator[tuple[Piece, Place]]:
+    while raw := file.read(_BLOCK_BYTES):
+        if not raw.endswith(b"\n"):
+            rest = file.readline(_LINE_BYTES)
+            raw += rest
+            if len(rest) == _LINE_BYTES and not rest.endswith(b"\n"):
+                line = at.line + raw.count(b"\n")
+                raise DataError(f"[{source.path.name}] line {line} of {source.path} is too long ({_LINE_BYTES >> 20} MiB or less)")
+        after = Place(at.source, at.offset + len(raw), at.line + raw.count(b"\n"))
+        yield Piece(at, raw, False), after
+        at = after
+
+
+def _unfinished(raw: bytes) -> bytes:
+    """The beginning of a character at the end, if there is one."""
+    for back in range(1, min(3, len(raw)) + 1):
+        byte = raw[-back]
+        if byte & 0xC0 == 0xC0:
+            needs = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return raw[-back:] if needs > back else b""
+        if byte < 0x80:
+            return b""
+    return b""
+
+
+class Cutter:
+    """Finds where text may be cut so that its parts have the ids of the whole.
+
+    exact: there are such places: before white space, after what is none. Where the tokenizer has none, only documents that are too
+    long to be held are cut, and cuts are counted.
+    """
+
+    least, most = _BLOCK_BYTES, _WORD_BYTES
+
+    def __init__(self, exact: bool, after_letters: bool = False):
+        self.exact = exact
+        self._place = re.compile(rb"(?<=[0-9A-Za-z])(?=[ \n\r\t])" if after_letters else rb"(?<=[!-~\x80-\xff])(?=[ \n\r\t])")
+        if not exact:
+            self.least, self.most = _WORD_BYTES, 2 * _WORD_BYTES
+
+    def cut(self, raw: bytes, start: int, least: int) -> tuple[int, bool]:
+        """The first place ``least`` or more bytes after ``start``, and whether ids may differ for it; the end if that is nearer."""
+        if len(raw) - start <= least:
+            return len(raw), False
+        for found in self._place.finditer(raw, start + least, min(len(raw), start + self.most + 1)):
+            if not raw[max(start, found.start() - 4) : found.start()].decode(errors="ignore")[-1:].isspace():
+                return found.start(), not self.exact
+        if len(raw) - start <= self.most:
+            return len(raw), False
+        stop = start + self.most
+        return stop - len(_unfinished(raw[stop - 4 : stop])), True
+
+
+def texts_of(piece: Piece, source: Source, key: str, skip_invalid: bool) -> Iterator[bytes | None]:
+    """The text of each line, None for an invalid one; or of the part of a text file, with ``\\n`` line ends and no mark."""
+    if not source.lines:
+        raw = piece.raw.removeprefix(_BYTE_ORDER_MARK) if piece.at.offset == 0 else piece.raw
+        source.decode(raw, piece.at.offset)
+        yield raw.replace(b"\r\n", b"\n")
+        return
+    for number, line in enumerate(piece.raw.split(b"\n"), piece.at.line):
+        if not line or line.isspace():
+            continue
+        try:
+            yield _text_of(line, key)
+        except (ValueError, RecursionError) as error:
+            if not skip_invalid:
+                reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+                raise DataError(
+                    f"[{source.path.name}] line {number} of {source.path}: {reason} (an object with a text under {key!r}; "
+                    "--skip_invalid leaves such lines out)"
+                ) from error
+            yield None
+
+
+def _text_of(line: bytes, key: str) -> bytes:
+    found = json.loads(line)
+    if not isinstance(found, dict):
+        raise ValueError("no object")
+    if not isinstance(found.get(key), str):
+        raise ValueError(f"no text under {key!r}" if key in found else f"no {key!r}")
+    return found[key].encode()  # a ValueError for half a character
+
+
+def sample_text(sources: list[Source], skipped: set[int], key: str, all_bytes: int) -> Iterator[str]:
+    """Some of the text, from places spread over all of it."""
+    every, taken = max(1, -(-all_bytes // _SAMPLE_BYTES)), 0
+    for i, block in enumerate(read_blocks(sources, skipped, Place(0, 0, 1), Cutter(exact=True))):
+        if i % every == 0 and taken < 2 * _SAMPLE_BYTES:
+            for piece in block.pieces:
+                for document in texts_of(piece, sources[piece.at.source], key, skip_invalid=True):
+                    if document is not None:
+                        taken += len(document)
+                        yield document.decode()

@@ -1,0 +1,549 @@
+"""apps/prepare_data.py: the same tokens as of whole documents, whatever the threads, the sizes of blocks and the moments of kills."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from needle.data import prepare as module
+from needle.data import text_blocks
+from needle.data.prepare import prepare
+from needle.data.text import load_text
+from needle.data.token_files import read_token_file
+from needle.errors import DataError
+
+ROOT = Path(__file__).parent.parent
+WORDS = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa don't naïve Größe 中文字 42 1999 ... -- (x) [y] 👍 e\u0301".split()
+)
+SPACES = [" "] * 12 + ["\n", "\n\n", "  ", "\t", " \n  ", "\u3000", "\u00a0"]
+
+
+def make_text(seed, words):
+    rng = random.Random(seed)
+    return "".join(rng.choice(WORDS) + rng.choice(SPACES) for _ in range(words))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """As GPT-NeoX's: byte-level BPE over NFC, with tokens for runs of spaces."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.normalizer = tokenizers.normalizers.NFC()
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator([make_text(0, 5000)], trainer)
+    made.add_tokens([tokenizers.AddedToken(" " * n, normalized=True) for n in (2, 3, 4)])
+    made.save(str(path))
+    return path
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks, parts and words of a few bytes, so that a short text has every kind of border."""
+
+    def set_sizes(block=50, part=7, word=200):
+        monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", block)
+        monkeypatch.setattr(module, "_PART_BYTES", part)
+        monkeypatch.setattr(text_blocks, "_WORD_BYTES", word)
+        monkeypatch.setattr(text_blocks.Cutter, "least", block)
+        monkeypatch.setattr(text_blocks.Cutter, "most", word)
+
+    set_sizes()
+    return set_sizes
+
+
+def write_inputs(folder):
+    """A text file, an empty one, lines, both compressed; and the documents in them."""
+    folder.mkdir()
+    texts = [make_text(seed, words) for seed, words in ((1, 900), (2, 3), (3, 200), (4, 1), (5, 40), (6, 300))]
+    (folder / "a b.txt").write_bytes(b"\xef\xbb\xbf" + texts[0].replace("\n", "\r\n").encode())
+    (folder / "b.txt").write_text("")
+    lines = [{"text": text, "meta": {"n": 1}} for text in texts[1:4]]
+    (folder / "c.jsonl").write_text("\n".join(map(json.dumps, [lines[0], {"text": ""}, *lines[1:]])) + "\n\n  \n")
+    with gzip.open(folder / "d.jsonl.gz", "wt") as file:
+        file.write(json.dumps({"text": texts[4]}, ensure_ascii=False))  # the last line does not end
+    with gzip.open(folder / "e.txt.gz", "wb") as file:
+        file.write(texts[5].encode())
+    return texts
+
+
+def expected(tokenizer, texts, end=(0,)):
+    whole = tokenizers.Tokenizer.from_file(str(tokenizer))
+    return [whole.encode(text, add_special_tokens=False).ids + list(end) for text in texts]
+
+
+def found(prefix):
+    file = read_token_file(prefix.with_name(prefix.name + ".bin"))
+    return [file[i].tolist() for i in range(len(file))]
+
+
+def pair(prefix):
+    return [prefix.with_name(prefix.name + ending).read_bytes() for ending in (".bin", ".idx", ".tokenizer.json")]
+
+
+def leftovers(folder):
+    return [path.name for path in folder.iterdir() if path.name.startswith(".")]
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_tokens_are_those_of_the_whole_documents(tmp_path, tokenizer, small, workers):
+    texts = write_inputs(tmp_path / "in put")
+    done = prepare([tmp_path / "in put"], tmp_path / "out" / "x", tokenizer=tokenizer, workers=workers)
+    assert found(tmp_path / "out" / "x") == expected(tokenizer, texts)
+    assert done.totals.documents == 6 and done.totals.empty == 2 and done.totals.cut == 0 and done.skipped == []
+    assert done.totals.tokens == sum(map(len, expected(tokenizer, texts)))
+    assert pair(tmp_path / "out" / "x")[2] == tokenizer.read_bytes() and leftovers(tmp_path / "out") == []
+    plain = prepare([tmp_path / "in put"], tmp_path / "plain", tokenizer=tokenizer, end_of_text=None)
+    assert found(plain.prefix) == expected(tokenizer, texts, ())
+    files = [tmp_path / "in put" / "c.jsonl", tmp_path / "in put" / "a b.txt"]  # as often and in the order in which they are given
+    twice = prepare([*files, files[1]], tmp_path / "twice.bin", tokenizer=tokenizer, end_of_text="alpha")
+    end = expected(tokenizer, ["alpha"], ())[0]
+    assert len(end) == 1 and found(twice.prefix) == expected(tokenizer, [*texts[1:4], texts[0], texts[0]], end)
+    text = load_text(str(done.prefix))  # what training reads, with the tokenizer beside it
+    assert text.tokenizer.decode(np.concatenate([text.train, text.heldout])).startswith(texts[0][:20])
+
+
+def test_the_sizes_of_blocks_change_nothing(tmp_path, tokenizer, small):
+    texts = write_inputs(tmp_path / "in")
+    for i, sizes in enumerate([(1, 1, 200), (30, 100, 200), (1000, 3, 5000), (10**6, 10**6, 10**6)]):
+        small(*sizes)
+        done = prepare([tmp_path / "in"], tmp_path / f"{i}", tokenizer=tokenizer, workers=2)
+        assert found(done.prefix) == expected(tokenizer, texts)
+        assert pair(done.prefix) == pair(tmp_path / "0")
+
+
+def test_a_word_without_an_end_is_cut_and_counted(tmp_path, tokenizer, small):
+    (tmp_path / "x.txt").write_text("中" * 500 + " " + "b" * 100)
+    (tmp_path / "y.jsonl").write_text(json.dumps({"text": "中" * 500}))
+    done = prepare([tmp_path / "x.txt", tmp_path / "y.jsonl"], tmp_path / "out", tokenizer=tokenizer)
+    assert done.totals.cut == 7 + 7 and done.totals.documents == 2
+    text = load_text(str(tmp_path / "out"))
+    decoded = text.tokenizer.decode(np.concatenate([text.train, text.heldout]))
+    assert decoded == "中" * 500 + " " + "b" * 100 + "<|endoftext|>" + "中" * 500 + "<|endoftext|>"
+
+
+def variant(path, change):
+    made = json.loads(path.read_text())
+    change(made)
+    return tokenizers.Tokenizer.from_str(json.dumps(made))
+
+
+def split(pattern):
+    pieces = [{"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}]
+    bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return lambda made: made.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [*pieces, bytes_alone]})
+
+
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PREFIX = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+TOKEN = {"id": 900, "content": "a b", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+
+
+@pytest.mark.parametrize(
+    "change, anywhere, after_letters",
+    [
+        (lambda made: None, True, True),
+        (split(LLAMA3), False, True),  # a full stop and the line ends after it are one word
+        (lambda made: made.update(pre_tokenizer=PREFIX), False, False),  # each part would get a space
+        (lambda made: made.update(normalizer={"type": "Prepend", "prepend": "_"}), False, False),
+        (lambda made: made.update(pre_tokenizer=None), False, False),  # a whole text is one word
+        (lambda made: made["added_tokens"].append(TOKEN), False, False),
+        (lambda made: made["added_tokens"].append({**TOKEN, "content": "<m>", "rstrip": True}), False, True),
+        (
+            lambda made: made["added_tokens"].append({**TOKEN, "content": "<m>", "lstrip": True}),
+            True,
+            True,
+        ),  # it takes what stays with it
+    ],
+    ids=["gpt-2", "llama 3", "prefix", "prepend", "one word", "token", "rstrip", "lstrip"],
+)
+def test_where_cutting_changes_nothing(tokenizer, change, anywhere, after_letters):
+    made = variant(tokenizer, change)
+    assert module._cutting_changes_nothing(made, text_blocks.Cutter(True)) == anywhere
+    assert module._cutting_changes_nothing(made, text_blocks.Cutter(True, True)) == after_letters
+
+
+@pytest.mark.parametrize(
+    "change, exact", [(split(LLAMA3), True), (lambda made: made.update(normalizer={"type": "Prepend", "prepend": "_"}), False)]
+)
+def test_tokens_of_other_tokenizers(tmp_path, tokenizer, small, change, exact):
+    texts = write_inputs(tmp_path / "in")
+    made = tmp_path / "other.json"
+    variant(tokenizer, change).save(str(made))
+    small(50, 7, 1 << 20)  # nothing here is too long to be held
+    done = prepare([tmp_path / "in"], tmp_path / "out", tokenizer=made)
+    assert found(done.prefix) == expected(made, texts) and done.totals.cut == 0
+    small(50, 7, 400)
+    again = prepare([tmp_path / "in"], tmp_path / "again", tokenizer=made)
+    same = [a == b for a, b in zip(found(again.prefix), expected(made, texts), strict=True)]
+    short = [len(text.encode()) < 400 for text in texts]
+    assert (same == [True] * 6 and again.totals.cut == 0) if exact else (same == short and again.totals.cut > 0)
+
+
+def test_texts_are_whole_even_where_the_tokenizer_would_cut_them_off(tmp_path, tokenizer):
+    made = tokenizers.Tokenizer.from_file(str(tokenizer))
+    made.enable_truncation(5)
+    made.enable_padding(length=9)
+    made.save(str(tmp_path / "cuts.json"))
+    (tmp_path / "x.txt").write_text(make_text(0, 100))
+    prepare([tmp_path / "x.txt"], tmp_path / "out", tokenizer=tmp_path / "cuts.json")
+    assert found(tmp_path / "out") == expected(tokenizer, [make_text(0, 100)])
+
+
+def test_a_tokenizer_is_trained_on_a_sample(tmp_path, monkeypatch):
+    (tmp_path / "x.txt").write_text(make_text(0, 3000))
+    (tmp_path / "y.jsonl").write_text(json.dumps({"text": make_text(1, 300)}) + "\nno json\n")
+    inputs = [tmp_path / "x.txt", tmp_path / "y.jsonl"]
+    done = prepare(inputs, tmp_path / "out", vocab_size=300, skip_invalid=True)
+    assert done.vocab_size == 300 and done.totals.invalid == 1
+    text = load_text(str(tmp_path / "out"))
+    assert text.tokenizer.decode(np.concatenate([text.train, text.heldout])) == (
+        make_text(0, 3000) + "<|endoftext|>" + make_text(1, 300) + "<|endoftext|>"
+    )
+    with pytest.raises(DataError, match=r"\[none\] too little text for the vocabulary"):
+        prepare(inputs, tmp_path / "none", vocab_size=50_000, skip_invalid=True)
+
+
+# ---- going on
+
+
+class Stop(BaseException):
+    pass
+
+
+def stopped_after(blocks):
+    def report(progress):
+        nonlocal blocks
+        blocks -= 1
+        if blocks < 0:
+            raise KeyboardInterrupt
+
+    return report
+
+
+def test_interrupted_and_gone_on_with(tmp_path, tokenizer, small):
+    write_inputs(tmp_path / "in")
+    prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=tokenizer)
+    runs = 0
+    while True:
+        runs += 1
+        try:
+            prepare(
+                [tmp_path / "in"], tmp_path / "parts", tokenizer=tokenizer, workers=1 + runs % 3, report=stopped_after(4 + runs % 7)
+            )
+            break
+        except KeyboardInterrupt:
+            assert leftovers(tmp_path) == [".parts.partial"] and not (tmp_path / "parts.idx").exists()
+    assert runs > 10 and pair(tmp_path / "parts") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
+
+
+def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small):
+    write_inputs(tmp_path / "in")
+
+    def go(**changes):
+        given = {
+            "inputs": [tmp_path / "in"],
+            "output": tmp_path / "x",
+            "tokenizer": tokenizer,
+            "report": stopped_after(2),
+            **changes,
+        }
+        prepare(**given)
+
+    with pytest.raises(KeyboardInterrupt):
+        go()
+    other = tmp_path / "other.json"
+    other.write_text(tokenizer.read_text() + " ")
+    for changes, said in (
+        ({"tokenizer": other}, "--tokenizer"),
+        ({"tokenizer": None, "vocab_size": 300}, "--tokenizer"),
+        ({"key": "body"}, "--key"),
+        ({"end_of_text": None}, "--end_of_text"),
+        ({"inputs": [tmp_path / "in" / "a b.txt"]}, "the files are others"),
+    ):
+        with pytest.raises(DataError, match=rf"has an unfinished run of something else: {said} \(as before, or --restart\)"):
+            go(**changes)
+    (tmp_path / "in" / "c.jsonl").write_text('{"text": "new"}')
+    with pytest.raises(DataError, match=r"something else: .*c.jsonl has changed \("):
+        go()
+    go(restart=True, report=lambda progress: None)
+    assert found(tmp_path / "x")[1] == expected(tokenizer, ["new"])[0] and leftovers(tmp_path) == []
+
+
+def test_a_file_that_changes_meanwhile(tmp_path, tokenizer, small):
+    (tmp_path / "x.txt").write_text(make_text(0, 300))
+
+    def change(progress):
+        (tmp_path / "x.txt").write_text(make_text(1, 300))
+
+    with pytest.raises(DataError, match=r"\[x.txt\] changed while it was read"):
+        prepare([tmp_path / "x.txt"], tmp_path / "out", tokenizer=tokenizer, report=change)
+    assert not (tmp_path / "out.idx").exists()
+
+
+def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, tokenizer, small):
+    write_inputs(tmp_path / "in")
+    (tmp_path / "one.txt").write_text("alpha")
+    prepare([tmp_path / "one.txt"], tmp_path / "x", tokenizer=tokenizer)
+    old = pair(tmp_path / "x")
+    with pytest.raises(DataError, match=r"\[output\] .*x.bin exists \(accepted: another name, or --overwrite\)"):
+        prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer, overwrite=True, report=stopped_after(3))
+    assert pair(tmp_path / "x") == old
+    prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer, overwrite=True)
+    assert pair(tmp_path / "x") != old and len(found(tmp_path / "x")) == 6 and leftovers(tmp_path) == []
+
+
+def test_a_bad_line_can_be_left_out_by_the_run_that_goes_on(tmp_path, tokenizer, small):
+    good = [json.dumps({"text": make_text(i, 20)}) for i in range(6)]
+    (tmp_path / "x.jsonl").write_text("\n".join([*good[:3], '{"text": "half', *good[3:]]))
+    with pytest.raises(DataError, match=r"\[x.jsonl\] line 4 of .*x.jsonl: Unterminated string"):
+        prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer=tokenizer)
+    done = prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer=tokenizer, skip_invalid=True)
+    assert found(tmp_path / "out") == expected(tokenizer, [make_text(i, 20) for i in range(6)]) and done.totals.invalid == 1
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        (b"{", "Expecting property name"),
+        (b"[1]", "no object"),
+        (b'{"body": "x"}', "no 'text'"),
+        (b'{"text": null}', "no text under 'text'"),
+        (b'{"text": ["x"]}', "no text under 'text'"),
+        (b'{"text": "\xff"}', "can't decode byte 0xff"),
+        (b'{"text": "\\ud800"}', "surrogates not allowed"),
+        (b"[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_lines(tmp_path, tokenizer, line, said):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "good"}\n\n' + line + b'\n{"text": "last"}\n')
+    with pytest.raises(DataError) as info:
+        prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer=tokenizer)
+    assert "[x.jsonl] line 3 of " in str(info.value) and said in str(info.value) and "\n" not in str(info.value)
+    done = prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer=tokenizer, skip_invalid=True)
+    assert found(done.prefix) == expected(tokenizer, ["good", "last"]) and done.totals.invalid == 1
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"alpha \xff", "not UTF-8 text: invalid start byte at byte 6 of"),
+        (b"a" * 99 + "中".encode()[:2], "not UTF-8 text: unexpected end of data at byte 99 of"),
+        ("中".encode() * 50 + b"\0", "binary data: byte 150 of"),
+    ],
+)
+def test_what_is_no_text(tmp_path, tokenizer, small, content, said):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "bad.txt").write_bytes(content)
+    for inputs in ([folder / "bad.txt"], [folder]):
+        with pytest.raises(DataError, match=said if inputs == [folder / "bad.txt"] else "no text: 1 files, all of them"):
+            prepare(inputs, tmp_path / "out", tokenizer=tokenizer)
+        assert leftovers(tmp_path) == []
+    (folder / "good.txt").write_text("alpha")
+    done = prepare([folder], tmp_path / "out", tokenizer=tokenizer)  # in a folder it is left out
+    assert found(done.prefix) == expected(tokenizer, ["alpha"]) and done.skipped == [folder / "bad.txt"]
+
+
+def test_lines_that_are_too_long(tmp_path, tokenizer, small, monkeypatch):
+    monkeypatch.setattr(text_blocks, "_LINE_BYTES", 1000)
+    (tmp_path / "x.jsonl").write_text('{"text": "good"}\n' + json.dumps({"text": "a " * 1000}))
+    with pytest.raises(DataError, match=r"\[x.jsonl\] line 2 of .*x.jsonl is too long"):
+        prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer=tokenizer)
+
+
+def test_compressed_files_that_are_damaged(tmp_path, tokenizer):
+    whole = gzip.compress(make_text(0, 2000).encode())
+    for content, said in (
+        (whole[:-20], "ended before"),
+        (b"no gzip", "Not a gzipped file"),
+        (whole[:50] + b"xxx" + whole[53:], ""),
+    ):
+        (tmp_path / "x.txt.gz").write_bytes(content)
+        with pytest.raises(DataError, match=rf"\[x.txt.gz\] .*{said}"):
+            prepare([tmp_path / "x.txt.gz"], tmp_path / "out", tokenizer=tokenizer)
+
+
+def test_other_bad_input(tmp_path, tokenizer):
+    good, made = tmp_path / "x.txt", {"tokenizer": tokenizer}
+    good.write_text("alpha")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "empty" / "self").symlink_to(tmp_path / "empty")
+    for inputs, output, settings, said in (
+        ([tmp_path / "none"], "out", made, r"\[inputs\] no such file or folder: "),
+        ([tmp_path / "loop"], "out", made, r"\[inputs\] no such file or folder: "),
+        ([tmp_path / "empty"], "out", made, r"\[inputs\] no files: "),
+        ([tmp_path / "empty.txt"], "out", made, r"\[inputs\] no text: 1 files, 1 empty documents"),
+        ([], "out", made, r"\[inputs\] none are given"),
+        ([good], "out", {}, r"\[tokenizer\] one of --tokenizer and --vocab_size"),
+        ([good], "out", {**made, "vocab_size": 300}, r"\[tokenizer\] one of"),
+        ([good], "out", {"tokenizer": good}, r"\[tokenizer\] not a tokenizer file"),
+        ([good], "out", {"vocab_size": 5}, r"\[vocab_size\] too small: 5"),
+        ([good], "out", {**made, "workers": 0}, r"\[workers\] is 0 \(accepted: 1 or more\)"),
+        ([good], "out", {**made, "end_of_text": "</s>"}, r"\[end_of_text\] the tokenizer has no '</s>'"),
+        ([good], "empty", made, r"\[output\] no name for files"),
+        ([good], "new/", made, r"\[output\] no name for files"),
+        ([good], "x.txt/out", made, r"\[output\] cannot make .*Not a directory"),
+    ):
+        with pytest.raises(DataError, match=said) as info:
+            prepare(inputs, f"{tmp_path}/{output}", **settings)
+        assert "\n" not in str(info.value)
+    with pytest.raises(DataError, match=r"\[output\] no name for files: ''"):
+        prepare([good], "", **made)
+
+
+def test_two_runs_of_one_name(tmp_path, tokenizer, small):
+    write_inputs(tmp_path / "in")
+    inside, go_on = threading.Event(), threading.Event()
+
+    def wait(progress):
+        inside.set()
+        go_on.wait(60)
+
+    first = threading.Thread(
+        target=prepare, args=([tmp_path / "in"], tmp_path / "x"), kwargs={"tokenizer": tokenizer, "report": wait}
+    )
+    first.start()
+    try:
+        assert inside.wait(60)
+        with pytest.raises(DataError, match=r"\[output\] another process is writing .*x \(another name\)"):
+            prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer)
+    finally:
+        go_on.set()
+        first.join()
+    assert len(found(tmp_path / "x")) == 6
+
+
+# ---- the app
+
+
+def command(*arguments):
+    return [sys.executable, "apps/prepare_data.py", *map(str, arguments)]
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+
+
+def run(*arguments, **kwargs):
+    return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, **kwargs)
+
+
+def test_the_app(tmp_path, tokenizer):
+    texts = write_inputs(tmp_path / "in put")
+    (tmp_path / "in put" / "f.png").write_bytes(b"\x89PNG\0")
+    done = run(tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out" / "x", "--workers", 2)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "x.bin: 6 documents, " in done.stdout and "left out: 2 empty documents" in done.stdout
+    assert (
+        "left out: 1 files that are no text: " in done.stdout and "train with: python apps/train_pythia.py --dataset" in done.stdout
+    )
+    assert found(tmp_path / "out" / "x") == expected(tokenizer, texts)
+    for arguments, said in (
+        (("--workers", 0), "[workers] is 0"),
+        (("--workers", "two"), "argument --workers: invalid int value: 'two'"),
+        (("--save_every", "-1"), "[save_every] is -1.0"),
+        (("--save_every", "nan"), "[save_every] is nan"),
+        ((), "exists (accepted: another name, or --overwrite)"),
+    ):
+        done = run(tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out" / "x", *arguments)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr and done.stdout == ""
+
+
+def test_killed_at_any_moment(tmp_path, tokenizer):
+    """NEEDLE_TEST_KILLS: how many times. The pair is that of a run that nothing disturbed, and another number of threads."""
+    kills, rng = int(os.environ.get("NEEDLE_TEST_KILLS", "3")), random.Random(0)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(4):
+        (folder / f"{i}.txt").write_text(make_text(i, 20_000))
+    (folder / "4.jsonl").write_text("".join(json.dumps({"text": make_text(i, 50)}) + "\n" for i in range(800)))
+    flags = [folder, "--tokenizer", tokenizer, "--save_every", 0, "--output"]
+    start = time.monotonic()
+    assert run(*flags, tmp_path / "whole", "--workers", 1).returncode == 0
+    whole_s, inside = time.monotonic() - start, 0
+    for _ in range(kills):
+        with subprocess.Popen(
+            command(*flags, tmp_path / "parts", "--workers", 3),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=ENVIRONMENT,
+        ) as process:
+            time.sleep(rng.uniform(0.3, 1) * whole_s)
+            process.kill()
+            _, complained = process.communicate()
+        assert complained == b"" or b"exists" in complained
+        inside += (tmp_path / ".parts.partial" / "state.json").exists()
+    done = run(*flags, tmp_path / "parts", "--workers", 2)
+    assert done.returncode == 0 or "parts.bin exists" in done.stderr
+    assert pair(tmp_path / "parts") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
+    print(f"{kills} kills, {inside} of them with something to go on from")
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path, tokenizer):
+    (tmp_path / "x.txt").write_text(make_text(0, 60_000))
+    flags = [tmp_path / "x.txt", "--tokenizer", tokenizer, "--output", tmp_path / "out", "--workers", 1]
+    with subprocess.Popen(
+        command(*flags), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        tokens = tmp_path / ".out.partial" / "tokens"
+        while not (tokens.exists() and tokens.stat().st_size):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        said, complained = process.communicate(timeout=120)
+    assert process.returncode == 130 and said == "" and complained == "\nstopped; the same command goes on\n"
+    assert json.loads((tmp_path / ".out.partial" / "state.json").read_text())["totals"]["tokens"] > 0
+    assert run(*flags).returncode == 0 and found(tmp_path / "out") == expected(tokenizer, [make_text(0, 60_000)])
+
+
+def test_no_room(tmp_path, tokenizer):
+    """Files above a size cannot be written, as on a full disk; afterwards there is room."""
+    resource = pytest.importorskip("resource")
+    (tmp_path / "x.txt").write_text(make_text(0, 60_000))
+    flags = [tmp_path / "x.txt", "--tokenizer", tokenizer, "--output", tmp_path / "out", "--save_every", 0]
+    room = 200_000
+    done = run(*flags, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)))
+    assert (
+        done.returncode == 2 and done.stderr.count("\n") == 1 and "cannot write" in done.stderr and "File too large" in done.stderr
+    )
+    assert leftovers(tmp_path) == [".out.partial"] and not (tmp_path / "out.bin").exists()
+    assert json.loads((tmp_path / ".out.partial" / "state.json").read_text())["totals"]["tokens"] > 0
+    done = run(*flags)
+    assert done.returncode == 0, done.stderr
+    assert found(tmp_path / "out") == expected(tokenizer, [make_text(0, 60_000)])
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, tokenizer):
+    (tmp_path / "x.txt").write_text("alpha")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    if os.access(closed, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    with pytest.raises(DataError, match=r"\[output\] cannot make .*: Permission denied"):
+        prepare([tmp_path / "x.txt"], closed / "out", tokenizer=tokenizer)
