@@ -68,10 +68,11 @@ def test_flags_override_what_a_file_says(file):
     options = from_config(path)
     assert options.sparse is True and options.lr == 3e-4 and options.max_steps == 12 and options.betas == [0.0, 0.5]
     assert options.checkpoint_layers == 2 and options.memory_limit == "1GiB"
-    options = from_config(path, "--lr", "1", "--dense", "--epochs", "2", "--betas", "0.1", "0.2")
+    options = from_config(path, "--lr", "1", "--no_sparse", "--epochs", "2", "--betas", "0.1", "0.2")
     assert options.sparse is False and options.lr == 1 and options.betas == [0.1, 0.2]
     assert options.max_steps is None and options.epochs == 2  # which would have had no effect beside max_steps
     assert from_config(path, "--epochs", "2", "--max_steps", "3").max_steps == 3
+    assert from_config(file("in_order: true"), "--no-in-order").in_order is False
 
 
 def test_a_checkpoint_keeps_what_makes_the_model(file):

@@ -13,6 +13,7 @@ from needle.models import Pythia, PythiaConfig
 from needle.models.training import train_step
 from needle.optim import AdamW
 from pythia_app import flops, page
+from pythia_app.report import Reporter
 
 pytest.importorskip("plotly")
 CONFIG = PythiaConfig.named("14m", vocab_size=1000).with_sparse("mixed", block=16)
@@ -143,6 +144,19 @@ def test_a_page_is_written_anew_from_what_is_new(tmp_path):
         (tmp_path / page.METRICS).write_text(part)
     now = (tmp_path / page.PAGE).read_text()
     assert re.sub("as of [^<]*", "", now) == re.sub("as of [^<]*", "", whole)
+
+
+def test_a_run_goes_on_without_a_page(tmp_path, monkeypatch, capsys):
+    def absent(package):
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr(page.resources, "files", absent)
+    (tmp_path / f"{page.PAGE}.1234.tmp").write_text("of a run that was killed")
+    with Reporter(tmp_path, about()) as report:
+        for step in (1, 2, 3):
+            report.step(row(step, tokens_per_second=1.0), 0)
+    assert capsys.readouterr().out.count("no report.html: No module named 'plotly' (pip install plotly)\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == [page.METRICS]
 
 
 def test_long_runs_are_thinned(tmp_path):

@@ -15,9 +15,14 @@ EXPECTED = (ShapeError, DataError, DeviceError, CheckpointError, IndexError, Mem
 
 
 def flag(group, name: str, **kwargs) -> None:
-    """--a_b and --a-b."""
-    names = [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
-    group.add_argument(*names, **kwargs)
+    """--a_b and --a-b. What is on or off also has --no_a_b, for what a file has switched on."""
+    group.add_argument(*_spellings(name), **kwargs)
+    if kwargs.get("action") == "store_true":
+        group.add_argument(*_spellings(f"no_{name}"), action="store_false", dest=name, default=False, help=argparse.SUPPRESS)
+
+
+def _spellings(name: str) -> list[str]:
+    return [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
 
 
 class Parser(argparse.ArgumentParser):

@@ -47,14 +47,19 @@ FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "w
 
 def _parser() -> Parser:
     parser = Parser("train_pythia.py", "Train a Pythia language model on text, with dense or block-sparse attention.")
-    flag(parser, "config", default=None, metavar="FILE", help="flags in YAML, `name: value`; those on the command line override")
+    flag(
+        parser,
+        "config",
+        default=None,
+        metavar="FILE",
+        help="flags in YAML, `name: value`; the command line overrides, --no_NAME what is true",
+    )
     model = parser.add_argument_group("model")
     flag(model, "model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
     flag(model, "vocab_size", type=int, default=10_000, help="token ids the model and its tokenizer have")
     flag(model, "seed", type=int, default=0, help="of the weights, the order of the text and the sample")
     sparse = parser.add_argument_group("attention")
     flag(sparse, "sparse", action="store_true", help="block-sparse attention instead of dense")
-    flag(sparse, "dense", action="store_false", dest="sparse", default=False, help="dense attention where a config says sparse")
     flag(sparse, "pattern", default="local", help=f"blocks that a block sees: {', '.join(PATTERNS)}; never the future")
     flag(sparse, "block_size", type=int, default=64, help="edge of a block in positions, a multiple of 16 up to 128")
     flag(sparse, "window", type=int, default=2, help="blocks of the local pattern: its own and those before it")

@@ -21,6 +21,7 @@ import numpy as np
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.host_memory import CATEGORIES
 from needle.data.text_files import write_atomically
+from needle.errors import DataError
 from needle.memory.picture import COLOURS
 
 METRICS, PAGE = "metrics.jsonl", "report.html"
@@ -118,9 +119,12 @@ def number(value: Any) -> float:
 
 
 def write(folder: Path, about: About, history: History) -> None:
-    """Writes the folder's report.html, or replaces it at once. raises: ModuleNotFoundError without plotly; DataError."""
+    """Writes the folder's report.html, or replaces it at once. raises: DataError without plotly or without room."""
     history.read()
-    script = resources.files("plotly") / "package_data" / "plotly.min.js"
+    try:
+        script = resources.files("plotly") / "package_data" / "plotly.min.js"
+    except ModuleNotFoundError as error:
+        raise DataError(f"{error} (pip install plotly)") from None
     charts = [chart for chart in _charts(history, about) if chart["lines"]]
     parts = {
         "title": _visible(about.title),

@@ -16,6 +16,7 @@ from needle import files
 from needle.data.text_files import write_atomically
 from needle.errors import DataError
 from pythia_app import page
+from pythia_app.config_file import CONFIG
 from pythia_app.page import METRICS, About
 
 DRAWN_EVERY_SECONDS, DRAWN_SHARE = 20.0, 0.01  # at most so often, and of the time at most so much
@@ -67,8 +68,9 @@ class Reporter:
         self._draw_at = 0.0
 
     def __enter__(self) -> Reporter:
-        for unfinished in self.folder.glob("*.tmp"):  # of a run that was killed
-            unfinished.unlink(missing_ok=True)
+        for name in (CONFIG, METRICS, page.PAGE):
+            for unfinished in self.folder.glob(f"{name}.*.tmp"):  # of a run that was killed
+                unfinished.unlink(missing_ok=True)
         with write_atomically(self.path) as file:
             for row, _ in page.rows(self.path):
                 if 0 < row["step"] <= self.first:
@@ -136,7 +138,7 @@ class Reporter:
             page.write(self.folder, self.about, self._history)
             end = time.perf_counter()
             self._draw_at = end + max(DRAWN_EVERY_SECONDS, (end - start) / DRAWN_SHARE)
-        except (DataError, ModuleNotFoundError) as error:
+        except DataError as error:
             self.say(f"no {page.PAGE}: {error}")
             self._draw_at = math.inf
 
