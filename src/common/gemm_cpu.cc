@@ -84,19 +84,22 @@ struct Own {
     }
   }
 
-  // A panel of kCols columns, those beyond `cols` zero: element (p, j) at [p][j].
+  // Panels of kCols columns, those beyond `cols` zero: element (p, j) of a panel at [p][j]. Rows of
+  // B are read across all panels at once: memory gives what lies side by side the fastest.
   static void pack_b(bool tb, int64_t k, int64_t cols, const T* b, int64_t ldb, T* to) {
-    if (cols < kCols) std::fill(to, to + kCols * k, T(0));
-    if (!tb) {
-      for (int64_t p = 0; p < k; ++p, b += ldb, to += kCols) {
-        if (cols == kCols)
-          std::memcpy(to, b, kCols * sizeof(T));
-        else
-          std::copy(b, b + cols, to);
-      }
+    const int64_t whole = cols / kCols * kCols, rest = cols - whole;
+    if (rest > 0) std::fill_n(to + whole * kDepth, kCols * k, T(0));
+    if (tb) {
+      for (int64_t j = 0; j < cols; j += kCols)
+        transpose_tile(b + j * ldb, ldb, std::min<int64_t>(kCols, cols - j), k, to + j * kDepth,
+                       kCols);
       return;
     }
-    transpose_tile(b, ldb, cols, k, to, kCols);
+    for (int64_t p = 0; p < k; ++p, b += ldb, to += kCols) {
+      for (int64_t j = 0; j < whole; j += kCols)
+        std::memcpy(to + j * kDepth, b + j, kCols * sizeof(T));
+      if (rest > 0) std::copy_n(b + whole, rest, to + whole * kDepth);
+    }
   }
 
   // kRows x kCols of C, of which rows x cols are there.
@@ -148,10 +151,9 @@ struct Own {
           pack_a(ta, std::min<int64_t>(kRows, end - i), depth, a + (ta ? i : i * lda), lda,
                  to.a + i * kStride);
       } else {
-        const int64_t end = std::min(cols, (task - a_tasks + 1) * kPanels * kCols);
-        for (int64_t j = (task - a_tasks) * kPanels * kCols; j < end; j += kCols)
-          pack_b(tb, depth, std::min<int64_t>(kCols, end - j), b + (tb ? j * ldb : j), ldb,
-                 to.b + j * kDepth);
+        const int64_t j = (task - a_tasks) * kPanels * kCols;
+        const int64_t end = std::min(cols, j + kPanels * kCols);
+        pack_b(tb, depth, end - j, b + (tb ? j * ldb : j), ldb, to.b + j * kDepth);
       }
     });
   }
