@@ -19,6 +19,8 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
+import numpy as np
+
 from needle.backend_ndarray.device import drop_device_caches
 from needle.checkpoints import CheckpointFolder
 from needle.data.text import TextData, load_text, unigram_entropy
@@ -96,7 +98,7 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     facts |= {"text": said, "folder": str(folder)}
     if flops:
         facts["MFU"] = f"{per_token / 1e6:,.0f} million FLOPs per token (6 N + 12 L C T x density), of {known}"
-    about = About(title, trainer.steps, options.max_grad_norm, mask, facts, per_token / flops if flops else 0.0)
+    about = About(f"{title}, {folder.name}", trainer.steps, options.max_grad_norm, mask, facts, per_token / flops if flops else 0.0)
     folder.mkdir(parents=True, exist_ok=True)
     with alone_in(folder), budgets[0].advice:
         effective = Namespace(**{**vars(options), "max_steps": trainer.steps, "device": where.name})
@@ -217,7 +219,10 @@ def sampled(trainer: Trainer, text: TextData, seed: int) -> tuple[str, str]:
     """The start of the held-out text, and what the model makes of it. Leaves the device as it was, so that the plan stays true."""
     prompt = [int(i) for i in text.heldout[:PROMPT_TOKENS]]
     options = {"max_new_tokens": SAMPLE_TOKENS, "do_sample": True, "temperature": 0.8, "top_k": 40, "seed": seed}
-    out = trainer.model.generate([prompt], **options)[0]
+    try:
+        out = trainer.model.generate([prompt], **options)[0]
+    except FloatingPointError:  # the run may still recover
+        out = np.array(prompt)
     drop_device_caches()
     return text.tokenizer.decode(prompt), text.tokenizer.decode(out[len(prompt) :])
 

@@ -106,6 +106,14 @@ def test_what_is_no_number_is_a_gap(tmp_path):
     assert [value is None for value in charts["memory"]["lines"][0]["y"]] == [False, False, False, True]
 
 
+@pytest.mark.filterwarnings("error")
+def test_any_number_is_drawn(tmp_path):
+    strange = [row(s, tokens_per_second=speed, loss=1e308, lr=-1, grad_norm=0) for s, speed in ((1, 0), (2, 1e308), (3, 1e308))]
+    for rows in (strange, strange * 700, [{**line, "step": s} for s, line in enumerate(strange * 700)]):
+        _, charts = written(tmp_path, rows)
+        assert list(charts) == ["loss", "lr", "norm", "speed", "memory"]
+
+
 def test_what_is_no_row_is_passed_over(tmp_path):
     wrong = [
         "",

@@ -118,6 +118,7 @@ def number(value: Any) -> float:
         return math.nan
 
 
+@np.errstate(all="ignore")  # a file may say anything
 def write(folder: Path, about: About, history: History) -> None:
     """Writes the folder's report.html, or replaces it at once. raises: DataError without plotly or without room."""
     history.read()
@@ -167,10 +168,10 @@ def _charts(history: History, about: About) -> list[dict[str, Any]]:
         return [{"name": label, "x": x, "y": _plain(mean), **edges, "colour": colour, "format": format, "unit": unit, **more}]
 
     def level(value: float, label: str, format: str):
-        ends = [x[0], x[-1]] if x and math.isfinite(value) else []
-        return [
-            {"name": label, "x": ends, "y": _plain([value] * 2), "colour": GREY, "format": format, "unit": "", "kind": "level"}
-        ][: len(ends)]
+        if not x or not math.isfinite(value):
+            return []
+        ends = {"x": [x[0], x[-1]], "y": _plain([value] * 2)}
+        return [{"name": label, **ends, "colour": GREY, "format": format, "unit": "", "kind": "level"}]
 
     held = [found for found in history.held_out if math.isfinite(found[1])]
     held = [held[i] for i in _spread(len(held), MOST_POINTS)]
@@ -201,12 +202,13 @@ def _charts(history: History, about: About) -> list[dict[str, Any]]:
     loss += level(history.unigram_entropy, "token frequencies alone", ".3f")
     norm = line("grad_norm", "norm", BLUE, ".4g", band=True)
     norm += level(about.max_grad_norm, "clipped to", ".4g") if norm else []
+    axes = {"range": _plain([0, top]), "right": _plain([0, top * ratio])}
     shares = "; on the right the share of the machine (MFU)" if mfu else ""
     return [
         chart("loss", "Loss", f"Cross entropy in nats per token.{thin}", "", loss, range=seen),
         chart("lr", "Learning rate", "Of each step.", "~g", line("lr", "learning rate", BLUE, ".3e")),
         chart("norm", "Gradient norm", "Of all gradients together, before clipping.", "~g", norm, log=True),
-        chart("speed", "Tokens per second", f"Of each step{shares}.", "~s", speed + mfu, range=[0, top], right=[0, top * ratio]),
+        chart("speed", "Tokens per second", f"Of each step{shares}.", "~s", speed + mfu, **axes),
         chart("memory", "Memory", "What arrays hold at the peak of each step, in MiB.", ",", memory),
     ]
 
