@@ -118,6 +118,19 @@ def test_a_checkpoint_is_a_model_that_loads(trainer, tmp_path, cpu):
     np.testing.assert_array_equal(again(ids).numpy(), run.model(ids).numpy())
 
 
+def test_flags_that_an_older_checkpoint_does_not_know(trainer, tmp_path, cpu):
+    """They have their defaults, but for what makes the model."""
+    state = {**trainer(cpu).state(), "optimizer_steps": 0}
+    state["options"] = {name: state["options"][name] for name in FIXED}
+    (tmp_path / checkpoint.STATE).write_text(json.dumps(state))
+    options = parse([], checkpoint.read_state(tmp_path)["options"])
+    assert options.seq_len == 8 and options.betas == [0.9, 0.95] and options.lr == 1e-3
+    del state["options"]["seq_len"]
+    (tmp_path / checkpoint.STATE).write_text(json.dumps(state))
+    with pytest.raises(CheckpointError, match="lacks seq_len"):
+        checkpoint.read_state(tmp_path)
+
+
 def test_resuming_takes_no_more_memory_than_running(trainer, tmp_path, cpu):
     """And every array is what it was: moments count as optimizer state."""
     run = trainer(cpu)
