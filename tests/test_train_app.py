@@ -196,6 +196,10 @@ def test_training_on_a_token_file_is_resumed_bitwise(text, tmp_path):
     for wrong, said in (("--vocab_size=299", "token id outside the vocabulary: 299 (0 to 298"), ("--max_tokens=5", "too short")):
         done = run(text, *flags, tmp_path / "none", wrong)
         assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+    (tmp_path / "short.bin").write_bytes(b"\1\0" * 1000)
+    done = run(text, "--dataset", tmp_path / "short.bin", "--checkpoint_dir", tmp_path / "none")
+    assert done.returncode == 2 and "[short.bin, held out] too short for one sequence: 50 tokens (65 or more" in done.stderr
+    assert not (tmp_path / "none").exists()
     plan = run(text, "--dataset", tmp_path / "tokens 300.idx", "--plan")
     assert plan.returncode == 0 and "fits: cpu() has" in plan.stdout
 

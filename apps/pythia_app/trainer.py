@@ -90,6 +90,7 @@ class Trainer:
             stride=text.stride(options.seq_len), name=text.name,
         )  # fmt: skip
         self.batches = Prefetch(batches)
+        self._held_out(text)  # what is too short is found before training
         per_step = options.accumulation_steps
         by_epochs = math.ceil((options.epochs or 0) * batches.batches_per_epoch / per_step)
         self.steps = options.max_steps or by_epochs or 150
@@ -140,18 +141,21 @@ class Trainer:
         self.metrics["seconds"] += time.perf_counter() - start
         return found
 
-    def held_out_loss(self, text: TextData, tokens: int = EVAL_TOKENS) -> float:
-        """Mean cross entropy in nats over the first ``tokens`` of the held-out text."""
+    def _held_out(self, text: TextData, tokens: int = EVAL_TOKENS) -> TokenBatches:
+        """Batches of the first ``tokens`` of the held-out text, in their order."""
         options = self.options
-        batches = TokenBatches(
+        return TokenBatches(
             text.heldout, options.batch_size, options.seq_len,
             vocab_size=text.vocab_size, max_tokens=max(tokens, options.seq_len + 1), epochs=1, shuffle=False,
             stride=text.stride(options.seq_len), name=f"{text.name}, held out",
         )  # fmt: skip
+
+    def held_out_loss(self, text: TextData, tokens: int = EVAL_TOKENS) -> float:
+        """Mean cross entropy in nats over the first ``tokens`` of the held-out text."""
         total = count = 0.0
         self.model.eval()
-        with ndl.no_grad(), amp.autocast.named(options.precision, self.device):
-            for batch in batches:
+        with ndl.no_grad(), amp.autocast.named(self.options.precision, self.device):
+            for batch in self._held_out(text, tokens):
                 ids, targets = self.tensors(batch)
                 total += self.model.loss(ids, targets).item() * targets.size
                 count += targets.size
