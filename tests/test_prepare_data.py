@@ -474,33 +474,39 @@ def test_the_app(tmp_path, tokenizer):
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr and done.stdout == ""
 
 
+SMALL_BLOCKS = (
+    "import sys; sys.path.insert(0, 'apps'); from needle.data import text_blocks; "
+    "text_blocks._BLOCK_BYTES = text_blocks.Cutter.least = 2000; import prepare_data; sys.exit(prepare_data.main())"
+)
+
+
 def test_killed_at_any_moment(tmp_path, tokenizer):
-    """NEEDLE_TEST_KILLS: how many times. The pair is that of a run that nothing disturbed, and another number of threads."""
-    kills, rng = int(os.environ.get("NEEDLE_TEST_KILLS", "3")), random.Random(0)
-    folder = tmp_path / "in"
+    """NEEDLE_TEST_KILLS: how many times. The pair is that of a run that nothing disturbed, with large blocks and one thread."""
+    kills, rng, inside = int(os.environ.get("NEEDLE_TEST_KILLS", "3")), random.Random(0), 0
+    folder, state = tmp_path / "in", tmp_path / ".parts.partial" / "state.json"
     folder.mkdir()
     for i in range(4):
-        (folder / f"{i}.txt").write_text(make_text(i, 20_000))
-    (folder / "4.jsonl").write_text("".join(json.dumps({"text": make_text(i, 50)}) + "\n" for i in range(800)))
+        (folder / f"{i}.txt").write_text(make_text(i, 4000))
+    (folder / "4.jsonl").write_text("".join(json.dumps({"text": make_text(i, 50)}) + "\n" for i in range(250 + 50 * kills)))
     flags = [folder, "--tokenizer", tokenizer, "--save_every", 0, "--output"]
-    start = time.monotonic()
     assert run(*flags, tmp_path / "whole", "--workers", 1).returncode == 0
-    whole_s, inside = time.monotonic() - start, 0
+
+    def tokens():
+        return json.loads(state.read_text())["totals"]["tokens"] if state.exists() else 0
+
     for _ in range(kills):
-        with subprocess.Popen(
-            command(*flags, tmp_path / "parts", "--workers", 3),
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=ENVIRONMENT,
-        ) as process:
-            time.sleep(rng.uniform(0.3, 1) * whole_s)
+        before = tokens()
+        line = [sys.executable, "-c", SMALL_BLOCKS, *map(str, flags), str(tmp_path / "parts"), "--workers", "3"]
+        with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT) as process:
+            while process.poll() is None and tokens() <= before:
+                time.sleep(0.001)
+            time.sleep(rng.uniform(0, 0.05))
             process.kill()
             _, complained = process.communicate()
-        assert complained == b"" or b"exists" in complained
-        inside += (tmp_path / ".parts.partial" / "state.json").exists()
+        assert complained == b"" or b"parts.bin exists" in complained
+        inside += state.exists()
     done = run(*flags, tmp_path / "parts", "--workers", 2)
-    assert done.returncode == 0 or "parts.bin exists" in done.stderr
+    assert inside and (done.returncode == 0 or "parts.bin exists" in done.stderr), done.stderr
     assert pair(tmp_path / "parts") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
     print(f"{kills} kills, {inside} of them with something to go on from")
 
