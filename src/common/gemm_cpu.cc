@@ -95,7 +95,11 @@ struct Own {
                        kCols);
       return;
     }
+    constexpr int64_t kAhead =
+        6;  // rows: each is on a page of its own, where hardware looks no further
     for (int64_t p = 0; p < k; ++p, b += ldb, to += kCols) {
+      if (p + kAhead < k)
+        for (int64_t j = 0; j < cols; j += kLane) __builtin_prefetch(b + kAhead * ldb + j);
       for (int64_t j = 0; j < whole; j += kCols)
         std::memcpy(to + j * kDepth, b + j, kCols * sizeof(T));
       if (rest > 0) std::copy_n(b + whole, rest, to + whole * kDepth);
