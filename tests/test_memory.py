@@ -131,6 +131,17 @@ def one_step(device, batch=2):
     return model
 
 
+@pytest.mark.parametrize("rows", [1, 4, 5, 9, 10, 11, 63])
+def test_the_chunks_that_a_plan_leaves_out_change_nothing(cpu, rows):
+    def build(device):
+        model = nn.Linear(32, 300, bias=False, device=device)
+        hidden = ndl.Tensor(np.zeros((rows, 32)), device=device)
+        targets = ndl.Tensor(np.zeros(rows), device=device, dtype="int32", requires_grad=False)
+        return lambda: ops.linear_cross_entropy(hidden, model.weight, targets, chunk_bytes=5 * 300 * 4).backward()
+
+    assert memory.peak_bytes(build) == memory.peak_bytes(build, device=cpu)
+
+
 def test_freed_memory_is_cut_to_requests_and_joined_again(cpu):
     gc.collect()
     memory.empty_cache(cpu)

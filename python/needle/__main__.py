@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from . import memory
@@ -92,9 +94,14 @@ def run_plan(options: argparse.Namespace) -> int:
     print(found.where)
     print()
     print(checkpointing(config, shape, found.peak_bytes))
+    peak_of = cache(
+        lambda batch, precision, **changes: memory.peak_bytes(
+            plannable(replace(config, **changes), batch, options.seq_len, options.accumulation_steps, precision)
+        )
+    )
     for name, budget in budgets:
         print()
-        print(fits(options, config, name, budget, found.peak_bytes))
+        print(fits(config, peak_of, name, budget, found.peak_bytes))
     if options.html:
         memory.picture(found.trace, options.html)
         print(f"drawn: {options.html}")
@@ -118,7 +125,7 @@ def _ways(config: PythiaConfig, most: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(replace(config, checkpoint_layers=n).checkpoint_segments for n in wanted))
 
 
-def fits(options: argparse.Namespace, config: PythiaConfig, name: str, budget: int, peak: int) -> str:
+def fits(config: PythiaConfig, peak_of: Callable[..., int], name: str, budget: int, peak: int) -> str:
     """What of the plan, and how much more, fits into ``budget`` bytes."""
     verdict = "fits" if peak <= budget - RESERVED else "does not fit"
     settings = [
@@ -129,12 +136,9 @@ def fits(options: argparse.Namespace, config: PythiaConfig, name: str, budget: i
         for precision in PRECISIONS
         for segments in _ways(config, 1)
     ]
-    build_for = lambda batch, precision, **changes: plannable(  # noqa: E731
-        replace(config, **changes), batch, options.seq_len, options.accumulation_steps, precision
-    )
     return (
         f"{name}: {readable(budget)}, less {readable(RESERVED)} assumed for the driver and libraries: this plan {verdict}\n"
-        + memory.fitting_table(build_for, budget, settings, RESERVED)
+        + memory.fitting_table(peak_of, budget, settings, RESERVED)
     )
 
 

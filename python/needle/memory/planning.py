@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,7 +183,7 @@ def smallest(peak_of: Callable[[int], int], memory: int | str, most: int) -> int
 
 
 def fitting_table(
-    build_for: Callable[..., Build],
+    peak_of: Callable[..., int],
     memory: int | str,
     settings: Iterable[tuple[str, dict[str, Any]]],
     reserve: int = 0,
@@ -190,7 +191,8 @@ def fitting_table(
 ) -> str:
     """What fits into ``memory``: one row per setting, with the largest micro-batch and its peak.
 
-    build_for(batch, **changes) gives the build for a micro-batch of ``batch`` sequences. reserve: bytes kept free for what the
+    peak_of(batch, **changes): the peak for a micro-batch of ``batch`` sequences, as of ``peak_bytes``. It is asked for some of them
+    again, also for another ``memory``, so it had better be a ``functools.cache``. reserve: bytes kept free for what the
     allocator does not count. raises: ShapeError if the reserve is all there is.
     """
     budget = parse_bytes(memory) - reserve
@@ -198,14 +200,8 @@ def fitting_table(
         raise ShapeError(f"[plan] {readable(parse_bytes(memory))} is not more than the reserve of {readable(reserve)}")
     rows = [["setting", "largest micro-batch", "its peak", "peak of 1"]]
     for text, changes in settings:
-        known: dict[int, int] = {}
-
-        def peak_of(n: int, changes: dict = changes, known: dict = known) -> int:
-            if n not in known:
-                known[n] = peak_bytes(build_for(n, **changes))
-            return known[n]
-
-        best = largest(peak_of, budget, most)
+        peak = partial(peak_of, **changes)
+        best = largest(peak, budget, most)
         shown = f"{best}" if best < most else f"{best} or more"
-        rows.append([text, shown if best else "none", readable(known[best]) if best else "-", readable(known[1])])
+        rows.append([text, shown if best else "none", readable(peak(best)) if best else "-", readable(peak(1))])
     return table(rows)
