@@ -15,7 +15,8 @@ from .host_memory import GRADIENT, WORKSPACE
 from .ndarray import NDArray, _new, full, matmul
 
 LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
-DEFAULT_CHUNK_BYTES = 64 << 20
+DEFAULT_CHUNK_BYTES = 80 << 20
+PANEL_ROWS = 12  # of the CPU's matrix product (kRows in gemm_cpu.cc, or twice as many)
 FLOAT16_GRADIENT_SCALE = 2.0**10  # of dlogits, which lie within -1..1, and would be below float16's range divided by the rows
 
 
@@ -257,8 +258,11 @@ def linear_cross_entropy(
         )
     rows, vocab = hidden._shape[0], weight._shape[1]
     device, dtype, wide = hidden._device, hidden._dtype, _wide(hidden._dtype)
-    at_once = max(1, min(rows, chunk_bytes // max(1, vocab * dt.ROWS[dtype].itemsize)))
-    at_once = -(-rows // -(-rows // at_once)) if rows else 1  # even chunks
+    at_once = max(1, chunk_bytes // max(1, vocab * dt.ROWS[dtype].itemsize))
+    panel = min(at_once, PANEL_ROWS)
+    at_once -= at_once % panel
+    even = -(-rows // -(-rows // at_once)) if rows else 1  # chunks of one size, the last at most shorter, in whole panels
+    at_once = min(rows, -(-even // panel) * panel) if rows else 1
     hidden = hidden if hidden._contiguous else hidden.copy()
     counted = (targets != ignore_index).astype(wide).sum().maximum(1.0)
     losses = _new((rows,), wide, device)
