@@ -154,8 +154,9 @@ struct Own {
              panels + i * kStride);
     });
 
-    // Two tasks per thread or more, by splitting first the columns and then the rows.
-    const int64_t tasks = 2 * num_threads();
+    // Some tasks per thread, for cores that are not equally fast: columns are split first, then
+    // rows.
+    const int64_t tasks = 4 * num_threads();
     const int64_t width = std::clamp(ceil_div(ceil_div(n, tasks), kCols) * kCols, kMinCols,
                                      kStrip / depth / kCols * kCols);
     const int64_t strips = ceil_div(n, width);

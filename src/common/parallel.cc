@@ -20,9 +20,10 @@
 namespace needle::cpu {
 namespace {
 
-// Long enough to catch the next job of a busy stretch, short enough to cost nothing where another
-// process wants the core.
-constexpr auto kSpin = std::chrono::microseconds(10);
+// Long enough to catch the next job of a busy stretch: a sleeping worker takes some 50 us to come.
+// Short enough to cost little where another process wants the core. (A step of Pythia-70M on 4
+// cores: 2 % less time than with 10 us, and 2 % more with one of the cores taken.)
+constexpr auto kSpin = std::chrono::microseconds(200);
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
