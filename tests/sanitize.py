@@ -44,11 +44,10 @@ def runtime(kind: str) -> dict[str, str]:
     }
 
 
-def build(kind: str, smallest: bool, jobs: int) -> Path:
+def build(kind: str, smallest: bool, devices: list[str], jobs: int) -> Path:
     """Returns the folder to import needle from."""
     folder = ROOT / "build" / (f"{kind}-smallest" if smallest else kind)
     package = folder / "python" / "needle"
-    devices = ["cuda_sim"] if smallest else DEVICES[kind]
     configure = [
         "cmake", "--preset", kind, "-B", folder, f"-DPython_EXECUTABLE={sys.executable}",
         f"-DNEEDLE_OUTPUT_DIR={package / 'backend_ndarray'}", *(SMALLEST[kind] if smallest else []),
@@ -70,9 +69,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.smallest and options.kind not in SMALLEST:
         parser.error(f"--smallest: {options.kind} has none (accepted: {', '.join(SMALLEST)})")
-    jobs = len(os.sched_getaffinity(0))
-    package = build(options.kind, options.smallest, jobs)
     devices = ["cuda_sim"] if options.smallest else DEVICES[options.kind]
+    if "cpu" not in devices and not list((ROOT / "python" / "needle" / "backend_ndarray").glob("ndarray_backend_cpu.*.so")):
+        parser.error("the plain build is missing, whose cpu device these tests use too: run make lib first")
+    jobs = len(os.sched_getaffinity(0))
+    package = build(options.kind, options.smallest, devices, jobs)
     files = ["test_cuda_smallest.py"] if options.smallest else SHARED_TESTS + [f for d in devices for f in OWN_TESTS[d]]
     tests = options.tests or [f"tests/{name}" for name in files]
     command = [
