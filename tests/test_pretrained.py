@@ -1,9 +1,14 @@
 """Models in the ecosystem's format: read, written, loaded by transformers where it is installed; hostile folders are refused."""
 
+import hashlib
+import http.server
 import importlib.util
 import json
 import os
 import struct
+import subprocess
+import sys
+import threading
 import tracemalloc
 import types
 import unicodedata
@@ -241,6 +246,85 @@ def test_a_name_on_the_hub(monkeypatch, tmp_path, folder):
     assert Pythia.from_pretrained("EleutherAI/pythia", revision="step1000").config == TINY
     assert asked == [("EleutherAI/pythia", "step1000")]
     assert Pythia.from_pretrained(snapshot).config == TINY
+
+
+@pytest.fixture
+def hub(folder):
+    """A server of what huggingface_hub asks the Hub for: address, repository, what was asked."""
+    repository, commit, asked = "EleutherAI/pythia", "0123456789abcdef0123456789abcdef01234567", []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_):
+            pass
+
+        def do_GET(self):
+            path = self.path.split("?")[0]
+            asked.append(path)
+            files, headers, status = sorted(folder.iterdir()), {}, 200
+            if path.startswith(f"/{repository}/resolve/") and (folder / Path(path).name).is_file():
+                body = (folder / Path(path).name).read_bytes()
+                headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X-Repo-Commit": commit}
+            elif path.startswith(f"/api/models/{repository}/tree/"):
+                answer = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f.name} for f in files]
+                body = json.dumps(answer).encode()
+            elif path.startswith(f"/api/models/{repository}/revision/"):
+                answer = {"id": repository, "sha": commit, "siblings": [{"rfilename": f.name} for f in files]}
+                body = json.dumps(answer).encode()
+            else:
+                body, headers, status = b'{"error": "none"}', {"X-Error-Code": "RepoNotFound"}, 404
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", repository, asked
+        server.shutdown()
+
+
+def test_a_download_by_huggingface_hub(hub, folder, tmp_path):
+    """The real package, which reads its environment at import; the second time nothing but the revision is asked for."""
+    pytest.importorskip("huggingface_hub")
+    address, repository, asked = hub
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle, which nobody should ask for")
+    ids = np.arange(24, dtype=np.int32).reshape(2, 12)
+    code = """if True:
+        import sys
+        import numpy as np
+        import needle as ndl
+        try:
+            model = ndl.models.Pythia.from_pretrained(sys.argv[1], device=ndl.cpu_numpy())
+        except ndl.errors.CheckpointError as error:
+            sys.exit(str(error))
+        ids = ndl.Tensor(np.load(sys.argv[2]), device=model.device, dtype="int32", requires_grad=False)
+        np.save(sys.argv[3], model(ids).numpy())
+    """
+    np.save(tmp_path / "ids.npy", ids)
+
+    def load(name):
+        environment = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        arguments = [sys.executable, "-c", code, name, tmp_path / "ids.npy", tmp_path / "logits.npy"]
+        return subprocess.run(arguments, env={**os.environ, **environment}, capture_output=True, text=True)
+
+    for files in (["config.json", "model.safetensors"], []):
+        asked.clear()
+        done = load(repository)
+        assert done.returncode == 0, done.stderr
+        assert sorted({Path(path).name for path in asked if "/resolve/" in path}) == files
+        (tmp_path / "logits.npy").rename(tmp_path / "found.npy")
+        np.testing.assert_array_equal(
+            np.load(tmp_path / "found.npy"), logits(Pythia.from_pretrained(folder, device=ndl.cpu_numpy()), ids)
+        )
+    refused = load("EleutherAI/absent")
+    assert refused.returncode == 1 and "the Hub did not give EleutherAI/absent" in refused.stderr.splitlines()[-1]
 
 
 def test_without_a_network_or_the_package(monkeypatch):

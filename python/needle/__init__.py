@@ -1,5 +1,8 @@
 """needle: a small deep-learning framework that never leaks a graph."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import backend_ndarray, backend_numpy, backend_selection
 from . import ops
 from .ops import *  # noqa: F403
@@ -10,3 +13,13 @@ from . import amp, data, nn, optim
 from . import memory
 from .nn import remat
 from .backend_selection import *  # noqa: F403
+
+if TYPE_CHECKING:
+    from . import checkpoints, models
+
+
+def __getattr__(name: str) -> Any:
+    """``needle.models`` and ``needle.checkpoints`` are imported when first used: many programs build their own models."""
+    if name in ("checkpoints", "models"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
