@@ -35,6 +35,7 @@ CORES = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") els
 CHUNK = 48  # tests in one process
 BENCHMARKS_S = 150  # that the tests leave for the benchmarks
 SANITIZED = re.compile(r"test_parity\[.*float32.*(softmax|matmul|layer_norm|attention_sparse|dsd)")
+PROGRAMS = ["tensor_cores", "semantics"]
 GPU_GROUPS = ["gpu_step", "gpu_gemm", "gpu_attention", "gpu_products"]
 
 
@@ -210,21 +211,46 @@ class Check:
             say("no PyTorch here that can use the device: needle is measured alone")
         return found
 
+    def instructions(self) -> None:
+        """The emulator's own test programs, run by the GPU: layouts of mma and ldmatrix, cp.async, shuffles, atomics, barriers."""
+        nvcc = self.tool("nvcc")
+        if nvcc is None or self.device != "cuda":
+            say("left out: these are compiled by nvcc for a GPU; pytest runs them on the emulator")
+            return
+        arch = self.options.arch.split(";")[0] if self.options.arch else self.gpus()[0][1]
+        sources = ROOT / "tests" / "cuda_sim"
+        failed = []
+        for name in PROGRAMS:
+            program = BUILD / name
+            flags = ["-std=c++17", f"-arch=sm_{arch}", "--expt-relaxed-constexpr", "--extended-lambda"]
+            includes = [f"-I{ROOT / 'src' / 'common'}", f"-I{sources}"]
+            self.must([nvcc, *flags, *includes, sources / f"{name}.cu", "-o", program], 120)
+            if self.options.build_only:
+                continue
+            code, output = self.run([program], 60)
+            say(f"{name}: {output.strip()}")
+            self.record(case=f"instructions: {name}", exit_code=code)
+            failed += [name] if code else []
+        if failed:
+            raise Failure(", ".join(failed))
+
     def sanitizer(self) -> None:
-        """Memory errors, then races in shared memory, in a part of the parity suite."""
+        """Each tool of compute-sanitizer over a part of the parity suite."""
         tool = self.tool("compute-sanitizer")
         if tool is None or self.device != "cuda":
             say("no compute-sanitizer here: left out")
             return
         part = [test for test in self.tests() if SANITIZED.search(test)]
-        for kind in ("memcheck", "racecheck"):
+        failed = []
+        for kind in ("memcheck", "racecheck", "synccheck", "initcheck"):
             pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", *part]
             start = time.monotonic()
             code, output = self.run([tool, "--tool", kind, "--error-exitcode", "1", *pytest], 120)
             say("\n".join(output.splitlines()[-40:]))
             self.record(case=kind, tests=len(part), exit_code=code, seconds=time.monotonic() - start)
-            if code:
-                raise Failure(f"{kind}: exit code {code}")
+            failed += [f"{kind}: exit code {code}"] if code else []
+        if failed:
+            raise Failure("; ".join(failed))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -248,7 +274,9 @@ def main(argv: list[str] | None = None) -> int:
     BUILD.mkdir(parents=True, exist_ok=True)
     LOG.write_text("")
     stages = [] if options.no_build else [check.build]
-    stages += [] if options.build_only else [check.ready, check.parity, check.benchmarks, check.sanitizer]
+    stages += [] if options.build_only else [check.ready]
+    stages += [check.instructions]
+    stages += [] if options.build_only else [check.parity, check.benchmarks, check.sanitizer]
     failed = []
     for stage in stages:
         say(f"--- {stage.__name__}")

@@ -94,3 +94,12 @@ def test_it_builds_for_the_gpus_that_are_there(gpu_check, monkeypatch):
 def test_a_stage_that_takes_too_long_ends_with_its_children(gpu_check):
     code, output = make(gpu_check).run(["sh", "-c", "echo begun; sleep 1000 & kill -STOP $!; wait"], 0.5)
     assert code == -9 and output.startswith("begun") and "ended after" in output
+
+
+def test_the_instruction_programs_compile_for_a_gpu(gpu_check, monkeypatch, tmp_path):
+    check = make(gpu_check, device="cuda", arch="80", build_only=True)
+    if check.tool("nvcc") is None:
+        pytest.skip("no nvcc here")
+    monkeypatch.setattr(gpu_check, "BUILD", tmp_path)
+    check.instructions()
+    assert {path.name for path in tmp_path.iterdir()} >= set(gpu_check.PROGRAMS)

@@ -1,10 +1,33 @@
-// mma.sync, ldmatrix and cp.async against plain loops, on numbers for which float32 sums are exact.
-// The layouts are our reading of the PTX manual; this same program is what a GPU has to confirm.
+// mma.sync, ldmatrix and cp.async against plain loops, all lanes, on random numbers. The layouts
+// are our reading of the PTX manual; this same program, compiled by nvcc, is what a GPU has to
+// confirm (benchmarks/gpu_check.py).
+#include <cmath>
+#include <random>
+
 #include "check.h"
 
 using namespace needle;
 
 namespace {
+
+std::mt19937 random_bits(5);
+
+// Integers, whose products have exact sums in any order; or numbers of all sizes below 2.
+template <class T>
+std::vector<T> random_numbers(int n, bool exact) {
+  std::vector<T> numbers(n);
+  for (T& x : numbers) {
+    const float unit = float(random_bits() % 1024) / 512 - 1;  // tf32 holds it
+    x = T(exact ? std::floor(unit * 16) : unit * std::exp2(-float(random_bits() % 8)) * 2);
+  }
+  return numbers;
+}
+
+// Sums of `n` products whose sizes add up to `size`: exact, or with what a tensor core may lose
+// when it aligns them.
+bool close(float found, double expected, bool exact, double size) {
+  return exact ? found == expected : std::fabs(found - expected) <= 1e-6 * size;
+}
 
 // c (16 x 8) = a (16 x 16, rows) @ b. `b_rows`: b is stored (16, 8) and read with ldmatrix.trans,
 // else (8, 16).
@@ -36,22 +59,58 @@ __global__ void mma_kernel(const T* a, const T* b, float* c, bool b_rows) {
 
 template <class T>
 void half_precision() {
-  std::vector<T> a(256), b(128);
-  for (int i = 0; i < 256; ++i) a[i] = T(float(i * 7 % 23) - 11);
-  for (int i = 0; i < 128; ++i) b[i] = T(float(i * 5 % 17) - 8);
-  Buffer<T> a_device(a), b_device(b);
-  for (bool b_rows : {true, false}) {
+  for (int round = 0; round < 16; ++round) {
+    const bool exact = round % 2, b_rows = round / 2 % 2;
+    const auto a = random_numbers<T>(256, exact), b = random_numbers<T>(128, exact);
+    Buffer<T> a_device(a), b_device(b);
     Buffer<float> c(128);
     launch<mma_kernel<T>>({1, 32}, a_device.get(), b_device.get(), c.get(), b_rows);
     const auto result = c.host();
     for (int m = 0; m < 16; ++m)
       for (int n = 0; n < 8; ++n) {
-        float sum = 1.0f;
-        for (int k = 0; k < 16; ++k)
-          sum += float(a[m * 16 + k]) * float(b[b_rows ? k * 8 + n : n * 16 + k]);
-        CHECK(result[m * 8 + n] == sum);
+        double sum = 1, size = 1;
+        for (int k = 0; k < 16; ++k) {
+          const double product =
+              double(float(a[m * 16 + k])) * float(b[b_rows ? k * 8 + n : n * 16 + k]);
+          sum += product;
+          size += std::fabs(product);
+        }
+        CHECK(close(result[m * 8 + n], sum, exact, size));
       }
   }
+}
+
+// fragments (32 lanes, N) of N matrices of 8 x 8.
+template <int N, bool trans>
+__global__ void ldmatrix_kernel(const uint16_t* matrices, uint32_t* fragments) {
+  NEEDLE_SHARED(uint4, rows, 8 * N);
+  const int lane = threadIdx.x;
+  if (lane < 8 * N) rows[lane] = reinterpret_cast<const uint4*>(matrices)[lane];
+  __syncwarp();
+  uint32_t r[N];
+  if (trans)
+    ptx::ldmatrix_trans(r, &rows[lane % (8 * N)]);
+  else
+    ptx::ldmatrix(r, &rows[lane % (8 * N)]);
+  for (int i = 0; i < N; ++i) fragments[lane * N + i] = r[i];
+}
+
+template <int N, bool trans>
+void load_matrices() {
+  std::vector<uint16_t> matrices(64 * N);
+  for (uint16_t& x : matrices) x = uint16_t(random_bits());
+  Buffer<uint16_t> matrices_device(matrices);
+  Buffer<uint32_t> fragments(32 * N);
+  launch<ldmatrix_kernel<N, trans>>({1, 32}, matrices_device.get(), fragments.get());
+  const auto result = fragments.host();
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < N; ++i) {
+      const int g = lane / 4, t = lane % 4 * 2;
+      const auto at = [&](int j) {
+        return uint32_t(matrices[i * 64 + (trans ? (t + j) * 8 + g : g * 8 + t + j)]);
+      };
+      CHECK(result[lane * N + i] == (at(0) | at(1) << 16));
+    }
 }
 
 __global__ void tf32_kernel(const float* a, const float* b, float* c) {
@@ -65,20 +124,24 @@ __global__ void tf32_kernel(const float* a, const float* b, float* c) {
 }
 
 void tf32() {
-  std::vector<float> a(128), b(64);
-  for (int i = 0; i < 128; ++i) a[i] = float(i * 7 % 23) - 11;
-  for (int i = 0; i < 64; ++i) b[i] = float(i * 5 % 17) - 8;
-  a[0] = 1.0f + 1.0f / 4096;  // beyond 10 bits of mantissa: rounds to 1
-  Buffer<float> a_device(a), b_device(b), c(128);
-  launch<tf32_kernel>({1, 32}, a_device.get(), b_device.get(), c.get());
-  a[0] = 1.0f;
-  const auto result = c.host();
-  for (int m = 0; m < 16; ++m)
-    for (int n = 0; n < 8; ++n) {
-      float sum = 0.0f;
-      for (int k = 0; k < 8; ++k) sum += a[m * 8 + k] * b[k * 8 + n];
-      CHECK(result[m * 8 + n] == sum);
-    }
+  for (int round = 0; round < 8; ++round) {
+    const bool exact = round % 2;
+    auto a = random_numbers<float>(128, exact), b = random_numbers<float>(64, exact);
+    a[0] = 1.0f + 1.0f / 4096;  // beyond 10 bits of mantissa: rounds to 1
+    Buffer<float> a_device(a), b_device(b), c(128);
+    launch<tf32_kernel>({1, 32}, a_device.get(), b_device.get(), c.get());
+    a[0] = 1.0f;
+    const auto result = c.host();
+    for (int m = 0; m < 16; ++m)
+      for (int n = 0; n < 8; ++n) {
+        double sum = 0, size = 0;
+        for (int k = 0; k < 8; ++k) {
+          sum += double(a[m * 8 + k]) * b[k * 8 + n];
+          size += std::fabs(double(a[m * 8 + k]) * b[k * 8 + n]);
+        }
+        CHECK(close(result[m * 8 + n], sum, exact, size));
+      }
+  }
 }
 
 // A two-stage pipeline whose last piece is short and filled with zeros.
@@ -123,6 +186,12 @@ int main() {
   half_precision<bfloat16>();
   half_precision<__half>();
   half_precision<__nv_bfloat16>();
+  load_matrices<1, false>();
+  load_matrices<2, false>();
+  load_matrices<4, false>();
+  load_matrices<1, true>();
+  load_matrices<2, true>();
+  load_matrices<4, true>();
   tf32();
   pipeline();
   std::puts("ok");
