@@ -154,15 +154,14 @@ struct Own {
              panels + i * kStride);
     });
 
-    // Some tasks per thread, for cores that are not equally fast: columns are split first, then
-    // rows.
-    const int64_t tasks = 4 * num_threads();
-    const int64_t width = std::clamp(ceil_div(ceil_div(n, tasks), kCols) * kCols, kMinCols,
+    // Four tasks per thread, for cores that are not equally fast, by splitting the columns; rows,
+    // for which B is packed again, are split only where that leaves less than two.
+    const int64_t threads = num_threads();
+    const int64_t width = std::clamp(ceil_div(ceil_div(n, 4 * threads), kCols) * kCols, kMinCols,
                                      kStrip / depth / kCols * kCols);
     const int64_t strips = ceil_div(n, width);
-    const int64_t most = ceil_div(rows, kMinRows);
-    const int64_t height =
-        ceil_div(ceil_div(rows, std::min(most, ceil_div(tasks, strips))), kRows) * kRows;
+    const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(2 * threads, strips));
+    const int64_t height = ceil_div(ceil_div(rows, groups), kRows) * kRows;
     parallel_for(strips * ceil_div(rows, height), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
       const int64_t j0 = task % strips * width, cols = std::min(width, n - j0);

@@ -15,7 +15,7 @@ from .host_memory import GRADIENT, WORKSPACE
 from .ndarray import NDArray, _new, full, matmul
 
 LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
-DEFAULT_CHUNK_BYTES = 80 << 20
+DEFAULT_CHUNK_BYTES = 100 << 20
 PANEL_ROWS = 12  # of the CPU's matrix product (kRows in gemm_cpu.cc, or twice as many)
 FLOAT16_GRADIENT_SCALE = 2.0**10  # of dlogits, which lie within -1..1, and would be below float16's range divided by the rows
 
