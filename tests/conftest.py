@@ -1,6 +1,19 @@
 """Devices as fixtures."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
+
+if folder := os.environ.get("NEEDLE_TEST_PACKAGE"):  # another build than the installed one; sanitize.py sets it
+    # The finder of an editable install comes before every path.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "_editable_skbc_needle"]
+    sys.path.insert(0, folder)
+    import needle
+
+    if not Path(needle.__file__).is_relative_to(folder):
+        raise RuntimeError(f"the tests would run {needle.__file__}, not the build in {folder}")
 
 from devices import DEVICES, usable
 

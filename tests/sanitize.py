@@ -84,6 +84,7 @@ def main() -> int:
     environment = {
         "NEEDLE_TEST_DEVICES": ",".join(devices),
         "NEEDLE_REQUIRE_DEVICES": ",".join(devices),
+        "NEEDLE_TEST_PACKAGE": str(package),
         "PYTHONPATH": str(package),
     }
     return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment, **runtime(options.kind)}).returncode
