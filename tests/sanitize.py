@@ -41,6 +41,7 @@ def runtime(kind: str) -> dict[str, str]:
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
         "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
         "TSAN_OPTIONS": "halt_on_error=1",
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's: its threads are compiled without the sanitizer, which sees races in them
     }
 
 
