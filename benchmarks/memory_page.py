@@ -163,7 +163,7 @@ def section_logits() -> Iterator[str]:
     yield (
         "Published for a vocabulary of 50,257: 49.08, 12.30, 6.15, 3.08 and 1.54 GiB of logits (right: 49.08, 12.27, 6.13, 3.07, "
         f"1.53). `ops.linear_cross_entropy` never has them whole. Forward and backward with hidden states {width} wide and "
-        f"`chunk_bytes` of {readable(LOGITS_CHUNK)} ({readable(DEFAULT_CHUNK_BYTES)} if not asked, for 4 % less time), "
+        f"`chunk_bytes` of {readable(LOGITS_CHUNK)} ({readable(DEFAULT_CHUNK_BYTES)} if not asked), "
         "measured on the CPU up to 2^16 tokens:\n"
     )
     table = [["batch", "logits", "hidden, weight, their gradients", "planned peak", "beyond them", "measured"]]

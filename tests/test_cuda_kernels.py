@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 import needle as ndl
+from devices import usable
 from needle import dtype as dt
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray import ndarray_backend_numpy as reference
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import NDArray
 
-backend = pytest.importorskip("needle.backend_ndarray.ndarray_backend_cuda_sim", exc_type=ModuleNotFoundError)
+backend = usable("cuda_sim").require()
 
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2}
 FLOATS = list(TOLERANCE)

@@ -7,7 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-backend = pytest.importorskip("needle.backend_ndarray.ndarray_backend_cpu", exc_type=ModuleNotFoundError)
+from devices import usable
+
+backend = usable("cpu").require()
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 TOLERANCE = {"float64": 1e-11, "float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2}
