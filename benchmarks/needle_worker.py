@@ -152,6 +152,23 @@ def adds(count: int, device: str = "cpu") -> Case:
     return _case(step, where)
 
 
+def loss(rows: int, vocab_size: int, dense: bool = False, width: int = 512, device: str = "cpu") -> Case:
+    """The mean cross-entropy of (rows, width) @ (width, vocab_size) and both gradients, logits in chunks or, ``dense``, all at once."""
+    where = _device(device)
+    rng = np.random.default_rng(0)
+    hidden = _array(rng, (rows, width), where, requires_grad=True)
+    weight = ndl.Tensor(0.05 * rng.standard_normal((width, vocab_size), dtype=np.float32), device=where)
+    targets = ndl.Tensor(rng.integers(0, vocab_size, rows), device=where, dtype="int32", requires_grad=False)
+
+    def step() -> float:
+        hidden.grad = weight.grad = None
+        value = ops.cross_entropy(hidden @ weight, targets) if dense else ops.linear_cross_entropy(hidden, weight, targets)
+        value.backward()
+        return value.item()
+
+    return _case(step, where)
+
+
 def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
     """(m, k) @ (k, n) in float32."""
     where = _device(device)
@@ -174,6 +191,7 @@ if __name__ == "__main__":
             "attention": attention,
             "product": product,
             "adds": adds,
+            "loss": loss,
             "gemm": gemm,
         }
     )

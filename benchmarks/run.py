@@ -49,6 +49,10 @@ def _generation(prompt: int, vocab_size: int = 10000, batch_size: int = 1, **mor
     return Row("generation", args, tokens=32 * batch_size, warmup=1)
 
 
+def _loss(rows: int, vocab_size: int) -> Row:
+    return Row("loss", {"rows": rows, "vocab_size": vocab_size}, tokens=rows, settle=1, steps=3)
+
+
 LOCAL = {"pattern": "local"}  # own block and the one before it
 DENSITIES = (1, 1 / 2, 1 / 4, 1 / 8)
 LAYERS = 6  # of Pythia-70M
@@ -68,6 +72,7 @@ GROUPS: dict[str, list[Row]] = {
         for backward in (False, True)
         for density in DENSITIES
     ],
+    "loss": [_loss(rows, vocab_size) for rows in (1024, 4096) for vocab_size in (10000, 50304)],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
     "gemm": [_gemm(1024, 512, 50304), _gemm(1024, 512, 2048), _gemm(1024, 2048, 512), _gemm(512, 512, 512)],
     "gpu_step": [_step(*shape, 50304, pattern=pattern) for shape in ((8, 2048), (32, 512)) for pattern in (None, "local")],
@@ -84,7 +89,9 @@ GROUPS: dict[str, list[Row]] = {
 
 
 def _beside(group: str, row: Row) -> dict[str, Row]:
-    """What needle runs in the same turns as a row, by name: the sparse model, and the attention of both."""
+    """What needle runs in the same turns as a row, by name: the sparse model and the attention of both; the loss by whole logits."""
+    if group == "loss":
+        return {"needle-dense": replace(row, args={**row.args, "dense": True})}
     if group == "generation":
         return {"needle-local": Row(row.case, {**row.args, **LOCAL}, tokens=row.tokens, warmup=row.warmup)}
     if group != "long":

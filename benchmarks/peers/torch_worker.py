@@ -116,6 +116,23 @@ def adds(count: int, device: str = "cpu") -> Case:
     return _case(step, device)
 
 
+def loss(rows: int, vocab_size: int, width: int = 512, device: str = "cpu") -> Case:
+    """The mean cross-entropy of (rows, width) @ (width, vocab_size) and both gradients."""
+    device = _place(device)
+    rng = np.random.default_rng(0)
+    hidden = torch.from_numpy(rng.standard_normal((rows, width), dtype=np.float32)).to(device).requires_grad_()
+    weight = torch.from_numpy(0.05 * rng.standard_normal((width, vocab_size), dtype=np.float32)).to(device).requires_grad_()
+    targets = torch.from_numpy(rng.integers(0, vocab_size, rows)).to(device)
+
+    def step() -> float:
+        hidden.grad = weight.grad = None
+        value = F.cross_entropy(hidden @ weight, targets)
+        value.backward()
+        return value.item()
+
+    return _case(step, device)
+
+
 def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
     """(m, k) @ (k, n) in float32, without TF32."""
     device = _place(device)
@@ -143,6 +160,7 @@ if __name__ == "__main__":
             "attention": attention,
             "product": product,
             "adds": adds,
+            "loss": loss,
             "gemm": gemm,
         }
     )
