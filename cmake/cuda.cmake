@@ -1,9 +1,7 @@
 # The CUDA backend, twice: by nvcc for GPUs, and by the C++ compiler against the emulator (cuda_sim).
 file(GLOB cuda_kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/kernels/*_cuda.cu)
-set(cuda_sources ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cu ${cuda_kernels})
-if(NOT EXISTS ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cu)
-  return()
-endif()
+# The module itself is host code, for the C++ compiler in both cases: nvcc would read the bindings once per architecture.
+set(cuda_module ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cc)
 
 # Compiling for GPUs takes minutes: without being asked to, only where there is one.
 if(NEEDLE_CUDA STREQUAL "AUTO" AND NOT EXISTS /dev/nvidia0 AND NOT EXISTS /dev/dxg)
@@ -20,11 +18,17 @@ if(NOT NEEDLE_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")  # of the host's part, which launches; kernels are compiled at -O3 regardless
     set(CMAKE_CUDA_STANDARD 17)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
-    needle_module(ndarray_backend_cuda cuda ${cuda_sources})
+    needle_module(ndarray_backend_cuda cuda ${cuda_module} ${cuda_kernels})
+    target_compile_definitions(ndarray_backend_cuda PRIVATE NEEDLE_GPU=1)
+    target_include_directories(ndarray_backend_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
     # The runtime is linked statically: the module imports on a machine without CUDA and then finds no device.
     set_target_properties(ndarray_backend_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
     target_compile_options(ndarray_backend_cuda PRIVATE
       $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda -lineinfo -Xcompiler=-Wall>)
+    # A hundred megabytes of kernels and their line numbers, or an eighth of that.
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
+      target_compile_options(ndarray_backend_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
+    endif()
     target_link_libraries(ndarray_backend_cuda PRIVATE ${CMAKE_DL_LIBS})
     message(STATUS "needle: CUDA backend by ${CMAKE_CUDA_COMPILER} for ${NEEDLE_CUDA_ARCHITECTURES}")
   elseif(NEEDLE_CUDA STREQUAL "ON")
@@ -39,21 +43,19 @@ if(NEEDLE_CUDA_SIM)
   # A source has one language per directory, and these .cu files may be nvcc's already: a .cc that includes the .cu
   # lets both targets stand in one build.
   set(sim_wrappers "")
-  foreach(source ${cuda_sources})
+  foreach(source ${cuda_kernels})
     get_filename_component(stem ${source} NAME_WE)
     set(wrapper ${CMAKE_CURRENT_BINARY_DIR}/cuda_sim/${stem}.cc)
     file(CONFIGURE OUTPUT ${wrapper} CONTENT "#include \"${source}\"\n")
     list(APPEND sim_wrappers ${wrapper})
   endforeach()
-  needle_module(ndarray_backend_cuda_sim cuda_sim ${sim_wrappers} ${sim_sources})
+  needle_module(ndarray_backend_cuda_sim cuda_sim ${cuda_module} ${sim_wrappers} ${sim_sources})
   needle_host_flags(ndarray_backend_cuda_sim)
   # Hundreds of kernels, each for some microseconds of emulated work: -O1 compiles them in a third of the time, and -g1
   # gives the source line of a fault. A debug build keeps its own flags, for gdb.
   set(sim_options "$<$<NOT:$<CONFIG:Debug>>:-O1;-g1>")
   # The bindings hold no kernel, and instrumenting them takes as long as all kernels together.
-  list(FILTER sim_wrappers EXCLUDE REGEX ndarray_backend_cuda)
-  set_source_files_properties(${CMAKE_CURRENT_BINARY_DIR}/cuda_sim/ndarray_backend_cuda.cc
-                              PROPERTIES COMPILE_OPTIONS "${sim_options};-fno-sanitize=all")
+  set_source_files_properties(${cuda_module} PROPERTIES COMPILE_OPTIONS "${sim_options};-fno-sanitize=all")
   if(NEEDLE_RACE)
     # The kernels' memory accesses call the emulator's __tsan_* hooks; libtsan itself is not linked.
     list(APPEND sim_options -fsanitize=thread -fno-tree-loop-distribute-patterns)

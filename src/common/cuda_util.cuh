@@ -1,8 +1,8 @@
-// What every CUDA kernel file shares: the device's stream, scratch memory and error flag, launch
-// shapes, strided walks, aligned vectors, and reductions over a warp or a block.
+// What every CUDA kernel file shares: the device (cuda_device.h), launch shapes, strided walks,
+// aligned vectors, and reductions over a warp or a block.
 #pragma once
 
-#include "backend.h"
+#include "cuda_device.h"
 #include "launch.h"
 
 namespace needle::NEEDLE_DEVICE {
@@ -10,30 +10,6 @@ namespace needle::NEEDLE_DEVICE {
 constexpr int kWarp = 32;
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kBlock = 256;  // threads of a block where nothing else decides
-
-// --- the device, kept by ndarray_backend_cuda.cu
-// ---------------------------------------------------------------
-
-cudaStream_t stream();    // all work of this backend runs in order on this stream
-int multiprocessors();    // how many the device has
-bool has_tensor_cores();  // those of ptx.h, with cp.async: compute capability 8.0 or later
-// Memory of the backend's own, for partial results inside one operation. Made once; the next
-// operation may overwrite it, which stream order makes safe. Throws when more than kScratchBytes
-// are asked.
-constexpr int64_t kScratchBytes = int64_t(8) << 20;
-void* scratch(int64_t bytes);
-int64_t max_shared_bytes();  // dynamic shared memory that a block may have after opting in
-void copy_on_device(void* to, const void* from, int64_t bytes);  // stream-ordered
-
-// An id outside its range, found by a kernel: the first one is kept and raised as IndexError at the
-// next sync.
-enum class BadId : int { none, embedding, one_hot, cross_entropy, attention_decode };
-struct ErrorFlag {
-  int code;
-  int reserved;
-  int64_t value, position, limit;
-};
-ErrorFlag* error_flag();
 
 __device__ inline void report_bad_id(ErrorFlag* flag, BadId op, int64_t value, int64_t position,
                                      int64_t limit) {

@@ -21,127 +21,24 @@
 // shuffles. launch_counts() says which kernels ran.
 #pragma once
 
-#include <algorithm>
-#include <atomic>
 #include <cstddef>
-#include <cstdint>
-#include <map>
-#include <mutex>
-#include <stdexcept>
 #include <string>
 #include <utility>
 
-#if defined(__CUDACC__)
+#include "cuda_api.h"
+#if NEEDLE_EMULATED
+#include "cuda_sim/cuda_sim.h"
+#else
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#else
-#include "cuda_sim/cuda_sim.h"
 #endif
 
 namespace needle {
-
-struct CudaError : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-inline void cuda_check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw CudaError(std::string("[") + what + "] " + cudaGetErrorString(error));
-}
-
-struct LaunchConfig {
-  dim3 grid;
-  dim3 block;
-  size_t smem = 0;  // bytes of dynamic shared memory
-  cudaStream_t stream = nullptr;
-};
-
-// One per kernel that has been launched, in a list that only grows.
-struct KernelRecord {
-  std::string full_name;  // with namespaces and template arguments
-  std::string name;       // without
-  std::atomic<int64_t> launches{0};
-  std::atomic<int64_t> blocks{0}, threads{0};  // of the largest grid, and of the largest block
-  KernelRecord* next = nullptr;
-
-  void count(const LaunchConfig& config) {
-    ++launches;
-    keep_largest(blocks, config.grid);
-    keep_largest(threads, config.block);
-  }
-
- private:
-  static void keep_largest(std::atomic<int64_t>& largest, dim3 extent) {
-    const int64_t size = int64_t(extent.x) * extent.y * extent.z;
-    for (int64_t known = largest; size > known && !largest.compare_exchange_weak(known, size);) {
-    }
-  }
-};
-
-// Compiled with hidden visibility, so that two modules built from one source (cuda, cuda_sim) do
-// not share a list.
-inline std::atomic<KernelRecord*>& kernel_records() {
-  static std::atomic<KernelRecord*> head{nullptr};
-  return head;
-}
-
-// "auto needle::kernel_record() [with auto K = ns::name<args>; ...]" (g++, nvcc), "[K =
-// &ns::name<args>]" (clang).
-inline std::string kernel_name_from(const std::string& pretty) {
-  const size_t start = pretty.find("K = ") + 4;
-  size_t end = start;
-  for (int depth = 0; end < pretty.size(); ++end) {
-    const char c = pretty[end];
-    if (depth == 0 && (c == ';' || c == ']')) break;
-    depth += (c == '<' || c == '(' || c == '[') - (c == '>' || c == ')' || c == ']');
-  }
-  const size_t first = pretty[start] == '&' ? start + 1 : start;
-  return pretty.substr(first, end - first);
-}
-
-inline std::string base_name_of(const std::string& full) {
-  const std::string head = full.substr(0, full.find('<'));
-  const size_t colon = head.rfind("::");
-  return colon == std::string::npos ? head : head.substr(colon + 2);
-}
-
-[[gnu::noinline]] inline KernelRecord& register_kernel(const char* pretty) {
-  auto* made = new KernelRecord;  // lives as long as the process
-  made->full_name = kernel_name_from(pretty);
-  made->name = base_name_of(made->full_name);
-  made->next = kernel_records().load();
-  while (!kernel_records().compare_exchange_weak(made->next, made)) {
-  }
-  return *made;
-}
 
 template <auto K>
 KernelRecord& kernel_record() {
   static KernelRecord& record = register_kernel(__PRETTY_FUNCTION__);
   return record;
-}
-
-struct LaunchCount {
-  int64_t launches = 0, blocks = 0, threads = 0;
-};
-
-// What was launched since the start or the last reset, by kernel name without namespaces and
-// template arguments.
-inline std::map<std::string, LaunchCount> launch_counts() {
-  std::map<std::string, LaunchCount> counts;
-  for (KernelRecord* r = kernel_records().load(); r; r = r->next) {
-    if (r->launches == 0) continue;
-    LaunchCount& count = counts[r->name];
-    count.launches += r->launches;
-    count.blocks = std::max<int64_t>(count.blocks, r->blocks);
-    count.threads = std::max<int64_t>(count.threads, r->threads);
-  }
-  return counts;
-}
-inline void reset_launch_counts() {
-  for (KernelRecord* r = kernel_records().load(); r; r = r->next)
-    r->launches = r->blocks = r->threads = 0;
 }
 
 template <class T, size_t... Dims>
@@ -155,7 +52,7 @@ struct SharedType<T, First, Rest...> {
   using type = typename SharedType<T, Rest...>::type[First];
 };
 
-#if defined(__CUDACC__)
+#if !NEEDLE_EMULATED
 
 #define NEEDLE_SHARED(type_, name, ...) \
   __shared__ __align__(16) typename ::needle::SharedType<type_, ##__VA_ARGS__>::type name

@@ -65,13 +65,15 @@ __device__ accum_t<T> load(const T* p, int64_t i) {
 // --- kernels
 // ------------------------------------------------------------------------------------------------------------
 
+// Both kernels: in vectors of N elements where every operand is contiguous and aligned for them,
+// and what is left, or all of it, one by one.
 template <class Op, class T, class R, int N>
-__global__ void ewise_unary_kernel(const T* a, R* out, int64_t n, bool vectors) {
+__global__ void ewise_unary_kernel(const T* a, R* out, Walk<1> walk, int64_t n, bool vectors) {
   int64_t done = 0;
   if (vectors) {
     done = n / N * N;
     for (int64_t i = first_index(); i < n / N; i += index_step()) {
-      const Vec<T, N> x = reinterpret_cast<const Vec<T, N>*>(a)[i];
+      const Vec<T, N> x = reinterpret_cast<const Vec<T, N>*>(a + walk.offset[0])[i];
       Vec<R, N> y;
 #pragma unroll
       for (int j = 0; j < N; ++j) y.v[j] = R(Op::apply(accum_t<T>(x.v[j])));
@@ -80,12 +82,6 @@ __global__ void ewise_unary_kernel(const T* a, R* out, int64_t n, bool vectors) 
   }
 #pragma unroll 1
   for (int64_t i = done + first_index(); i < n; i += index_step())
-    out[i] = R(Op::apply(load(a, i)));
-}
-
-template <class Op, class T, class R>
-__global__ void ewise_unary_strided_kernel(const T* a, R* out, Walk<1> walk, int64_t n) {
-  for (int64_t i = first_index(); i < n; i += index_step())
     out[i] = R(Op::apply(load(a, walk(i).of[0])));
 }
 
@@ -98,7 +94,8 @@ struct Operand {
 };
 
 template <class Op, class T, class R, int N>
-__global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, int64_t n, bool vectors) {
+__global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, Walk<2> walk, int64_t n,
+                                    bool vectors) {
   int64_t done = 0;
   if (vectors) {
     done = n / N * N;
@@ -109,8 +106,8 @@ __global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, int64_t 
       y.v[j] = T(b.number);
     }
     for (int64_t i = first_index(); i < n / N; i += index_step()) {
-      if (a.data != nullptr) x = reinterpret_cast<const Vec<T, N>*>(a.data)[i];
-      if (b.data != nullptr) y = reinterpret_cast<const Vec<T, N>*>(b.data)[i];
+      if (a.data != nullptr) x = reinterpret_cast<const Vec<T, N>*>(a.data + walk.offset[0])[i];
+      if (b.data != nullptr) y = reinterpret_cast<const Vec<T, N>*>(b.data + walk.offset[1])[i];
       Vec<R, N> z;
 #pragma unroll
       for (int j = 0; j < N; ++j) z.v[j] = R(Op::apply(accum_t<T>(x.v[j]), accum_t<T>(y.v[j])));
@@ -118,14 +115,7 @@ __global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, int64_t 
     }
   }
 #pragma unroll 1
-  for (int64_t i = done + first_index(); i < n; i += index_step())
-    out[i] = R(Op::apply(a.at(i), b.at(i)));
-}
-
-template <class Op, class T, class R>
-__global__ void ewise_binary_strided_kernel(Operand<T> a, Operand<T> b, R* out, Walk<2> walk,
-                                            int64_t n) {
-  for (int64_t i = first_index(); i < n; i += index_step()) {
+  for (int64_t i = done + first_index(); i < n; i += index_step()) {
     const auto at = walk(i);
     out[i] = R(Op::apply(a.at(at.of[0]), b.at(at.of[1])));
   }
@@ -157,14 +147,11 @@ void unary(const char* name, const View& a, const Array& out) {
     constexpr int N = vector_length<T>();
     const T* x = a.array.data<T>();
     R* y = out.data<R>();
-    if (a.contiguous()) {
-      const bool vectors = aligned_for<Vec<T, N>>(x + a.offset) && aligned_for<Vec<R, N>>(y);
-      launch<ewise_unary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n),
-                                              x + a.offset, y, n, vectors);
-    } else {
-      launch<ewise_unary_strided_kernel<Op, T, R>>(
-          grid_stride(n), x, y, make_walk<1>(a.shape, {{&a.strides, a.offset}}), n);
-    }
+    const bool vectors =
+        a.contiguous() && aligned_for<Vec<T, N>>(x + a.offset) && aligned_for<Vec<R, N>>(y);
+    launch<ewise_unary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x, y,
+                                            make_walk<1>(a.shape, {{&a.strides, a.offset}}), n,
+                                            vectors);
   });
 }
 
@@ -181,19 +168,16 @@ void binary(const char* name, const View* a, const View* b, Scalar number, const
     Operand<T> x{a != nullptr ? a->array.data<T>() : nullptr, value};
     Operand<T> y{b != nullptr ? b->array.data<T>() : nullptr, value};
     R* z = out.data<R>();
-    if ((a == nullptr || a->contiguous()) && (b == nullptr || b->contiguous())) {
-      if (a != nullptr) x.data += a->offset;
-      if (b != nullptr) y.data += b->offset;
-      const bool vectors = aligned_for<Vec<T, N>>(x.data) && aligned_for<Vec<T, N>>(y.data) &&
-                           aligned_for<Vec<R, N>>(z);
-      launch<ewise_binary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x, y, z,
-                                               n, vectors);
-    } else {
-      const auto walk = make_walk<2>(
-          shaped.shape, {{a != nullptr ? &a->strides : nullptr, a != nullptr ? a->offset : 0},
-                         {b != nullptr ? &b->strides : nullptr, b != nullptr ? b->offset : 0}});
-      launch<ewise_binary_strided_kernel<Op, T, R>>(grid_stride(n), x, y, z, walk, n);
-    }
+    const auto in_vectors = [](const View* view, const T* data) {
+      return view == nullptr || (view->contiguous() && aligned_for<Vec<T, N>>(data + view->offset));
+    };
+    const bool vectors =
+        in_vectors(a, x.data) && in_vectors(b, y.data) && aligned_for<Vec<R, N>>(z);
+    const auto walk = make_walk<2>(
+        shaped.shape, {{a != nullptr ? &a->strides : nullptr, a != nullptr ? a->offset : 0},
+                       {b != nullptr ? &b->strides : nullptr, b != nullptr ? b->offset : 0}});
+    launch<ewise_binary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x, y, z,
+                                             walk, n, vectors);
   });
 }
 

@@ -9,7 +9,7 @@
 #include <cstring>
 
 #include "common/bindings.h"
-#include "common/cuda_util.cuh"
+#include "common/cuda_device.h"
 
 namespace needle::NEEDLE_DEVICE {
 namespace {
@@ -170,13 +170,10 @@ Allocator& allocator() {
 }
 
 DLDevice dlpack_device() {
-#if defined(__CUDACC__)
+  if (NEEDLE_EMULATED) return {kDLCPU, 0};  // its memory is the host's
   int id = 0;
   cuda_check(cudaGetDevice(&id), "cudaGetDevice");
   return {kDLCUDA, id};
-#else
-  return {kDLCPU, 0};  // the emulated device's memory is the host's
-#endif
 }
 
 void sync() {
