@@ -157,14 +157,39 @@ void for_tiles(int64_t B, int64_t H, int64_t layout_heads, int64_t block, int64_
   });
 }
 
+// Sums (D, kTile) that runs add to, each from lane `begin` on: the first run writes instead, so
+// that nobody need clear them before. Lanes that it leaves out are cleared.
+template <class A>
+class LaneSums {
+ public:
+  LaneSums(A* lanes, int64_t D) : lanes_(lanes), D_(D) {}
+  // Whether this run is the first.
+  bool begin_run(int64_t begin) {
+    const bool first = !started_;
+    started_ = true;
+    for (int64_t d = 0; first && begin > 0 && d < D_; ++d)
+      std::fill_n(lanes_ + d * kTile, begin, A(0));
+    return first;
+  }
+  // Without a run they are zero.
+  void finish() {
+    if (!started_) std::fill_n(lanes_, D_ * kTile, A(0));
+  }
+
+ private:
+  A* lanes_;
+  int64_t D_;
+  bool started_ = false;
+};
+
 // --- forward
 // ---------------------------------------------------------------------------------------
 
 // One run's scores S^T (n, begin .. width) become exp(s - max) against the new running maximum; sum
-// and out follow.
+// and, unless this is the first run, out follow.
 template <class A, bool masked>
 void online_softmax(A* scores, int64_t n, int64_t begin, int64_t width, int64_t D, A scale,
-                    Scratch<A>& s) {
+                    bool first, Scratch<A>& s) {
   const Vec<A> minus_infinity = broadcast(-std::numeric_limits<A>::infinity());
   for (int64_t lane = begin; lane < width; lane += kLanes<A>) {
     A* column = scores + lane;
@@ -186,7 +211,7 @@ void online_softmax(A* scores, int64_t n, int64_t begin, int64_t width, int64_t 
     }
     store(s.max + lane, max);
     store(s.sum + lane, load(s.sum + lane) * decay + sum);
-    for (int64_t d = 0; d < D; ++d)
+    for (int64_t d = 0; d < D && !first; ++d)
       store(s.out_lanes + d * kTile + lane, load(s.out_lanes + d * kTile + lane) * decay);
   }
 }
@@ -213,7 +238,7 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
   to_lanes(q, first, nq, width, D, s.q_lanes);
   std::fill_n(s.max, kTile, -std::numeric_limits<A>::infinity());
   std::fill_n(s.sum, kTile, A(0));
-  std::fill_n(s.out_lanes, D * kTile, A(0));
+  LaneSums<A> out_sums(s.out_lanes, D);
 
   p.by_query.for_runs(layout_head, block_row, [&](int64_t key, int64_t n, bool partial) {
     if (partial) n = std::min(n, p.q_start + first + nq - key);  // no query here sees the rest
@@ -222,16 +247,18 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
     const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
     lane_gemm(n, width - begin, D, keys.data, keys.stride, 1, s.q_lanes + begin, kTile,
               s.scores + begin, kTile, false);
+    const bool first_run = out_sums.begin_run(begin);
     if (partial) {
       causal_limits(p.q_start + first, key, width, s.limit);
-      online_softmax<A, true>(s.scores, n, begin, width, D, p.scale, s);
+      online_softmax<A, true>(s.scores, n, begin, width, D, p.scale, first_run, s);
     } else {
-      online_softmax<A, false>(s.scores, n, begin, width, D, p.scale, s);
+      online_softmax<A, false>(s.scores, n, begin, width, D, p.scale, first_run, s);
     }
     const Matrix<A> values = fetch<const T>(v, key, n, D, s.rows);
     lane_gemm(D, width - begin, n, values.data, 1, values.stride, s.scores + begin, kTile,
-              s.out_lanes + begin, kTile, true);
+              s.out_lanes + begin, kTile, !first_run);
   });
+  out_sums.finish();
 
   // Without a key the maximum is -inf and the sum 0: log gives -inf, and out stays 0.
   for (int64_t i = 0; i < nq; ++i) lse[first + i] = s.max[i] + std::log(s.sum[i]);
@@ -298,7 +325,7 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
   to_lanes(dout, first, nq, width, D, s.dout_lanes);
   load_lse(lse + first, nq, width, s.lse);
   for (int64_t i = 0; i < width; ++i) s.delta[i] = i < nq ? delta[first + i] : A(0);
-  std::fill_n(s.out_lanes, D * kTile, A(0));
+  LaneSums<A> dq_sums(s.out_lanes, D);
 
   p.by_query.for_runs(layout_head, block_row, [&](int64_t key, int64_t n, bool partial) {
     if (partial) n = std::min(n, p.q_start + first + nq - key);
@@ -319,7 +346,7 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
                                        s.delta, s.limit);
     }
     lane_gemm(D, width - begin, n, keys.data, 1, keys.stride, s.dscores + begin, kTile,
-              s.out_lanes + begin, kTile, true);
+              s.out_lanes + begin, kTile, !dq_sums.begin_run(begin));
     if constexpr (with_keys) {
       lane_gemm(n, D, nq - begin, s.scores + begin, kTile, 1, dout.row(first + begin), dout.stride,
                 dv.row(key), dv.stride, true);
@@ -328,7 +355,9 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
     }
   });
 
-  for (int64_t i = 0; i < D * kTile; ++i) s.out_lanes[i] *= p.scale;
+  dq_sums.finish();
+  for (int64_t d = 0; d < D; ++d)
+    for (int64_t lane = 0; lane < width; ++lane) s.out_lanes[d * kTile + lane] *= p.scale;
   transpose_tile(s.out_lanes, kTile, D, nq, dq.row(first), dq.stride);
 }
 
