@@ -133,7 +133,7 @@ class Check:
         if self.device == "cuda":
             arch = self.options.arch or ";".join(sorted({arch for _, arch in self.gpus()}))
             flags = ["NEEDLE_CUDA=ON", f"NEEDLE_CUDA_ARCHITECTURES={arch}", f"CMAKE_CUDA_COMPILER={self.tool('nvcc')}"]
-            flags += ["NEEDLE_CUDA_SIM=OFF"]
+            flags += ["NEEDLE_CUDA_SIM=OFF", "CMAKE_BUILD_TYPE=RelWithDebInfo"]  # compute-sanitizer names lines
         else:
             arch, flags = None, ["NEEDLE_CUDA=OFF", "NEEDLE_CUDA_SIM=ON"]
         (BUILD / "CMakeCache.txt").unlink(missing_ok=True)  # of another Python or toolkit, perhaps

@@ -153,7 +153,7 @@ def adds(count: int, device: str = "cpu") -> Case:
 
 
 def loss(rows: int, vocab_size: int, dense: bool = False, width: int = 512, device: str = "cpu") -> Case:
-    """The mean cross-entropy of (rows, width) @ (width, vocab_size) and both gradients, logits in chunks or, ``dense``, all at once."""
+    """The mean cross-entropy of (rows, width) @ (width, vocab_size) and both gradients; ``dense``: with whole logits."""
     where = _device(device)
     rng = np.random.default_rng(0)
     hidden = _array(rng, (rows, width), where, requires_grad=True)

@@ -89,7 +89,7 @@ GROUPS: dict[str, list[Row]] = {
 
 
 def _beside(group: str, row: Row) -> dict[str, Row]:
-    """What needle runs in the same turns as a row, by name: the sparse model and the attention of both; the loss by whole logits."""
+    """What needle runs in the same turns as a row, by name: the sparse model, the attention of both, the loss by whole logits."""
     if group == "loss":
         return {"needle-dense": replace(row, args={**row.args, "dense": True})}
     if group == "generation":

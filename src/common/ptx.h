@@ -11,7 +11,8 @@
 // source: PTX ISA 8.7, "Matrix Fragments for mma.m16n8k16" and "... mma.m16n8k8".
 //
 // All lanes of a warp call together. mma and cp.async need sm_80 (on sm_75 mma traps and cp.async
-// copies at once); callers choose the kernel by compute capability.
+// copies at once); callers choose the kernel by compute capability, and what such a kernel does
+// stands in with_tensor_cores.
 #pragma once
 
 #include <cstdint>
@@ -43,6 +44,16 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   else
     return uint32_t(__bfloat16_as_ushort(__float2bfloat16_rn(low))) |
            uint32_t(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
+}
+
+// f(), which is not even compiled for GPUs that have no such instructions.
+template <class F>
+__device__ __forceinline__ void with_tensor_cores(F f) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  __trap();
+#else
+  f();
+#endif
 }
 
 #if defined(__CUDACC__)

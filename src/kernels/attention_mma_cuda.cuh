@@ -107,11 +107,13 @@ struct AttentionTiles {
   // f(tile) for the tiles of this block of threads.
   template <class F>
   __device__ void for_each(F f) const {
-    const int lines = lines_of_block();
-    for (int64_t t = blockIdx.x; t < tiles_of(g, extent(g), lines); t += gridDim.x) {
-      const TileLines tile = lines_of_tile(g, extent(g), lines, t);
-      if (tile.span.count > 0) f(tile);
-    }
+    ptx::with_tensor_cores([&] {
+      const int lines = lines_of_block();
+      for (int64_t t = blockIdx.x; t < tiles_of(g, extent(g), lines); t += gridDim.x) {
+        const TileLines tile = lines_of_tile(g, extent(g), lines, t);
+        if (tile.span.count > 0) f(tile);
+      }
+    });
   }
 
   // use(lines, masked, stage) for each step along the tile's line of the layout, up to kStep lines

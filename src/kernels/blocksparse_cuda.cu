@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Product::kThreads)
 template <Mode mode, class Product>
 __global__ void __launch_bounds__(Product::kThreads)
     BlockSparseMatmulKernelMma(SparseArguments<typename Product::T> g, int64_t tiles) {
-  sparse_tiles<mode, Product>(g, tiles);
+  ptx::with_tensor_cores([&] { sparse_tiles<mode, Product>(g, tiles); });
 }
 
 template <Mode mode, class Product, bool TensorCores = false>

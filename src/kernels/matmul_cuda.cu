@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Product::kThreads)
 template <class Product>
 __global__ void __launch_bounds__(Product::kThreads)
     matmul_mma_kernel(MatmulArguments<typename Product::T> g) {
-  matmul_tiles<Product>(g);
+  ptx::with_tensor_cores([&] { matmul_tiles<Product>(g); });
 }
 
 template <class Product, class T>
