@@ -1,8 +1,8 @@
 // Attention over a block layout, never storing more than one tile of scores.
 //
 //   s = scale q k^T (masked to -inf), lse = log sum_j exp(s_ij), p = exp(s - lse), out = p v
-//   dv = p^T dout, dp = dout v^T, ds = p * (dp - delta), delta_i = dout_i . out_i,
-//   dq = scale ds k, dk = scale ds^T q
+//   dv = p^T dout, dp = dout v^T, delta_i = dout_i . out_i,
+//   ds = scale p * (dp - delta), dq = ds k, dk = ds^T q
 //
 // A tile is up to 64 queries against a run of adjacent key blocks. Queries lie along the vector
 // lanes: scores are kept as S^T (keys, queries), so that row maxima and sums are plain vector
@@ -273,7 +273,7 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
 // --- backward
 // --------------------------------------------------------------------------------------
 
-// scores (n, begin .. width) raw products -> p; dscores likewise dp -> ds / scale. lse and delta
+// scores (n, begin .. width) raw products -> p; dscores likewise dp -> ds. lse and delta
 // belong to the lanes (queries along the lanes) or to the rows (keys along the lanes). Masked are
 // the elements with j > limit (lanes), or, when keys lie along the lanes, the lanes greater than
 // limit[j].
@@ -300,7 +300,7 @@ void softmax_gradient(A* scores, A* dscores, int64_t n, int64_t begin, int64_t w
           probability = lane_numbers + A(lane) > broadcast(limit[j]) ? Vec<A>{} : probability;
       }
       store(x, probability);
-      store(dx, probability * (load(dx) - row_delta));
+      store(dx, probability * (load(dx) - row_delta) * scale);
     }
   }
 }
@@ -313,7 +313,7 @@ void load_lse(const A* lse, int64_t n, int64_t width, A* to) {
 }
 
 // dq of one tile of queries; with_keys (T must be the accumulate type): adds the tile's part of dk
-// / scale and dv as well.
+// and dv as well.
 template <class T, bool with_keys, class A = accum_t<T>>
 void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, int64_t first,
                          int64_t nq, const Rows<const T>& dout, const Rows<const T>& q,
@@ -356,8 +356,6 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
   });
 
   dq_sums.finish();
-  for (int64_t d = 0; d < D; ++d)
-    for (int64_t lane = 0; lane < width; ++lane) s.out_lanes[d * kTile + lane] *= p.scale;
   transpose_tile(s.out_lanes, kTile, D, nq, dq.row(first), dq.stride);
 }
 
@@ -402,7 +400,6 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
               true);
   });
 
-  for (int64_t i = 0; i < D * kTile; ++i) s.out_lanes[i] *= p.scale;
   transpose_tile(s.out_lanes, kTile, D, nk, dk.row(first), dk.stride);
   transpose_tile(s.out2_lanes, kTile, D, nk, dv.row(first), dv.stride);
 }
@@ -423,8 +420,6 @@ void backward_head(const Problem<T>& p, int64_t layout_head, const Rows<const T>
       backward_query_tile<T, true>(p, layout_head, row, first, std::min(kTile, stop - first), dout,
                                    q, k, v, lse, delta, dq, dk, dv);
   }
-  for (int64_t j = 0; j < p.S; ++j)
-    for (int64_t d = 0; d < p.D; ++d) dk.row(j)[d] *= p.scale;
 }
 
 // delta (B, H, T) = sum_d dout * out
