@@ -54,7 +54,8 @@ def _loss(rows: int, vocab_size: int) -> Row:
 
 
 LOCAL = {"pattern": "local"}  # own block and the one before it
-DENSITIES = (1, 1 / 2, 1 / 4, 1 / 8)
+SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the blocks, beside all of them
+ATTENTION = [_attention(seq_len, backward) for seq_len in (2048, 8192) for backward in (False, True)]
 LAYERS = 6  # of Pythia-70M
 GROUPS: dict[str, list[Row]] = {
     "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
@@ -66,21 +67,14 @@ GROUPS: dict[str, list[Row]] = {
         _generation(16, 50304, batch_size=8),
         Row("read", {"megabytes": 178.7}, settle=1, steps=5),
     ],
-    "attention": [
-        _attention(seq_len, backward, density)
-        for seq_len in (2048, 8192)
-        for backward in (False, True)
-        for density in DENSITIES
-    ],
+    "attention": ATTENTION,
     "loss": [_loss(rows, vocab_size) for rows in (1024, 4096) for vocab_size in (10000, 50304)],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
     "gemm": [_gemm(1024, 512, 50304), _gemm(1024, 512, 2048), _gemm(1024, 2048, 512), _gemm(512, 512, 512)],
     "gpu_step": [_step(*shape, 50304, pattern=pattern) for shape in ((8, 2048), (32, 512)) for pattern in (None, "local")],
     "gpu_gemm": [_gemm(16384, 512, 50304), _gemm(16384, 512, 2048), _gemm(4096, 4096, 4096), _gemm(512, 512, 512)],
-    "gpu_attention": [
-        _attention(seq_len, backward, density) for seq_len in (2048, 8192) for backward in (False, True) for density in DENSITIES
-    ],
-    "gpu_products": [_product(kind, 4096, density) for kind in ("sdd", "dsd", "dds") for density in DENSITIES],
+    "gpu_attention": ATTENTION,
+    "gpu_products": [_product(kind, 4096, 1) for kind in ("sdd", "dsd", "dds")],
     "smoke": [
         _step(1, 192, 512, pattern="local", model_size="14m"), _gemm(64, 64, 64),
         _attention(128, True, 1 / 2), *(_product(kind, 128, 1 / 2) for kind in ("sdd", "dsd", "dds")),
@@ -89,11 +83,14 @@ GROUPS: dict[str, list[Row]] = {
 
 
 def _beside(group: str, row: Row) -> dict[str, Row]:
-    """What needle runs in the same turns as a row, by name: the sparse model, the attention of both, the loss by whole logits."""
+    """What needle runs in the same turns as a row, by name: shares of the blocks; the sparse model and the attention of both; the
+    loss by whole logits."""
+    if group in ("attention", "gpu_attention", "gpu_products"):
+        return {f"needle-{share:g}": replace(row, args={**row.args, "density": share}) for share in SHARES}
     if group == "loss":
         return {"needle-dense": replace(row, args={**row.args, "dense": True})}
     if group == "generation":
-        return {"needle-local": Row(row.case, {**row.args, **LOCAL}, tokens=row.tokens, warmup=row.warmup)}
+        return {"needle-local": replace(row, args={**row.args, **LOCAL})}
     if group != "long":
         return {}
     shape = {name: row.args[name] for name in ("batch_size", "seq_len")}
@@ -204,7 +201,7 @@ def _print(records: list[dict]) -> None:
         device = f"{r['device_peak_bytes'] / 1e6:8.0f} MB device" if "device_peak_bytes" in r else ""
         print(
             f"  {r['contestant']:14s} {r['median_s'] * 1e3:10.2f} ms ({r['p10_s'] * 1e3:.2f} to {r['p90_s'] * 1e3:.2f})"
-            f" {rate}  x{r['time_over_first']:.2f}  {r['peak_rss_bytes'] / 1e6:8.0f} MB peak{device}",
+            f" {rate}  x{r['time_over_first']:.3g}  {r['peak_rss_bytes'] / 1e6:8.0f} MB peak{device}",
             flush=True,
         )
         if "bound_s" in r:
