@@ -95,11 +95,11 @@ __global__ void layer_norm_partials_kernel(const T* dy, const T* x, const stat_t
 
 template <class T>
 __global__ void layer_norm_dparams_kernel(const stat_t<T>* workspace, T* dweight, T* dbias,
-                                          int64_t cols) {
+                                          int partials, int64_t cols) {
   using A = stat_t<T>;
   for (int64_t i = first_index(); i < 2 * cols; i += index_step()) {
     A total = 0;  // i runs over dweight's columns, then dbias's, as each partial does
-    for (int p = 0; p < kLayerNormPartials; ++p) total += workspace[p * 2 * cols + i];
+    for (int p = 0; p < partials; ++p) total += workspace[p * 2 * cols + i];
     if (i < cols) {
       dweight[i] = T(total);
     } else {
@@ -132,6 +132,7 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
   dispatch_float(x.dtype(), "layer_norm_backward", [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = stat_t<T>;
+    const int partials = int(std::min<int64_t>(rows, kLayerNormPartials));
     if (rows > 0) {
       dispatch_row_lanes(cols, [&](auto lanes) {
         constexpr int kLanes = decltype(lanes)::value;
@@ -139,13 +140,13 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
                                                 x.data<T>(), weight.data<T>(), mean.data<A>(),
                                                 rstd.data<A>(), dx.data<T>(), rows, cols);
       });
+      const LaunchConfig tiles{dim3(unsigned(ceil_div(cols, kColumns)), unsigned(partials)),
+                               dim3(kBlock), 0, stream()};
+      launch<layer_norm_partials_kernel<T>>(tiles, dy.data<T>(), x.data<T>(), mean.data<A>(),
+                                            rstd.data<A>(), workspace.data<A>(), rows, cols);
     }
-    const LaunchConfig tiles{dim3(unsigned(ceil_div(cols, kColumns)), kLayerNormPartials),
-                             dim3(kBlock), 0, stream()};
-    launch<layer_norm_partials_kernel<T>>(tiles, dy.data<T>(), x.data<T>(), mean.data<A>(),
-                                          rstd.data<A>(), workspace.data<A>(), rows, cols);
     launch<layer_norm_dparams_kernel<T>>(grid_stride(2 * cols), workspace.data<A>(),
-                                         dweight.data<T>(), dbias.data<T>(), cols);
+                                         dweight.data<T>(), dbias.data<T>(), partials, cols);
   });
 }
 
