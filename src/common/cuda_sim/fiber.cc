@@ -164,12 +164,18 @@ void prepare_fiber(int index, Context& context, void (*entry)()) {
 
 void describe_own_stack(Context& context) {
 #if NEEDLE_SIM_ASAN
-  pthread_attr_t attributes;
-  void* bottom = nullptr;
-  pthread_getattr_np(pthread_self(), &attributes);
-  pthread_attr_getstack(&attributes, &bottom, &context.stack_bytes);
-  pthread_attr_destroy(&attributes);
+  // Asked once per thread: for the first one the answer is read out of /proc/self/maps, which takes
+  // a millisecond.
+  static thread_local void* bottom = nullptr;
+  static thread_local size_t bytes = 0;
+  if (bottom == nullptr) {
+    pthread_attr_t attributes;
+    pthread_getattr_np(pthread_self(), &attributes);
+    pthread_attr_getstack(&attributes, &bottom, &bytes);
+    pthread_attr_destroy(&attributes);
+  }
   context.stack_bottom = bottom;
+  context.stack_bytes = bytes;
 #else
   (void)context;
 #endif
