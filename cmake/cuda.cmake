@@ -16,7 +16,7 @@ if(NOT NEEDLE_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA_ARCHITECTURES ${NEEDLE_CUDA_ARCHITECTURES})
     enable_language(CUDA)
     # Of the host's part, which launches; kernels are compiled at -O3 regardless. With debug information tools name the lines of
-    # kernels, at four times the size.
+    # kernels.
     set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")
     set(CMAKE_CUDA_FLAGS_RELWITHDEBINFO "-O1 -DNDEBUG -lineinfo")
     set(CMAKE_CUDA_STANDARD 17)
