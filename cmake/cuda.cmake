@@ -15,8 +15,7 @@ if(NOT NEEDLE_CUDA STREQUAL "OFF")
     # Set before enable_language, which would otherwise choose an architecture of its own.
     set(CMAKE_CUDA_ARCHITECTURES ${NEEDLE_CUDA_ARCHITECTURES})
     enable_language(CUDA)
-    # Of the host's part, which launches; kernels are compiled at -O3 regardless. With debug information tools name the lines of
-    # kernels.
+    # -O1 is for the host's part, which launches; kernels are compiled at -O3 regardless. -lineinfo: tools name their lines.
     set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")
     set(CMAKE_CUDA_FLAGS_RELWITHDEBINFO "-O1 -DNDEBUG -lineinfo")
     set(CMAKE_CUDA_STANDARD 17)
