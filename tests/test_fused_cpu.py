@@ -328,6 +328,7 @@ def layouts(rng, nq, nk, block, q_start):
     causal = (col <= row + block - 1)[None]
     yield "dense", causal
     yield "local", causal & (col + block > row - block)[None]
+    yield "last", causal & (col > row - 1)[None]  # where q_start is no multiple of the block, its first queries see no key
     yield "random heads", causal & (rng.random((3, nq, nk)) < 0.5)
     yield "nothing", np.zeros((1, nq, nk), bool)
     yield "all", np.ones((1, nq, nk), bool)
@@ -342,6 +343,7 @@ CASES = [  # B, H, T, S, D, block, q_start
     (2, 3, 200, 200, 64, 128, 0),
     (1, 4, 5, 133, 64, 64, 128),
     (1, 6, 70, 257, 24, 32, 187),
+    (1, 6, 100, 200, 24, 64, 40),
     (1, 2, 1, 300, 256, 64, 299),
     (1, 3, 0, 5, 8, 16, 0),
     (0, 3, 5, 5, 8, 16, 0),
