@@ -1,13 +1,15 @@
 """The graph: what is kept, what is recomputed, what is freed."""
 
+import copy
 import gc
+import math
 
 import numpy as np
 import pytest
 
 import needle as ndl
 from needle import autograd, nn, ops
-from needle.errors import GraphError, ShapeError
+from needle.errors import DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
 
@@ -24,6 +26,52 @@ def test_backward_overwrites_and_accumulate_adds(host):
     for k in (2, 3, 4):
         (x * x).sum().backward(accumulate=True)
         np.testing.assert_array_equal(x.grad.numpy(), np.array([2, 4, 6]) * k)
+
+
+def test_a_scalar_is_a_number_to_python(host):
+    x = leaf([1.5], host)
+    assert float(x) == 1.5 and int(x) == 1 and f"{x:.2f}" == "1.50" and f"{x}" == str(x) and not math.isnan(x * 2)
+    with pytest.raises(ShapeError, match="exactly one"):
+        float(leaf([1.0, 2.0], host))
+
+
+def test_a_module_and_its_optimizer_are_copied(host):
+    model = nn.Sequential(nn.Linear(3, 4, device=host), nn.BatchNorm1d(4, device=host))
+    assert model.eval() is model and not model.modules[1].training and model.train() is model
+    optimizer = AdamW(model.parameters())
+    (model(leaf(np.eye(3), host)) ** 2).sum().backward()
+    optimizer.step()
+    copied, copied_optimizer = copy.deepcopy((model, optimizer))
+    before = [p.numpy() for p in model.parameters()]
+    for p, q, kept in zip(model.parameters(), copied.parameters(), copied_optimizer.params):
+        assert q is kept and type(q) is type(p) and q.requires_grad and q.cached_data.category == p.cached_data.category
+        np.testing.assert_array_equal(p.numpy(), q.numpy())
+        np.testing.assert_array_equal(p.grad.numpy(), q.grad.numpy())
+    copied_optimizer.step()
+    assert all(np.array_equal(p.numpy(), values) for p, values in zip(model.parameters(), before))
+    assert not all(np.array_equal(p.numpy(), values) for p, values in zip(copied.parameters(), before))
+    with pytest.raises(GraphError, match="leaves"):
+        copy.deepcopy(leaf([1.0], host) * 2)
+
+
+def test_what_is_no_tensor_is_named(host):
+    x = leaf(np.eye(2), host)
+    with pytest.raises(DTypeError, match=r"\[MatMul\] input 1 is of type ndarray \(accepted: a Tensor\)"):
+        x @ np.eye(2)
+    with pytest.raises(DTypeError, match=r"\[Linear\] input 0 is of type int"):
+        nn.Linear(2, 2)(3)
+    for params in (x, None):
+        with pytest.raises(TypeError, match="accepted: several Tensors"):
+            AdamW(params)
+    assert ndl.optim.SGD([x]).clip_grad_norm() == 0 and AdamW([x]).clip_grad_norm().item() == 0
+
+
+def test_where_takes_numbers(host):
+    x = leaf([-1.0, 2.0], host)
+    found = ops.where(leaf([1.0, 0.0], host), x, 0.5)
+    found.sum().backward()
+    np.testing.assert_array_equal(found.numpy(), [-1, 0.5])
+    np.testing.assert_array_equal(x.grad.numpy(), [1, 0])
 
 
 def test_micro_batches_give_the_gradient_of_the_whole_batch(host):

@@ -1,11 +1,14 @@
 """NDArray: views, indexing, dtypes, reductions, products, interchange, errors, and the allocator's account."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
 import needle as ndl
 from needle import dtype as dt
-from needle.backend_ndarray.ndarray import NDArray, asarray, from_dlpack, matmul, where
+from needle.backend_ndarray.ndarray import NDArray, asarray, empty, from_dlpack, full, matmul, where
 from needle.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
@@ -126,6 +129,22 @@ def test_empty_and_zero_dimensional(device):
     assert s.shape == () and (s * 2).item() == 5
 
 
+def test_devices_by_name(device):
+    a = NDArray(X, device=device.name)
+    assert a.device is device and a.to(device.name) is a and ndl.init.zeros(2, device=device.name).device is device
+    assert ndl.Tensor(X, device=device.name).device is device and ndl.as_device() is ndl.cpu()
+
+
+def test_copies(host):
+    a = NDArray(X, device=host)
+    one, deep = copy.copy(a[1:, ::2]), copy.deepcopy([a, a])
+    assert not one.same_memory(a) and not deep[0].same_memory(a) and deep[0] is deep[1]
+    np.testing.assert_array_equal(one.numpy(), X[1:, ::2])
+    np.testing.assert_array_equal(deep[0].numpy(), X)
+    assert a.T.same_memory(a)
+    np.testing.assert_array_equal(a.T.numpy(), X.T)
+
+
 def test_interchange(host):
     a = NDArray(X, device=host)
     np.testing.assert_array_equal(np.asarray(a), X)
@@ -157,6 +176,21 @@ def test_errors_name_what_was_wrong(host):
         a.astype("float12")
     with pytest.raises(ShapeError, match="exactly one"):
         a.item()
+    for wrong in (lambda: a.reshape((2.0, 60)), lambda: a.broadcast_to("a"), lambda: empty(2.5), lambda: NDArray.make(None)):
+        with pytest.raises(ShapeError, match="is no shape"):
+            wrong()
+    for wrong in (lambda: a.reshape((-4, -5, 6)), lambda: full((-2, -3), 1.0), lambda: b[:1].broadcast_to((-2, 3))):
+        with pytest.raises(ShapeError, match="has a length below"):
+            wrong()
+    for wrong in (lambda: a.sum(1.0), lambda: a.max("a"), lambda: a.flip(0.5), lambda: a.permute((0.0, 1, 2))):
+        with pytest.raises(ShapeError, match="is no whole number"):
+            wrong()
+    with pytest.raises(ShapeError, match="not an order of the axes"):
+        a.permute(1)
+    with pytest.raises(DeviceError, match=r"'gpu' \(accepted: a device, or its name: cpu, cuda"):
+        a.to("gpu")
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(a)
     with pytest.raises(DeviceError, match="different devices"):
         NDArray([1.0], device=ndl.cpu()) + NDArray([1.0], device=ndl.cpu_numpy())
 

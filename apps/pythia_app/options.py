@@ -185,7 +185,7 @@ def device(name: str):
         return ndl.cuda() if ndl.cuda().enabled() else ndl.cpu()
     if name not in DEVICES:
         raise DeviceError(f"[device] unknown device: {name} (accepted: auto, {', '.join(DEVICES)})")
-    chosen = getattr(ndl, name)()
+    chosen = ndl.as_device(name)
     chosen.require()
     return chosen
 

@@ -13,13 +13,14 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
 
 from .backend_ndarray.host_memory import GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
-from .backend_selection import Device, NDArray, array_api
+from .backend_selection import Device, NDArray, array_api, as_device
 from .errors import DTypeError, GraphError, ShapeError
 from .graph import Node, Segment, home_of, realize, spec_of
 
@@ -169,18 +170,33 @@ class Op:
         return type(self).__name__
 
 
+def _refuse_others(op: Op, inputs: Sequence[Any]) -> None:
+    """raises: DTypeError for an input that is no Tensor. Called when an op has failed, so that the others do not pay for it."""
+    for i, x in enumerate(inputs):
+        if not isinstance(x, Value):
+            raise DTypeError(f"[{op.name}] input {i} is of type {type(x).__name__} (accepted: a Tensor)") from None
+
+
 class TensorOp(Op):
     """An op with one array as its value."""
 
     def __call__(self, *args: Value) -> Tensor:
-        return Tensor.make_from_op(self, args)
+        try:
+            return Tensor.make_from_op(self, args)
+        except AttributeError:
+            _refuse_others(self, args)
+            raise
 
 
 class TensorTupleOp(Op):
     """An op with a tuple of arrays as its value."""
 
     def __call__(self, *args: Value) -> TensorTuple:
-        return TensorTuple.make_from_op(self, args)
+        try:
+            return TensorTuple.make_from_op(self, args)
+        except AttributeError:
+            _refuse_others(self, args)
+            raise
 
 
 # --- values ---
@@ -411,13 +427,13 @@ class Tensor(Value):
         self,
         array: Any,
         *,
-        device: Device | None = None,
+        device: Device | str | None = None,
         dtype: str | None = None,
         requires_grad: bool = True,
         **kwargs: Any,
     ):
         if isinstance(array, Tensor):
-            device = device or array.device
+            device = array.device if device is None else as_device(device)
             dtype = dtype or array.dtype
             data = array.realize_cached_data()
             if device != array.device or dtype != array.dtype:
@@ -472,6 +488,11 @@ class Tensor(Value):
         return math.prod(self.shape)
 
     @property
+    def T(self) -> Tensor:
+        """The axes in reverse order."""
+        return ops.permute(self, range(self.ndim)[::-1])
+
+    @property
     def data(self) -> Tensor:
         """A view of the values without history."""
         return self.detach()
@@ -517,8 +538,27 @@ class Tensor(Value):
         """The one element as a Python number. raises: ShapeError if there is not exactly one."""
         return self.realize_cached_data().item()
 
-    def to(self, device: Device) -> Tensor:
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if spec else str(self), spec)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        """A leaf of the same kind on a copy of the array: for ``copy.deepcopy`` of modules. raises: GraphError for no leaf."""
+        if self.op is not None:
+            raise GraphError("[deepcopy] this tensor was made by an op (accepted: leaves; detach() gives one)")
+        memo[id(self)] = copy = type(self).__new__(type(self))
+        copy._setup(deepcopy(self._data, memo), self._requires_grad)
+        copy._grad = deepcopy(self._grad, memo)
+        return copy
+
+    def to(self, device: Device | str) -> Tensor:
         """These values on ``device``, without history; itself if it is there."""
+        device = as_device(device)
         return self if device == self.device else Tensor(self, device=device, requires_grad=self._requires_grad)
 
     def __repr__(self) -> str:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from . import backend_ndarray as array_api
 from . import config
 from .backend_ndarray import BackendDevice as Device
-from .backend_ndarray import NDArray
-from .backend_ndarray import ndarray as _ndarray
+from .backend_ndarray import NDArray, as_device, default_device
+from .backend_ndarray import device as _device
 
 BACKEND = config.get("NEEDLE_BACKEND")
 
 if BACKEND == "nd":
-    from .backend_ndarray import all_devices, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
+    from .backend_ndarray import all_devices, cpu, cpu_numpy, cuda, cuda_sim, meta
 elif BACKEND == "np":
-    from .backend_numpy import all_devices, cpu, default_device
+    from .backend_numpy import all_devices, cpu
 
-    # Arrays made without a device follow the preset too.
-    _ndarray.default_device = default_device
-    array_api.default_device = default_device
+    _device.by_name = {"cpu": cpu}
 else:
     raise RuntimeError(f"NEEDLE_BACKEND is {BACKEND!r} (accepted: nd, np)")
 
-__all__ = ["BACKEND", "array_api", "NDArray", "Device", "all_devices", "cpu", "default_device"]
+__all__ = ["BACKEND", "array_api", "NDArray", "Device", "all_devices", "as_device", "cpu", "default_device"]
 if BACKEND == "nd":
     __all__ += ["cuda", "cuda_sim", "cpu_numpy", "meta"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any
 
 from .autograd import Tensor
@@ -12,11 +14,19 @@ from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
 
 
+def _several(params: Any) -> list:
+    """raises: TypeError for one Tensor, whose rows would pass for parameters, and for what is no iterable."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        kind = type(params).__name__
+        raise TypeError(f"[optim] params is of type {kind} (accepted: several Tensors, such as model.parameters())")
+    return list(params)
+
+
 class Optimizer:
     """Holds the parameters that ``step`` updates."""
 
     def __init__(self, params: Iterable[Tensor]):
-        self.params = list(params)
+        self.params: list[Tensor] = _several(params)
 
     def step(self) -> None:
         raise NotImplementedError
@@ -28,7 +38,7 @@ class Optimizer:
 
     def clip_grad_norm(self, max_norm: float = 0.25) -> float:
         """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before."""
-        norm = math.sqrt(_global_sumsq([p.grad for p in self.params if p.grad is not None]).item())
+        norm = math.sqrt(_global_sumsq(self.params).item())
         if norm > max_norm:
             for p in self.params:
                 if p.grad is not None:
@@ -36,11 +46,10 @@ class Optimizer:
         return norm
 
 
-def _global_sumsq(grads: Sequence[Tensor]) -> NDArray:
-    total = kernels.sumsq(grads[0].realize_cached_data())
-    for g in grads[1:]:
-        total = total + kernels.sumsq(g.realize_cached_data())
-    return total
+def _global_sumsq(params: Sequence[Tensor]) -> NDArray:
+    """The sum of the squares of all gradients, (1,), on the device; 0 where there is none."""
+    sums = [kernels.sumsq(p.grad.realize_cached_data()) for p in params if p.grad is not None]
+    return reduce(operator.add, sums) if sums else full((1,), 0, "float32", params[0].device if params else None)
 
 
 def _as_state(array: NDArray) -> NDArray:
@@ -137,11 +146,11 @@ class AdamW(_Moments):
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
-        groups = list(params)
+        groups = _several(params)
         if not groups or not isinstance(groups[0], dict):
             groups = [{"params": groups}]
         self.groups: list[dict[str, Any]] = [
-            {"lr": lr, "weight_decay": weight_decay, **g, "params": list(g["params"])} for g in groups
+            {"lr": lr, "weight_decay": weight_decay, **g, "params": _several(g["params"])} for g in groups
         ]
         super().__init__(p for g in self.groups for p in g["params"])
         self.betas, self.eps = betas, eps
@@ -161,7 +170,7 @@ class AdamW(_Moments):
 
         Nothing is read back and the gradients are not touched.
         """
-        norm = _global_sumsq([p.grad for p in self.params if p.grad is not None]).sqrt()
+        norm = _global_sumsq(self.params).sqrt()
         self._scale = (max_norm / (norm + 1e-6)).minimum(1.0).astype("float32", copy=False)
         return norm
 

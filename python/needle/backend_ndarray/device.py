@@ -59,6 +59,9 @@ class BackendDevice:
     def __hash__(self) -> int:
         return hash(self._label)
 
+    def __deepcopy__(self, memo: dict) -> BackendDevice:
+        return self
+
     @cached_property
     def mod(self) -> ModuleType | None:
         """The module of kernels, or None where the device is absent (``why_absent()`` says why)."""
@@ -189,8 +192,23 @@ def meta() -> BackendDevice:
     return BackendDevice("meta", "ndarray_backend_meta")
 
 
+# What the names of devices mean. The course's NEEDLE_BACKEND=np has a ``cpu`` of its own, and no other.
+by_name: dict[str, Callable[[], BackendDevice]] = {make.__name__: make for make in (cpu, cuda, cuda_sim, cpu_numpy, meta)}
+
+
+def as_device(device: BackendDevice | str | None = None) -> BackendDevice:
+    """A device, or the one of that name ("cpu"), or the default (None). raises: DeviceError for anything else."""
+    if isinstance(device, BackendDevice):
+        return device
+    if device is None:
+        return default_device()
+    if not isinstance(device, str) or device not in by_name:
+        raise DeviceError(f"[device] unknown device: {device!r} (accepted: a device, or its name: {', '.join(by_name)})")
+    return by_name[device]()
+
+
 def default_device() -> BackendDevice:
-    return cpu()
+    return by_name["cpu"]()
 
 
 def all_devices() -> list[BackendDevice]:

@@ -17,12 +17,12 @@ import numpy as np
 
 from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError
-from .device import BackendDevice, all_devices, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
+from .device import BackendDevice, all_devices, as_device, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
 from .host_memory import DATA
 
 __all__ = [
     "NDArray", "BackendDevice", "cpu", "cuda", "cuda_sim", "cpu_numpy", "meta", "default_device", "all_devices",
-    "array", "empty", "full", "broadcast_to", "reshape", "maximum", "log", "exp", "tanh", "sum", "flip", "prod",
+    "as_device", "array", "empty", "full", "broadcast_to", "reshape", "maximum", "log", "exp", "tanh", "sum", "flip", "prod",
     "where", "asarray", "from_dlpack", "matmul", "write_stamp",
 ]  # fmt: skip
 
@@ -57,23 +57,30 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
-def _as_shape(shape: Any) -> tuple[int, ...]:
-    if isinstance(shape, tuple):
-        return shape
-    if isinstance(shape, (int, np.integer)):
-        return (int(shape),)
-    return tuple(int(n) for n in shape)
+def _as_shape(shape: Any, least: int = 0) -> tuple[int, ...]:
+    """The length, or the lengths, as a tuple. raises: ShapeError for one that is no whole number of at least ``least``."""
+    try:
+        lengths = (operator.index(shape),) if hasattr(shape, "__index__") else tuple([operator.index(n) for n in shape])
+    except TypeError:
+        raise ShapeError(f"[shape] {shape!r} is no shape (accepted: a whole number, or several)") from None
+    if lengths and min(lengths) < least:
+        raise ShapeError(f"[shape] {lengths} has a length below {least}")
+    return lengths
 
 
 @lru_cache(maxsize=1024)
 def _axis_order(axes: tuple[int, ...], ndim: int) -> tuple[int, ...] | None:
     """``axes`` counted from the front; None if they are no order of all axes. raises: ShapeError for one out of range."""
-    found = tuple([normalize_axis(int(a), ndim, "permute") for a in axes])
+    found = tuple([normalize_axis(a, ndim, "permute") for a in axes])
     return found if sorted(found) == list(range(ndim)) else None
 
 
-def normalize_axis(axis: int, ndim: int, op: str) -> int:
-    """``axis`` counted from the front. raises: ShapeError if it is outside -ndim..ndim-1."""
+def normalize_axis(axis: Any, ndim: int, op: str) -> int:
+    """``axis`` counted from the front. raises: ShapeError if it is no whole number or outside -ndim..ndim-1."""
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise ShapeError(f"[{op}] axis {axis!r} is no whole number") from None
     if not -ndim <= axis < ndim:
         raise ShapeError(f"[{op}] axis {axis} is out of range for {ndim} dimensions")
     return axis + ndim if axis < 0 else axis
@@ -83,9 +90,9 @@ def normalize_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:
     """The axes, counted from the front, ascending; None means all. raises: ShapeError for repeated or outside ones."""
     if axes is None:
         return tuple(range(ndim))
-    if isinstance(axes, (int, np.integer)):
-        return (normalize_axis(int(axes), ndim, op),)
-    found = sorted(normalize_axis(int(a), ndim, op) for a in axes)
+    if not isinstance(axes, Iterable) or isinstance(axes, str):
+        return (normalize_axis(axes, ndim, op),)
+    found = sorted(normalize_axis(a, ndim, op) for a in axes)
     if len(set(found)) != len(found):
         raise ShapeError(f"[{op}] repeated axis in {tuple(axes)}")
     return tuple(found)
@@ -109,13 +116,13 @@ class NDArray:
     _dtype: str
     _contiguous: bool
 
-    def __init__(self, other: Any, device: BackendDevice | None = None, dtype: str | None = None):
+    def __init__(self, other: Any, device: BackendDevice | str | None = None, dtype: str | None = None):
         if isinstance(other, NDArray):
-            device = device or other._device
+            device = other._device if device is None else as_device(device)
             dtype = dt.name_of(dtype) if dtype is not None else other._dtype
             made = other._copy_to(device, dtype)
         else:
-            device = device or default_device()
+            device = as_device(device)
             values = np.asarray(other)
             if dtype is None:
                 dtype = dt.storable(values.dtype) if device.numpy_semantics else "float32"
@@ -132,7 +139,7 @@ class NDArray:
         """An array of ``shape``, uninitialised unless ``handle`` gives its memory."""
         self = NDArray.__new__(NDArray)
         self._shape = shape = _as_shape(shape)
-        self._device = device = device or default_device()
+        self._device = device = as_device(device)
         self._offset = offset
         if strides is None:
             self._strides = compact_strides(shape)
@@ -253,8 +260,9 @@ class NDArray:
             raise DeviceError(f"[dlpack] {self._device} has no memory to share")
         return mod._strided(self._handle, self._shape, self._strides, self._offset).__dlpack__()
 
-    def to(self, device: BackendDevice) -> NDArray:
+    def to(self, device: BackendDevice | str) -> NDArray:
         """This array on ``device``; itself if it is there already."""
+        device = as_device(device)
         return self if device == self._device else self._copy_to(device, self._dtype)
 
     def _copy_to(self, device: BackendDevice, dtype: str) -> NDArray:
@@ -276,6 +284,14 @@ class NDArray:
 
     def copy(self) -> NDArray:
         return self._converted(self._dtype)
+
+    __copy__ = copy
+
+    def __deepcopy__(self, memo: dict) -> NDArray:
+        return memo.setdefault(id(self), self.copy())
+
+    def __reduce__(self):
+        raise TypeError("[pickle] arrays are not pickled (accepted: .numpy(); files: needle.checkpoints)")
 
     # --- memory ---------------------------------------------------------------------------------------
 
@@ -361,7 +377,7 @@ class NDArray:
 
         Shares memory when this view is contiguous. raises: ShapeError if the sizes differ or it is not contiguous.
         """
-        shape = _as_shape((new_shape, *more) if more else new_shape)
+        shape = _as_shape((new_shape, *more) if more else new_shape, least=-1)
         if -1 in shape:
             known = -math.prod(shape)
             if shape.count(-1) > 1 or known <= 0 or self.size % known:
@@ -376,10 +392,15 @@ class NDArray:
     def permute(self, new_axes) -> NDArray:
         """The axes in another order, numpy's transpose. Shares memory."""
         shape, strides = self._shape, self._strides
-        axes = _axis_order(tuple(new_axes), len(shape))
+        axes = _axis_order(tuple(new_axes), len(shape)) if isinstance(new_axes, Iterable) else None
         if axes is None:
-            raise ShapeError(f"[permute] {tuple(new_axes)} is not an order of the axes of {shape}")
+            raise ShapeError(f"[permute] {new_axes} is not an order of the axes of {shape}")
         return self._view(tuple([shape[a] for a in axes]), tuple([strides[a] for a in axes]))
+
+    @property
+    def T(self) -> NDArray:
+        """The axes in reverse order. Shares memory."""
+        return self.permute(range(self.ndim)[::-1])
 
     def broadcast_to(self, new_shape) -> NDArray:
         """The array repeated along axes of length 1 and new leading axes, by stride 0. Shares memory."""
@@ -644,7 +665,7 @@ class NDArray:
     # --- reductions -----------------------------------------------------------------------------------------------
 
     def _reduce(self, op: str, axis, keepdims: bool, dtype: str | None = None) -> NDArray:
-        if axis is not None and not isinstance(axis, (int, np.integer)) and len(axis) == 0:
+        if isinstance(axis, (tuple, list)) and not axis:
             raise ShapeError(f"[{op}] axis () names no axis (accepted: None, an int, or a tuple of ints)")
         axes = normalize_axes(axis, self.ndim, op)
         kept = tuple(1 if i in axes else n for i, n in enumerate(self._shape))
@@ -834,7 +855,7 @@ def array(a, dtype="float32", device=None) -> NDArray:
 
 def empty(shape, dtype="float32", device=None) -> NDArray:
     """Uninitialised."""
-    device = device or default_device()
+    device = as_device(device)
     device.require()
     return _new(_as_shape(shape), dt.name_of(dtype or "float32"), device)
 

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from .. import backend_selection
 from ..autograd import Tensor
 from ..backend_ndarray import kernels
+from ..backend_selection import as_device
+
+
+def _lengths(shape: tuple) -> tuple:
+    """The shape given as one tuple or list, or as several numbers."""
+    return tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
 
 
 def rand(*shape, low=0.0, high=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
     """Uniform in [low, high)."""
-    device = device or backend_selection.cpu()
-    array = device.rand(*shape) * (high - low) + low
+    device = as_device(device)
+    array = device.rand(*_lengths(shape)) * (high - low) + low
     return Tensor(array, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def randn(*shape, mean=0.0, std=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
     """Normal with the given mean and standard deviation."""
-    device = device or backend_selection.cpu()
-    array = device.randn(*shape) * std + mean
+    device = as_device(device)
+    array = device.randn(*_lengths(shape)) * std + mean
     return Tensor(array, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def constant(*shape, c=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
-    device = device or backend_selection.cpu()
-    return Tensor.make_const(device.full(shape, c, dtype), requires_grad=requires_grad)
+    device = as_device(device)
+    return Tensor.make_const(device.full(_lengths(shape), c, dtype), requires_grad=requires_grad)
 
 
 def ones(*shape, device=None, dtype="float32", requires_grad=False) -> Tensor:
@@ -36,13 +41,13 @@ def zeros(*shape, device=None, dtype="float32", requires_grad=False) -> Tensor:
 
 def randb(*shape, p=0.5, device=None, dtype="bool", requires_grad=False) -> Tensor:
     """True with probability p: where a uniform number is at most p."""
-    device = device or backend_selection.cpu()
-    return Tensor(device.rand(*shape) <= p, device=device, dtype=dtype, requires_grad=requires_grad)
+    device = as_device(device)
+    return Tensor(device.rand(*_lengths(shape)) <= p, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def one_hot(n: int, i, device=None, dtype="float32", requires_grad=False) -> Tensor:
     """(*i.shape, n) with 1 at the ids ``i`` (a Tensor), made on the device. raises: IndexError for an id outside 0..n-1."""
-    device = device or backend_selection.cpu()
+    device = as_device(device)
     ids = i.realize_cached_data() if isinstance(i, Tensor) else i
     if isinstance(i, Tensor) and i.device != device:
         ids = ids.to(device)
@@ -59,7 +64,7 @@ def ones_like(array, *, device=None, requires_grad=False) -> Tensor:
 
 def arange(n: int, device=None, dtype="float32") -> Tensor:
     """0, 1, ..., n - 1."""
-    return Tensor.make_const(kernels.arange(n, dtype, device or backend_selection.cpu()))
+    return Tensor.make_const(kernels.arange(n, dtype, as_device(device)))
 
 
 __all__ = ["arange", "constant", "one_hot", "ones", "ones_like", "rand", "randb", "randn", "zeros", "zeros_like"]

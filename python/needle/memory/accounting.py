@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..backend_ndarray.device import BackendDevice, drop_device_caches
 from ..backend_ndarray.host_memory import CATEGORIES
-from ..backend_selection import default_device
+from ..backend_selection import as_device
 from . import sites
 from .units import parse_bytes, readable, table
 
@@ -46,7 +46,7 @@ def by_name(counts: list[int]) -> dict[str, int]:
 
 def stats(device: BackendDevice | None = None) -> MemoryStats:
     """The account of ``device`` (the default one) now."""
-    device = device or default_device()
+    device = as_device(device)
     sites.free_failed_frames()
     raw = device.require().memory_stats()
     peak = _outer_peaks.get(device, (0, []))
@@ -59,7 +59,7 @@ def stats(device: BackendDevice | None = None) -> MemoryStats:
 
 def reset_peak(device: BackendDevice | None = None) -> None:
     """Counts the peak from what is live now."""
-    device = device or default_device()
+    device = as_device(device)
     _outer_peaks.pop(device, None)
     device.require().reset_peak()
 
@@ -67,7 +67,7 @@ def reset_peak(device: BackendDevice | None = None) -> None:
 def empty_cache(device: BackendDevice | None = None) -> None:
     """Gives memory that no array holds back to the system, and drops what needle keeps between calls (indices, tables)."""
     drop_device_caches()
-    (device or default_device()).require().empty_cache()
+    as_device(device).require().empty_cache()
 
 
 def set_limit(limit: int | str | None, device: BackendDevice | None = None) -> None:
@@ -75,7 +75,7 @@ def set_limit(limit: int | str | None, device: BackendDevice | None = None) -> N
 
     limit: bytes, "2GiB", or the name of a GPU. raises: ShapeError for what is no amount of memory.
     """
-    device = device or default_device()
+    device = as_device(device)
     nbytes = 0 if not limit else parse_bytes(limit)
     device.require().set_limit(nbytes)
     sites.watch(device, nbytes)
@@ -93,7 +93,7 @@ class peak:
     """
 
     def __init__(self, device: BackendDevice | None = None):
-        self.device = device or default_device()
+        self.device = as_device(device)
         self.bytes = self.above_start = 0
         self.by_category: dict[str, int] = {}
 
@@ -120,7 +120,7 @@ def process(device: BackendDevice | None = None) -> dict[str, int]:
     ``device_*`` parts: framework (live), cached, context and other processes (what the driver counts beyond them), total.
     Linux only: elsewhere ``rss`` is 0. source: proc(5).
     """
-    device = device or default_device()
+    device = as_device(device)
     found = {"rss": 0, "arrays": 0, "cached": 0, "libraries": 0, "rest": 0}
     fields: dict[str, int] = {}
     try:

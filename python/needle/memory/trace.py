@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE
-from ..backend_selection import default_device
+from ..backend_selection import as_device
 from ..errors import GraphError
 from ..nn.nn_basic import Module
 from . import sites
@@ -101,7 +101,7 @@ class trace:
     """
 
     def __init__(self, device: BackendDevice | None = None):
-        self.device = device or default_device()
+        self.device = as_device(device)
         self.marks: list[tuple[int, str]] = []  # (allocations before it, text)
         self.events: list[tuple[int, Holder]] = []  # (MADE, RETAGGED or FREED, whose memory)
 

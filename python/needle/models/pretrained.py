@@ -9,9 +9,10 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from .. import backend_selection, files
+from .. import files
 from ..backend_ndarray import BackendDevice
 from ..backend_ndarray import meta as shapes_only
+from ..backend_selection import as_device
 from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
 from ..data.text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
 from ..errors import CheckpointError
@@ -32,7 +33,7 @@ def load(kind: type[Pythia], source: str | Path, device: BackendDevice | None, d
         raise CheckpointError(
             f"[from_pretrained] {folder / CONFIG} says {config.layers} layers: the files hold {len(state)} tensors"
         )
-    device = device or backend_selection.cpu()
+    device = as_device(device)
     try:
         planned = kind(config, device=shapes_only(), dtype=dtype, seed=None)
         fitting(planned, state)

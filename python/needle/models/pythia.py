@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import backend_selection, init, ops
+from .. import init, ops
 from ..autograd import Tensor
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.device import device_cache
 from ..backend_ndarray.ndarray import NDArray, empty
+from ..backend_selection import as_device
 from ..errors import ShapeError
 from ..nn.nn_basic import LayerNorm, Module, Parameter, SeededDropout
 from ..nn.nn_remat import remat
@@ -181,7 +182,7 @@ class Pythia(Module):
 
     def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int | None = 0):
         super().__init__()
-        device = device or backend_selection.cpu()
+        device = as_device(device)
         rng = None if seed is None else np.random.default_rng(seed)
         self.config, self.device, self.dtype = config, device, dtype
         std = math.sqrt(2 / (5 * config.width))

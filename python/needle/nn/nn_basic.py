@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import backend_selection, init, ops
+from .. import init, ops
 from ..autograd import Tensor, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
 from ..errors import CheckpointError, ShapeError
@@ -91,16 +91,16 @@ class Module:
         for name, p in mine.items():
             p.data = Tensor(state[name], device=p.device, dtype=p.dtype, requires_grad=False)
 
-    def eval(self) -> None:
-        self._set_training(False)
+    def eval(self) -> Module:
+        """Sets ``training`` to False here and in every module inside. Returns self."""
+        return self.train(False)
 
-    def train(self) -> None:
-        self._set_training(True)
-
-    def _set_training(self, training: bool) -> None:
-        self.training = training
+    def train(self, mode: bool = True) -> Module:
+        """Sets ``training`` here and in every module inside. Returns self."""
+        self.training = mode
         for m in self._children():
-            m.training = training
+            m.training = mode
+        return self
 
     def forward(self, *args, **kwargs):
         raise NotImplementedError
@@ -124,7 +124,7 @@ class Linear(Module):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        kwargs = {"device": device or backend_selection.cpu(), "dtype": dtype}
+        kwargs = {"device": device, "dtype": dtype}
         self.weight = Parameter(init.kaiming_uniform(in_features, out_features, **kwargs))
         self.bias = None
         if bias:
@@ -188,7 +188,6 @@ class BatchNorm1d(Module):
     def __init__(self, dim, eps=1e-5, momentum=0.1, device=None, dtype="float32"):
         super().__init__()
         self.dim, self.eps, self.momentum = dim, eps, momentum
-        device = device or backend_selection.cpu()
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
         self.running_mean = init.zeros(dim, device=device, dtype=dtype)
@@ -226,7 +225,6 @@ class LayerNorm1d(Module):
     def __init__(self, dim, eps=1e-5, device=None, dtype="float32"):
         super().__init__()
         self.dim, self.eps = dim, eps
-        device = device or backend_selection.cpu()
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
 

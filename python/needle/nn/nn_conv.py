@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .. import backend_selection, init, ops
+from .. import init, ops
 from ..autograd import Tensor
 from .nn_basic import Module, Parameter
 
@@ -20,7 +20,6 @@ class Conv(Module):
         first = lambda x: x[0] if isinstance(x, tuple) else x  # noqa: E731
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride = first(kernel_size), first(stride)
-        device = device or backend_selection.cpu()
         k, fan_in = self.kernel_size, in_channels * self.kernel_size**2
         shape = (k, k, in_channels, out_channels)
         self.weight = Parameter(init.kaiming_uniform(fan_in, out_channels * k * k, shape=shape, device=device, dtype=dtype))

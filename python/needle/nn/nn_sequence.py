@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .. import backend_selection, init, ops
+from .. import init, ops
 from ..autograd import Tensor
 from .nn_basic import Module, Parameter
 
@@ -23,7 +23,7 @@ class _Cell(Module):
         super().__init__()
         self.input_size, self.hidden_size = input_size, hidden_size
         bound = 1 / math.sqrt(hidden_size)
-        kwargs = {"low": -bound, "high": bound, "device": device or backend_selection.cpu(), "dtype": dtype}
+        kwargs = {"low": -bound, "high": bound, "device": device, "dtype": dtype}
         width = self.gates * hidden_size
         self.W_ih = Parameter(init.rand(input_size, width, **kwargs))
         self.W_hh = Parameter(init.rand(hidden_size, width, **kwargs))
@@ -123,7 +123,6 @@ class Embedding(Module):
     def __init__(self, num_embeddings, embedding_dim, device=None, dtype="float32"):
         super().__init__()
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
-        device = device or backend_selection.cpu()
         self.weight = Parameter(init.randn(num_embeddings, embedding_dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import backend_selection, init, ops
+from .. import init, ops
 from ..autograd import Tensor
 from ..backend_ndarray.block_layout import BlockLayout
 from ..backend_ndarray.device import device_cache
@@ -68,7 +68,6 @@ class BlockSparseLinear(Module):
         super().__init__()
         if layout.shape != (in_features, out_features) or layout.heads != 1:
             raise ShapeError(f"[BlockSparseLinear] {layout} does not fit ({in_features}, {out_features})")
-        device = device or backend_selection.cpu()
         self.layout = layout
         share = max(layout.nnz_total / max(layout.block_rows * layout.block_cols, 1), 1e-9)
         bound = (6.0 / max(in_features * share, 1)) ** 0.5

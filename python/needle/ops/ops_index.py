@@ -179,6 +179,8 @@ class Where(TensorOp):
         )
 
 
-def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """a where condition is not zero, else b; the three broadcast."""
-    return Where()(condition, a, b)
+def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a where condition is not zero, else b; the three broadcast. A number takes the dtype of the other, two take float32."""
+    dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), condition.device.default_float)
+    as_tensor = lambda x: x if isinstance(x, Tensor) else Tensor.make_const(full((1,), x, dtype, condition.device))  # noqa: E731
+    return Where()(condition, as_tensor(a), as_tensor(b))

@@ -22,7 +22,7 @@ class BroadcastTo(_Move):
     """The array repeated along axes of length 1 and new leading axes."""
 
     def __init__(self, shape):
-        self.shape = tuple(shape)
+        self.shape = shape
 
     def compute(self, a):
         return a.broadcast_to(self.shape)
@@ -34,14 +34,14 @@ class BroadcastTo(_Move):
 
 
 def broadcast_to(a: Tensor, shape) -> Tensor:
-    return a if a.shape == tuple(shape) else BroadcastTo(shape)(a)
+    return a if a.shape == shape else BroadcastTo(shape)(a)
 
 
 class Reshape(_Move):
     """The same elements in row-major order under another shape; one length may be -1."""
 
     def __init__(self, shape):
-        self.shape = tuple(shape) if not isinstance(shape, int) else (shape,)
+        self.shape = shape
 
     def compute(self, a):
         return (a if a._contiguous else a.compact()).reshape(self.shape)
@@ -61,7 +61,7 @@ class Transpose(_Move):
         self.axes = axes
 
     def compute(self, a):
-        if self.axes is not None and len(self.axes) != 2:
+        if self.axes is not None and (not isinstance(self.axes, (tuple, list)) or len(self.axes) != 2):
             raise ShapeError(f"[transpose] swaps exactly two axes, got {self.axes} (permute takes a whole order)")
         i, j = self.axes if self.axes is not None else (-2, -1)
         order = list(range(a.ndim))
@@ -81,7 +81,7 @@ class Permute(_Move):
     """The axes in another order, numpy's transpose."""
 
     def __init__(self, axes):
-        self.axes = tuple(axes)
+        self.axes = axes
 
     def compute(self, a):
         return a.permute(self.axes)
@@ -164,7 +164,10 @@ class Pad(_Move):
     """Zeros around the array: one (left, right) pair per axis."""
 
     def __init__(self, widths):
-        self.widths = tuple((int(left), int(right)) for left, right in widths)
+        try:
+            self.widths = tuple((int(left), int(right)) for left, right in widths)
+        except TypeError:
+            raise ShapeError(f"[pad] {widths!r} are no widths (accepted: one (left, right) per axis)") from None
 
     def compute(self, a):
         return a.pad(self.widths)
