@@ -108,7 +108,7 @@ CASES = [
     OpCase("sum_first", lambda a: a.sum(0), [(3, 4, 5)], ["Summation"], lambda a: a.sum(0)),
     OpCase("sum_middle", lambda a: a.sum((1,)), [(3, 4, 5)], ["Summation"], lambda a: a.sum(1)),
     OpCase("sum_outer", lambda a: a.sum((0, 2)), [(3, 4, 5)], ["Summation"], lambda a: a.sum((0, 2))),
-    OpCase("mean", lambda a: ops.mean(a, 1, keepdims=True), [(3, 5)], ["Summation"], lambda a: a.mean(1, keepdims=True)),
+    OpCase("mean", lambda a: ops.mean(a, 1, keepdims=True), [(3, 5)], ["Mean"], lambda a: a.mean(1, keepdims=True)),
     OpCase("max", lambda a: ops.max(a, 1), [(3, 5)], ["Max"], lambda a: a.max(1), distinct),
     OpCase("matmul", ops.matmul, [(5, 7), (7, 3)], ["MatMul"], np.matmul, looser=4, reason="sums of 7 products"),
     OpCase("matmul_batched", ops.matmul, [(2, 1, 5, 7), (3, 7, 3)], ["MatMul"], np.matmul, looser=4, reason="sums"),

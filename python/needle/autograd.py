@@ -604,11 +604,10 @@ class Tensor(Value):
         if isinstance(other, Tensor):
             return other
         if isinstance(other, (np.ndarray, NDArray)):
-            if other.size == 1 and not isinstance(other, NDArray):
-                return other.item()
-            return Tensor(other, device=self.device, requires_grad=False)
-        if isinstance(other, np.generic):
-            return other.item()
+            if other.size != 1 or isinstance(other, NDArray):
+                return Tensor(other, device=self.device, requires_grad=False)
+        if isinstance(other, (np.ndarray, np.generic)):
+            other = other.item()
         if isinstance(other, (int, float)):
             return other
         raise DTypeError(f"[operator] cannot combine a Tensor with {type(other).__name__} (accepted: Tensor, array, number)")
@@ -631,10 +630,18 @@ class Tensor(Value):
 
     def __sub__(self, other):
         other = self._other(other)
-        return ops.EWiseAdd()(self, ops.Negate()(other)) if isinstance(other, Tensor) else ops.AddScalar(-other)(self)
+        if not isinstance(other, Tensor):
+            return ops.AddScalar(-other)(self)
+        if other.dtype == "uint8" and self.dtype not in ("uint8", "bool"):  # negated as it is, it would wrap around
+            other = ops.astype(other, self.dtype)
+        return ops.EWiseAdd()(self, ops.Negate()(other))
 
     def __rsub__(self, other):
-        return ops.Negate()(self) + other
+        other = self._other(other)
+        if isinstance(other, Tensor):
+            return other - self
+        x = ops.astype(self, self.device.default_float) if self.dtype == "uint8" and isinstance(other, float) else self
+        return ops.Negate()(x) + other
 
     def __truediv__(self, other):
         other = self._other(other)

@@ -31,6 +31,25 @@ write_stamp: Callable[[], int] = itertools.count(1).__next__
 _SCALARS = (int, float, bool, np.number, np.bool_)
 
 
+# The least and the greatest value of the integer dtypes.
+_LIMITS = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "uint8": (0, 255)}
+
+
+def _storable(op: str, value: Any, dtype: str) -> int | float:
+    """``value`` as the Python number that every element of an array of ``dtype`` is to be set to; a fraction is cut off.
+
+    raises: DTypeError for what is no number; OverflowError where the dtype ends before it.
+    """
+    if hasattr(value, "item"):  # numpy's scalars, arrays of one element
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise DTypeError(f"[{op}] {value!r} is no real number")
+    limits = _LIMITS.get(dtype)
+    if limits is not None and not limits[0] - 1 < value < limits[1] + 1:
+        raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
+    return value
+
+
 def prod(x: Iterable[int]) -> int:
     return reduce(operator.mul, x, 1)
 
@@ -220,7 +239,7 @@ class NDArray:
 
     def __iter__(self):
         for i in range(len(self)):
-            yield self[i].reshape(self._shape[1:])
+            yield self._view(self._shape[1:], self._strides[1:], self._offset + i * self._strides[0])
 
     def __bool__(self) -> bool:
         return bool(self.item())
@@ -245,14 +264,20 @@ class NDArray:
         return values.view(dt.to_numpy("bfloat16")) if self._dtype == "bfloat16" else values
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("[array] numpy gets a copy of an NDArray (np.from_dlpack shares the memory)")
         values = self.numpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, 0) if self._device.name == "cuda" else (1, 0)
 
-    def __dlpack__(self, *, stream=None, **_):
-        """A DLPack capsule that shares this memory (CPU devices and cuda)."""
+    def __dlpack__(self, *, stream=None, dl_device=None, copy=None, **_):
+        """A DLPack capsule that shares this memory, or has a copy of it (CPU devices and cuda)."""
+        if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
+            raise BufferError(f"[dlpack] memory of {self._device} cannot be had as that of DLPack device {tuple(dl_device)}")
+        if copy:
+            return self.copy().__dlpack__(stream=stream)
         mod = self._device.require()
         if hasattr(mod, "to_dlpack"):
             return mod.to_dlpack(self._handle, self._shape, self._strides, self._offset)
@@ -345,16 +370,55 @@ class NDArray:
             self._handle, self._strides, self._offset, other._handle, other._strides, other._offset, self._handle, self._shape
         )
 
+    def is_broadcast(self) -> bool:
+        """Whether one element in memory stands for several, as broadcast_to makes it."""
+        return 0 not in self._shape and any(stride == 0 and n > 1 for n, stride in zip(self._shape, self._strides))
+
+    def _check_writable(self) -> None:
+        if self.is_broadcast():
+            raise ShapeError(f"[write] the array is broadcast: {self._shape} with strides {self._strides} (call compact first)")
+
     def fill(self, value) -> None:
         """Sets every element in place."""
+        self._check_writable()
+        value = _storable("fill", value, self._dtype)
         self._device.require().strided_fill(self._handle, self._strides, self._offset, self._shape, value)
         self.mark_written()
 
     # --- views -----------------------------------------------------------------------------------------
 
     def as_strided(self, shape, strides) -> NDArray:
-        """The same memory seen with any shape and strides, from the same offset."""
-        return NDArray.make(shape, strides, self._device, self._handle, self._offset)
+        """The same memory seen with any shape and strides, from the same offset. raises: ShapeError if it ends before that."""
+        shape, strides = _as_shape(shape), tuple(strides)
+        if len(strides) != len(shape):
+            raise ShapeError(f"[as_strided] shape {shape} and strides {strides} differ in length")
+        view = self._view(shape, strides)
+        first, last = view._reach()
+        if first < 0 or last >= self._handle.size:
+            raise ShapeError(
+                f"[as_strided] shape {shape} with strides {strides} reaches elements {first} to {last} (accepted: 0 to "
+                f"{self._handle.size - 1})"
+            )
+        return view
+
+    def _overlaps(self, other: NDArray) -> bool:
+        """Whether this view and another one of the same buffer may share elements without being the same view."""
+        if (self._offset, self._shape, self._strides) == (other._offset, other._shape, other._strides):
+            return False
+        (first, last), (other_first, other_last) = self._reach(), other._reach()
+        return first <= other_last and other_first <= last
+
+    def _reach(self) -> tuple[int, int]:
+        """The first and the last element of the buffer that this view shows; (0, -1) for an empty one."""
+        if 0 in self._shape:
+            return 0, -1
+        first = last = self._offset
+        for n, stride in zip(self._shape, self._strides):
+            if stride < 0:
+                first += (n - 1) * stride
+            else:
+                last += (n - 1) * stride
+        return first, last
 
     def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None) -> NDArray:
         """``make`` on this memory, for those who have checked their arguments."""
@@ -478,14 +542,19 @@ class NDArray:
 
     def __setitem__(self, idxs, other) -> None:
         """Writes into the view in place. other: a number, or an array that broadcasts to it or has as many elements."""
+        self._check_writable()
         view = self.__getitem__(idxs)
         mod = self._device.require()
         if isinstance(other, _SCALARS):
+            other = _storable("setitem", other, self._dtype)
             mod.strided_fill(self._handle, view._strides, view._offset, view._shape, other)
         else:
-            source = other if isinstance(other, NDArray) else NDArray(other, device=self._device)
-            if source._device != self._device:
-                source = source.to(self._device)
+            if isinstance(other, NDArray):
+                source = other.to(self._device)
+            else:
+                source = NDArray(other, device=self._device, dtype="float32" if self._dtype == "bfloat16" else self._dtype)
+            if source._handle is self._handle and view._overlaps(source):
+                source = source.copy()
             if source._shape != view._shape:
                 if source.size == view.size:
                     source = source.compact().reshape(view._shape)
@@ -516,9 +585,9 @@ class NDArray:
         if not isinstance(other, NDArray):
             if isinstance(other, _SCALARS):
                 return self._with_scalar(other, scalar_op, to_bool, to_float)
-            if not isinstance(other, (np.ndarray, list, tuple)):
-                return NotImplemented
-            other = NDArray(other, device=device, dtype=None if device.numpy_semantics else self._dtype)
+            other = self._operand(other)
+            if other is NotImplemented:
+                return other
         if other._device is not device and other._device != device:
             raise DeviceError(f"[{op}] arrays are on different devices: {device} and {other._device}")
         a, b = self, other
@@ -543,15 +612,34 @@ class NDArray:
         function(a._handle, a._strides, a._offset, b._handle, b._strides, b._offset, out._handle, out._shape)
         return out
 
+    def _operand(self, other: Any) -> Any:
+        """An array-like as the other side of an operator: floats do not widen floats, integers and bools keep their dtype."""
+        if not isinstance(other, (np.ndarray, list, tuple)):
+            return NotImplemented
+        values, device = np.asarray(other), self._device
+        dtype = None if device.numpy_semantics else dt.storable(values.dtype)
+        if dtype is not None and dt.is_float(self._dtype):
+            dtype = self._dtype
+        elif dtype is not None and dt.is_float(dtype):
+            dtype = device.default_float
+        return NDArray(values, device=device, dtype=dtype)
+
     def _with_scalar(self, value, op: str, to_bool: bool = False, to_float: bool = False) -> NDArray:
         a = self
+        if isinstance(value, np.generic):
+            value = value.item()
+            if isinstance(value, complex):
+                raise DTypeError(f"[{op}] cannot combine an array with a complex number: {value}")
         dtype = dt.with_scalar(a._dtype, value, a._device.default_float)
         if to_float and not dt.is_float(dtype):
             dtype = a._device.default_float
+        limits = _LIMITS.get(dtype)
+        if limits is not None and not limits[0] <= value <= limits[1]:
+            if not to_bool:
+                raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
+            dtype, value = "float32", math.copysign(math.inf, value)  # beyond every integer, so compared as what is
         if dtype != a._dtype:
             a = a.astype(dtype)
-        if isinstance(value, np.generic):
-            value = value.item()
         out = _new(a._shape, "bool" if to_bool else dtype, a._device)
         function = getattr(a._device.mod, op)
         if a._contiguous and a._offset == 0:
@@ -569,7 +657,10 @@ class NDArray:
         return self._binary(other, "ewise_sub", "scalar_sub")
 
     def __rsub__(self, other):
-        return self._with_scalar(other, "rscalar_sub") if isinstance(other, _SCALARS) else (-self) + other
+        if isinstance(other, _SCALARS):
+            return self._with_scalar(other, "rscalar_sub")
+        other = self._operand(other)
+        return other if other is NotImplemented else other - self
 
     def __mul__(self, other):
         return self._binary(other, "ewise_mul", "scalar_mul")
@@ -582,7 +673,8 @@ class NDArray:
     def __rtruediv__(self, other):
         if isinstance(other, _SCALARS):
             return self._with_scalar(other, "rscalar_div", to_float=True)
-        return NDArray(other, device=self._device) / self
+        other = self._operand(other)
+        return other if other is NotImplemented else other / self
 
     def __pow__(self, other):
         if not isinstance(other, NDArray) and isinstance(other, (int, np.integer)) and other < 0:
@@ -590,7 +682,10 @@ class NDArray:
         return self._binary(other, "ewise_power", "scalar_power")
 
     def __rpow__(self, other):
-        return self._with_scalar(other, "rscalar_power")
+        if isinstance(other, _SCALARS):
+            return self._with_scalar(other, "rscalar_power")
+        other = self._operand(other)
+        return other if other is NotImplemented else other**self
 
     def __neg__(self):
         return self._unary("ewise_negate") if self._dtype != "bool" else self * -1
@@ -708,8 +803,11 @@ class NDArray:
         return self._reduce("reduce_min", axis, keepdims)
 
     def mean(self, axis=None, keepdims=False) -> NDArray:
+        """Arithmetic mean. The sum behind it has the range of float32 or int64 at least."""
         axes = normalize_axes(axis, self.ndim, "mean")
-        return self.sum(axis, keepdims) / math.prod(self._shape[i] for i in axes)
+        wide = {"float16": "float32", "int32": "int64"}.get(self._dtype, self._dtype)
+        mean = self.astype(wide, copy=False).sum(axis, keepdims) / math.prod(self._shape[i] for i in axes)
+        return mean.astype("float16") if self._dtype == "float16" else mean
 
     def any(self, axis=None, keepdims=False) -> NDArray:
         return self.astype("bool", copy=False)._reduce("reduce_max", axis, keepdims)
@@ -767,6 +865,8 @@ def _like(a: NDArray, dtype: str) -> NDArray:
 def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArray:
     if values.dtype.kind not in "fiubOV" or (values.dtype.kind == "V" and values.dtype.name != "bfloat16"):
         raise DTypeError(f"[array] cannot store numpy dtype {values.dtype} (accepted: {', '.join(dt.ROWS)})")
+    if values.dtype.kind == "O" and any(x is None for x in values.flat):  # which numpy takes for NaN
+        raise DTypeError("[array] cannot store None")
     with np.errstate(all="ignore"):
         values = np.ascontiguousarray(values, dtype=dt.to_numpy(dtype)).reshape(values.shape)
     device.require()
@@ -805,8 +905,10 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
     """(..., m, k) @ (..., k, n) -> (..., m, n), leading axes broadcast without copies; 1-D as in numpy.
 
     out: where to put it (contiguous; float32 also for 16-bit a and b); with ``accumulate`` the product is added to what is there.
-    raises: ShapeError if the inner dimensions differ; DTypeError for bool.
+    raises: ShapeError if the inner dimensions differ; DTypeError for bool and for what is no NDArray.
     """
+    if not isinstance(b, NDArray):
+        raise DTypeError(f"[matmul] cannot multiply an NDArray with {type(b).__name__} (accepted: NDArray)")
     if a._device != b._device:
         raise DeviceError(f"[matmul] arrays are on different devices: {a._device} and {b._device}")
     if len(a._shape) < 2 or len(b._shape) < 2:
@@ -862,7 +964,7 @@ def empty(shape, dtype="float32", device=None) -> NDArray:
 
 def full(shape, fill_value, dtype="float32", device=None) -> NDArray:
     out = empty(shape, dtype, device)
-    out._device.mod.fill(out._handle, fill_value)  # type: ignore[union-attr]
+    out._device.mod.fill(out._handle, _storable("full", fill_value, out._dtype))  # type: ignore[union-attr]
     return out
 
 
@@ -903,6 +1005,11 @@ def where(condition: NDArray, a, b) -> NDArray:
     device = condition._device
     wanted = [x._dtype for x in (a, b) if isinstance(x, NDArray)]
     dtype = reduce(dt.promote, wanted) if wanted else device.default_float
+    for x in (a, b):
+        if not isinstance(x, NDArray):
+            dtype = dt.with_scalar(dtype, x, device.default_float)
+        elif x._device != device:
+            raise DeviceError(f"[where] arrays are on different devices: {device} and {x._device}")
     a, b = (x if isinstance(x, NDArray) else full((1,) * condition.ndim, x, dtype, device) for x in (a, b))
     shape = broadcast_shape(broadcast_shape(condition._shape, a._shape, "where"), b._shape, "where")
     c = condition.astype("bool", copy=False).broadcast_to(shape)
@@ -917,6 +1024,8 @@ def where(condition: NDArray, a, b) -> NDArray:
 
 def from_dlpack(x: Any) -> NDArray:
     """An NDArray that shares the memory of ``x`` (numpy, torch, ...), with its dtype. CPU memory comes to ``cpu()``."""
+    if not hasattr(x, "__dlpack_device__"):
+        raise DTypeError(f"[from_dlpack] cannot share the memory of {type(x).__name__} (accepted: what has __dlpack__)")
     kind, _ = x.__dlpack_device__()
     device = {1: cpu(), 2: cuda()}.get(int(kind))
     if device is None:

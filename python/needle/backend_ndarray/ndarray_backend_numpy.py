@@ -161,9 +161,10 @@ def _silu_backward(x, dy):
 
 
 def _power(a, b):
-    if np.result_type(a, b).kind in "iu":
-        return np.trunc(np.power(np.asarray(a, np.float64), b)) if np.any(np.asarray(b) < 0) else np.power(a, b)
-    return np.power(a, b)
+    if np.result_type(a, b).kind != "i":
+        return np.power(a, b)
+    sign = np.where(np.abs(a) == 1, np.power(a, np.abs(b)), 0)  # an integer's reciprocal, cut off; 0 for that of 0
+    return np.where(np.less(b, 0), sign, np.power(a, np.maximum(b, 0)))
 
 
 UNARY = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import dtype as dt
 from ..autograd import NDArray, Tensor, TensorOp, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full
@@ -98,15 +99,24 @@ def setitem(a: Tensor, index, value) -> Tensor:
     return SetItem(index)(a, value)
 
 
+def _own_array(a: Tensor) -> NDArray:
+    """The array of ``a``, to be written; a compact copy in its place if it is broadcast (the gradient of a sum is)."""
+    array = a.realize_cached_data()
+    if array.is_broadcast():
+        array = array.compact()
+        a.cached_data = array
+    return array
+
+
 def setitem_in_place(a: Tensor, index, value) -> None:
     """``a[index] = value``. With a graph the handle becomes the new value; without one the array is written."""
     if isinstance(value, (int, float)) and not a.requires_grad:
-        a.realize_cached_data()[index] = value
+        _own_array(a)[index] = value
         return
     if not isinstance(value, Tensor):
         value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
     if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
-        a.realize_cached_data()[index] = value.realize_cached_data()
+        _own_array(a)[index] = value.realize_cached_data()
         return
     before = a._as_node()
     old = Tensor.make_const(a._data, requires_grad=a.requires_grad)  # the old value lives on; this handle moves to the new one
@@ -180,7 +190,11 @@ class Where(TensorOp):
 
 
 def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a where condition is not zero, else b; the three broadcast. A number takes the dtype of the other, two take float32."""
-    dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), condition.device.default_float)
-    as_tensor = lambda x: x if isinstance(x, Tensor) else Tensor.make_const(full((1,), x, dtype, condition.device))  # noqa: E731
+    """a where condition is not zero, else b; the three broadcast. A number widens the other as in ``+``; two are float32."""
+    wide = condition.device.default_float
+    dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), wide)
+
+    def as_tensor(x: Tensor | float) -> Tensor:
+        return x if isinstance(x, Tensor) else Tensor.make_const(full((1,), x, dt.with_scalar(dtype, x, wide), condition.device))
+
     return Where()(condition, as_tensor(a), as_tensor(b))

@@ -65,7 +65,8 @@ class AddScalar(_NoRead):
         self.scalar = scalar
 
     def compute(self, a):
-        return a + self.scalar
+        # Tensor's a - 3 comes as a + (-3), a number that uint8 does not have.
+        return a - -self.scalar if a.dtype == "uint8" and self.scalar < 0 else a + self.scalar
 
     def gradient(self, out_grad, node):
         return out_grad
@@ -487,10 +488,27 @@ def summation(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
     return Summation(axes, keepdims)(a)
 
 
+class Mean(_NoRead):
+    """Arithmetic mean over one axis, several, or all (None); shapes as those of Summation."""
+
+    autocast = "float32"
+
+    def __init__(self, axes=None, keepdims: bool = False):
+        self.axes = axes
+        self.keepdims = keepdims
+
+    def compute(self, a):
+        return a.mean(axis=self.axes, keepdims=self.keepdims)
+
+    def gradient(self, out_grad, node):
+        shape = node.inputs[0].shape
+        axes = normalize_axes(self.axes, len(shape), "mean")
+        kept = tuple(1 if i in axes else n for i, n in enumerate(shape))
+        return broadcast_to(reshape(out_grad / math.prod(shape[i] for i in axes), kept), shape)
+
+
 def mean(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
-    """Arithmetic mean over one axis, several, or all."""
-    count = math.prod(a.shape[i] for i in normalize_axes(axes, a.ndim, "mean"))
-    return summation(a, axes, keepdims) / count
+    return Mean(axes, keepdims)(a)
 
 
 class Max(TensorOp):

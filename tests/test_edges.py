@@ -1,0 +1,203 @@
+"""What lies at the edges, on every device: impossible shapes, numbers outside a dtype, overlapping and empty arrays, infinities,
+and arguments that are none. Each is done right or is one clear error."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import amp, init, nn, ops
+from needle.backend_ndarray import kernels, ndarray
+from needle.backend_ndarray.ndarray import NDArray, from_dlpack, full, where
+from needle.errors import DeviceError, DTypeError, ShapeError
+from needle.optim import SGD, Adam, AdamW
+
+
+def array(values, device, dtype="float32"):
+    return NDArray(values, device=device, dtype=dtype)
+
+
+def leaf(values, device, dtype="float32", **kwargs):
+    return ndl.Tensor(np.asarray(values), device=device, dtype=dtype, **kwargs)
+
+
+def gradients(f, device, *values, create_graph=False):
+    leaves = [leaf(v, device) for v in values]
+    f(*leaves).backward(create_graph=create_graph)
+    return [x.grad.numpy() for x in leaves]
+
+
+# --- shapes and views ---
+
+
+@pytest.mark.parametrize("shape", [(-2, -3), (2.0, 3), (6.5,), ("a",)], ids=str)
+def test_a_shape_is_of_whole_numbers_from_0_on(device, shape):
+    a = array(range(6), device)
+    for make in (
+        lambda: a.reshape(shape),
+        lambda: a.reshape((1, 6)).broadcast_to(shape),
+        lambda: ndarray.empty(shape, device=device),
+        lambda: ops.reshape(leaf(range(6), device), shape),
+        lambda: init.zeros(*shape, device=device),
+    ):
+        with pytest.raises(ShapeError, match=r"\[shape\]"):
+            make()
+
+
+def test_as_strided_stays_within_its_memory(device):
+    a = array(range(12), device)[2:]
+    np.testing.assert_array_equal(a.as_strided((3, 2), (3, 1)).numpy(), [[2, 3], [5, 6], [8, 9]])
+    assert a.as_strided((0, 4), (100, 1)).size == 0
+    for shape, strides in (((4, 4), (4, 1)), ((2, 2), (-3, 1)), ((2, 2), (1,)), ((-2, 2), (-8, 1))):
+        with pytest.raises(ShapeError):
+            a.as_strided(shape, strides)
+
+
+def test_iterating_over_a_view(device):
+    x = np.arange(6.0).reshape(2, 3)
+    for view, wanted in ((array(x, device).permute((1, 0)), x.T), (array(x, device)[:, ::-2], x[:, ::-2])):
+        np.testing.assert_array_equal([row.numpy() for row in view], wanted)
+
+
+@pytest.mark.parametrize("n", [7, 300])  # one row; several tasks
+def test_assigning_a_view_of_the_array_to_the_array(device, n):
+    def check(write, shape):
+        expected = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        a = array(expected, device)
+        write(a)
+        write(expected)
+        np.testing.assert_array_equal(a.numpy(), expected)
+
+    def forward(x):
+        x[1:] = x[:-1]
+
+    def reverse(x):
+        x[:] = x[::-1]
+
+    def turn(x):
+        x[:, :] = x.permute((1, 0)) if isinstance(x, NDArray) else x.T.copy()
+
+    check(forward, (n * n,))
+    check(reverse, (n * n,))
+    check(turn, (n, n))
+    t = leaf(range(n * n), device, requires_grad=False)
+    t[1:] = t[:-1]
+    np.testing.assert_array_equal(t.numpy(), np.maximum(np.arange(n * n) - 1, 0))
+
+
+# --- numbers and dtypes ---
+
+
+def test_comparing_integers_with_numbers_outside_their_dtype(device):
+    for dtype, values in (("uint8", [44, 156]), ("int32", [0, 2**31 - 1]), ("int64", [0, 2**63 - 1])):
+        a = array(values, device, dtype)
+        for number in (300, -100, 2**40, -(2**40), 2**63, -(2**70)):
+            if number in {"uint8": (), "int32": (300, -100), "int64": (300, -100, 2**40, -(2**40))}[dtype]:
+                continue
+            for found, wanted in (
+                (a == number, False), (a != number, True), (a < number, number > 0), (a <= number, number > 0), (a > number, number < 0),
+                (a >= number, number < 0),
+            ):  # fmt: skip
+                assert found.numpy().tolist() == [wanted, wanted]
+
+
+def test_numbers_outside_an_integer_dtype_are_refused(device):
+    a, b = array([44], device, "uint8"), array([44], device, "int32")
+    for make in (
+        lambda: a + 300, lambda: a * -1, lambda: b - 2**31, lambda: 2**31 - b, lambda: full((2,), 300, "uint8", device), lambda: b.fill(2**31),
+        lambda: a.__setitem__(0, -1), lambda: b.__setitem__(0, float("nan")), lambda: b.__setitem__(0, 1e20),
+        lambda: full((2,), float("inf"), "int64", device),
+    ):  # fmt: skip
+        with pytest.raises(OverflowError, match=r"is outside u?int"):
+            make()
+    b[0] = -2.7
+    assert b.item() == -2
+    assert full((1,), 255.9, "uint8", device).item() == 255
+
+
+def test_what_is_no_number(device):
+    a = array([1.0], device)
+    for make in (
+        lambda: full((2,), "a", device=device),
+        lambda: a.fill(None),
+        lambda: a + np.complex64(1j),
+        lambda: a @ np.ones(1),
+    ):
+        with pytest.raises(DTypeError):
+            make()
+    for values in (None, [1.0, None]):
+        with pytest.raises(DTypeError, match="None"):
+            ndl.Tensor(values, device=device)
+        with pytest.raises(DTypeError, match="None"):
+            a[:] = values
+
+
+def test_arrays_of_numpy_beside_integers(device):
+    a = array([1, 2], device, "int32")
+    fractions = np.array([0.5, 1.5])
+    np.testing.assert_array_equal((a + fractions).numpy(), [1.5, 3.5])
+    np.testing.assert_array_equal((a == fractions + 0.5).numpy(), [True, True])
+    np.testing.assert_array_equal((a == fractions).numpy(), [False, False])
+    small = array([3, 2], device, "uint8")
+    np.testing.assert_array_equal((fractions - small).numpy(), [-2.5, -0.5])
+    np.testing.assert_array_equal((small + [300, 1]).numpy(), [303, 3])
+    np.testing.assert_array_equal((np.array([2.0, 3.0]) ** small).numpy(), [8, 9])
+    assert (array([1.5], device) + np.array([0.5])).dtype == "float32"
+    mask = array([1, 0], device, "bool")
+    np.testing.assert_array_equal(where(mask, a, 0.5).numpy(), [1, 0.5])
+    np.testing.assert_array_equal(ops.where(ndl.Tensor.make_const(mask), ndl.Tensor.make_const(a), 0.5).numpy(), [1, 0.5])
+
+
+@pytest.mark.parametrize("mean", [NDArray.mean, lambda a: ops.mean(ndl.Tensor.make_const(a)).cached_data])
+def test_a_mean_is_within_what_it_is_the_mean_of(device, mean):
+    half = mean(array([60000, 60000, 30000, 30000], device, "float16"))
+    assert half.dtype == "float16" and half.item() == 44992  # the nearest to 45000
+    with amp.autocast(device, "float16"):
+        widened = ops.mean(leaf([60000, 30000], device, "float16"))
+    assert widened.dtype == "float32" and widened.item() == 45000
+    whole = mean(array([2**30] * 4, device, "int32"))
+    assert whole.dtype == "float32" and whole.item() == 2**30
+
+
+def test_integer_powers(device):
+    for dtype in ("int32", "int64"):
+        found = array([0, 1, -1, -1, 2, -3, 3], device, dtype) ** array([-1, -2, -2, -3, -1, 3, 19], device, dtype)
+        assert found.numpy().tolist() == [0, 1, 1, -1, 0, -27, 3**19]
+    both = array([3, 2], device, "int64") ** array([39, -1], device, "int64")
+    assert both.numpy().tolist() == [3**39, 0]
+
+
+def test_assigned_integers_do_not_pass_through_float32(device):
+    a, b = array([0, 0], device, "int64"), array([0], device, "int32")
+    a[:] = [2**53 + 1, -(2**53) - 1]
+    b[:] = np.array([2**24 + 1])
+    assert a.numpy().tolist() == [2**53 + 1, -(2**53) - 1] and b.item() == 2**24 + 1
+
+
+def test_uint8_under_a_minus_does_not_wrap_around_before_it_is_widened(device):
+    small = leaf([3, 200], device, "uint8", requires_grad=False)
+    np.testing.assert_array_equal((leaf([1.5, 1.5], device) - small).numpy(), [-1.5, -198.5])
+    np.testing.assert_array_equal((leaf([1, 1], device, "int32") - small).numpy(), [-2, -199])
+    np.testing.assert_array_equal((1.5 - small).numpy(), [-1.5, -198.5])
+    np.testing.assert_array_equal((np.array([1.5, 2.5]) - small).numpy(), [-1.5, -197.5])
+    np.testing.assert_array_equal((small - 3).numpy(), [0, 197])
+    np.testing.assert_array_equal((5 - small).numpy(), [2, 61])  # as numpy's uint8
+
+
+# --- exchange ---
+
+
+def test_a_copy_is_a_copy(device):
+    if device.name == "cuda":
+        return
+    a = array([1.0, 2.0], device)
+    copy = np.from_dlpack(a, copy=True)
+    a[0] = 9.0
+    assert copy[0] == 1 and np.from_dlpack(a)[0] == 9
+    with pytest.raises(BufferError, match="DLPack device"):
+        a.__dlpack__(dl_device=(2, 0))
+    with pytest.raises(ValueError, match="copy"):
+        np.array(a, copy=False)
+    with pytest.raises(DTypeError, match="list"):
+        from_dlpack([1.0])
