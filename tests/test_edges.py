@@ -201,3 +201,78 @@ def test_a_copy_is_a_copy(device):
         np.array(a, copy=False)
     with pytest.raises(DTypeError, match="list"):
         from_dlpack([1.0])
+
+
+# --- gradients ---
+
+
+def test_slopes_of_powers_at_0(device):
+    base, exponent = gradients(lambda a, b: a**b, device, [0, 0, 2, 0, 0], [2, 0, 0, 1, 0.5])
+    np.testing.assert_array_equal(base, [0, 0, 0, 1, np.inf])
+    np.testing.assert_allclose(exponent, [0, 0, np.log(2), 0, 0], rtol=1e-6)
+    np.testing.assert_array_equal((2 ** leaf([np.inf, -np.inf, 1], device)).numpy(), [np.inf, 0, 2])
+    np.testing.assert_allclose(gradients(lambda x: 2**x, device, [3, -np.inf])[0], [8 * np.log(2), 0], rtol=1e-6)
+    np.testing.assert_array_equal(gradients(lambda x: 0**x, device, [2, 0])[0], [0, 0])
+
+
+@pytest.mark.parametrize("op", [ops.tanh, ops.sigmoid, ops.silu, lambda x: ops.gelu(x, "tanh"), ops.gelu])
+def test_differentiable_gradients_far_out(device, op):
+    values = np.array([-200, -60, -12, 0, 12, 60, 200])
+    (plain,), (with_graph,) = gradients(op, device, values), gradients(op, device, values, create_graph=True)
+    np.testing.assert_allclose(with_graph, plain, rtol=1e-5, atol=1e-6)
+    x = leaf(values, device)
+    op(x).backward(create_graph=True)
+    x.grad.backward()
+    assert np.isfinite(x.grad.numpy()).all()
+
+
+def test_logsumexp_where_all_is_minus_infinity(device):
+    x = [[-np.inf, -np.inf], [0, -np.inf]]
+    np.testing.assert_array_equal(gradients(lambda x: ops.logsumexp(x, axes=(1,)), device, x)[0], [[0, 0], [1, 0]])
+    empty = ops.logsumexp(leaf(np.zeros((2, 0, 3)), device), axes=(1, 2))
+    np.testing.assert_array_equal(empty.numpy(), [-np.inf, -np.inf])
+
+
+EMPTY_PRODUCTS = [((2, 3, 0), (0, 4)), ((2, 3, 4), (4, 0)), ((0, 3, 4), (4, 2)), ((3, 0), (0, 2)), ((0, 2), (2, 3))]
+
+
+@pytest.mark.parametrize("shapes", EMPTY_PRODUCTS, ids=str)
+def test_gradients_of_empty_products(device, shapes):
+    bias = np.ones(shapes[1][1])
+    for f, values in ((ops.matmul, []), (ops.linear, [bias])):
+        found = gradients(f, device, *[np.ones(s) for s in shapes], *values)
+        assert [g.shape for g in found[:2]] == list(shapes)
+        np.testing.assert_array_equal(found[1], np.full(shapes[1], np.prod(shapes[0][:-1])))
+
+
+def test_flattening_an_empty_batch(device):
+    assert nn.Flatten()(leaf(np.zeros((0, 3, 4)), device)).shape == (0, 12)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_gradients_of_convolutions_with_kernels_that_are_not_square(stride, padding):
+    device, rng = ndl.cpu_numpy(), np.random.default_rng(0)
+    values = [rng.standard_normal((2, 5, 6, 2)), rng.standard_normal((3, 2, 2, 3))]
+
+    def loss(image, kernel):
+        out = ops.conv(*(ndl.Tensor(v, device=device, dtype="float64") for v in (image, kernel)), stride=stride, padding=padding)
+        return (out.numpy() ** 2).sum()
+
+    leaves = [ndl.Tensor(v, device=device, dtype="float64") for v in values]
+    out = ops.conv(*leaves, stride=stride, padding=padding)
+    (out * out).sum().backward()
+    for which, x in enumerate(leaves):
+        found = x.grad.numpy()
+        assert found.shape == values[which].shape
+        for i in [(0, 0, 0, 0), (1, 1, 0, 1), (-1, -1, -1, -1)]:
+            up, down = [v.copy() for v in values], [v.copy() for v in values]
+            up[which][i] += 1e-5
+            down[which][i] -= 1e-5
+            np.testing.assert_allclose(found[i], (loss(*up) - loss(*down)) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+def test_attention_to_nothing(device):
+    q, k = leaf(np.ones((1, 2, 3, 4)), device), leaf(np.ones((1, 2, 0, 4)), device)
+    out = ops.attention(q, k, k, causal=False)
+    np.testing.assert_array_equal(out.numpy(), np.zeros((1, 2, 3, 4)))

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from . import dtype as dt
 from .backend_ndarray.host_memory import GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_selection import Device, NDArray, array_api, as_device
@@ -655,7 +656,10 @@ class Tensor(Value):
         return ops.EWisePow()(self, other) if isinstance(other, Tensor) else ops.PowerScalar(other)(self)
 
     def __rpow__(self, other):
-        base = ops.MulScalar(0)(self) + other
+        base = self._other(other)
+        if not isinstance(base, Tensor):
+            dtype = dt.with_scalar(self.dtype, base, self.device.default_float)
+            base = Tensor.make_const(array_api.full((1,) * self.ndim, base, dtype=dtype, device=self.device))
         return ops.EWisePow()(base, self)
 
     def __matmul__(self, other):

@@ -514,7 +514,7 @@ def _attention_probabilities(q, k, mask, H, scale):
     seen = np.resize(mask, (H,) + mask.shape[1:])
     scores = np.where(seen, scores, -np.inf)
     B, H, T, S = scores.shape
-    lse = _lse(scores.reshape(-1, S)).reshape(B, H, T, 1)
+    lse = _lse(scores.reshape(B * H * T, S)).reshape(B, H, T, 1)
     with np.errstate(all="ignore"):
         return np.where(np.isneginf(lse), 0, np.exp(scores - lse)).astype(q.dtype), lse[..., 0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,7 +139,7 @@ class Flatten(Module):
     """(B, ...) -> (B, product of the rest)."""
 
     def forward(self, X: Tensor) -> Tensor:
-        return ops.reshape(X, (X.shape[0], -1))
+        return ops.reshape(X, (X.shape[0], math.prod(X.shape[1:])))
 
 
 class ReLU(Module):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api
 from ..backend_ndarray import kernels
-from ..backend_ndarray.ndarray import normalize_axes
+from ..backend_ndarray.ndarray import full, normalize_axes
+from .ops_index import where
 from .ops_mathematic import exp, summation
 from .ops_shape import broadcast_to, reshape
 
@@ -13,7 +16,7 @@ def _last(x: NDArray, axes: tuple[int, ...]) -> NDArray:
     """x with ``axes`` moved to the end and merged into one."""
     rest = [i for i in range(x.ndim) if i not in axes]
     moved = x.permute(rest + list(axes)).compact()
-    return moved.reshape(tuple(x.shape[i] for i in rest) + (-1,)) if x.size else moved
+    return moved.reshape((*[x.shape[i] for i in rest], math.prod(x.shape[i] for i in axes)))
 
 
 class LogSumExp(TensorOp):
@@ -38,7 +41,10 @@ class LogSumExp(TensorOp):
         Z = node.inputs[0]
         axes = normalize_axes(self.axes, Z.ndim, "logsumexp")
         kept = tuple(1 if i in axes else n for i, n in enumerate(Z.shape))
-        return broadcast_to(reshape(out_grad, kept), Z.shape) * exp(Z - broadcast_to(reshape(node, kept), Z.shape))
+        # Where all is -inf so is y, and the slope is 0 rather than exp(-inf + inf).
+        lowest = Tensor.make_const(node.realize_cached_data() == -math.inf)
+        y = where(lowest, Tensor.make_const(full((1,), 0, node.dtype, node.device)), node)
+        return broadcast_to(reshape(out_grad, kept), Z.shape) * exp(Z - broadcast_to(reshape(y, kept), Z.shape))
 
 
 def logsumexp(a: Tensor, axes=None) -> Tensor:

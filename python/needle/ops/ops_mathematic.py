@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .. import dtype as dt
-from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value, array_api
+from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value, array_api, is_grad_enabled
 from ..backend_ndarray.ndarray import matmul as _matmul
 from ..backend_ndarray.ndarray import normalize_axes
 from ..errors import ShapeError
@@ -121,9 +121,16 @@ class EWisePow(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        grad_a = out_grad * b * a ** (b - 1)
-        grad_b = out_grad * log(a) * a**b if b.requires_grad else None
-        return unbroadcast(grad_a, a.shape), None if grad_b is None else unbroadcast(grad_b, b.shape)
+        zero, y = a.realize_cached_data() == 0, b.realize_cached_data()
+        grad_a = grad_b = None
+        # At a = 0 the slopes are 0, by a for b = 0 and by b for b >= 0, where a^(b-1) and log(a) are infinite.
+        if a.requires_grad:
+            shift = Tensor.make_const(zero.logical_and(y == 0).astype(b.dtype))
+            grad_a = unbroadcast(out_grad * b * a ** (b - 1 + shift), a.shape)
+        if b.requires_grad:
+            shift = Tensor.make_const(zero.logical_and(y >= 0).astype(a.dtype))
+            grad_b = unbroadcast(out_grad * log(a + shift) * a**b, b.shape)
+        return grad_a, grad_b
 
 
 def power(a: Tensor, b: Tensor) -> Tensor:
@@ -334,11 +341,9 @@ class Tanh(_OutputRead):
         return a.tanh()
 
     def gradient(self, out_grad, node):
+        if is_grad_enabled():
+            return out_grad * (1 - node * node)
         return _backward_row("tanh_backward", node, out_grad)
-
-    @staticmethod
-    def reference(a):
-        return 1 - divide(exp(a * -2) * 2, exp(a * -2) + 1)
 
 
 def tanh(a: Tensor) -> Tensor:
@@ -352,11 +357,9 @@ class Sigmoid(_OutputRead):
         return a._float_unary("ewise_sigmoid")
 
     def gradient(self, out_grad, node):
+        if is_grad_enabled():
+            return out_grad * node * (1 - node)
         return _backward_row("sigmoid_backward", node, out_grad)
-
-    @staticmethod
-    def reference(a):
-        return (exp(-a) + 1) ** -1
 
 
 def sigmoid(a: Tensor) -> Tensor:
@@ -376,7 +379,7 @@ class SiLU(_InputRead):
 
     @staticmethod
     def reference(a):
-        return a * Sigmoid.reference(a)
+        return a * sigmoid(a)
 
 
 def silu(a: Tensor) -> Tensor:
@@ -421,7 +424,7 @@ class GELU(_InputRead):
     def reference(self, a):
         if self.row == "gelu_erf":
             return a * 0.5 * (erf(a * math.sqrt(0.5)) + 1)
-        return a * 0.5 * (Tanh.reference((a + a * a * a * 0.044715) * math.sqrt(2 / math.pi)) + 1)
+        return a * 0.5 * (tanh((a + a * a * a * 0.044715) * math.sqrt(2 / math.pi)) + 1)
 
 
 def gelu(a: Tensor, approximate: str = "none") -> Tensor:
@@ -556,7 +559,7 @@ class MatMul(_InputRead):
             grad_a = unbroadcast(matmul(out_grad, transpose(b)), a.shape)
         if b.requires_grad:
             if b.ndim == 2 and a.ndim > 2:  # one large product instead of a batch of them and a sum
-                a, out_grad = reshape(a, (-1, a.shape[-1])), reshape(out_grad, (-1, out_grad.shape[-1]))
+                a, out_grad = _rows(a), _rows(out_grad)
             if b.ndim == 2:
                 grad_b = _product_into(transpose(a), out_grad, sums[1])
             else:
@@ -580,6 +583,11 @@ class MatMul(_InputRead):
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     return MatMul()(a, b)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x (..., C) as (product of the rest, C)."""
+    return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def _product_into(a: Tensor, b: Tensor, out: NDArray | None) -> Tensor | None:
@@ -609,9 +617,9 @@ class Linear(_InputRead):
 
     def accumulate_gradient(self, out_grad, node, sums):
         x, weight, bias = node.inputs
-        rows = reshape(out_grad, (-1, out_grad.shape[-1]))
+        rows = _rows(out_grad)
         grad_x = matmul(out_grad, transpose(weight)) if x.requires_grad else None
-        grad_w = _product_into(transpose(reshape(x, (-1, x.shape[-1]))), rows, sums[1]) if weight.requires_grad else None
+        grad_w = _product_into(transpose(_rows(x)), rows, sums[1]) if weight.requires_grad else None
         grad_b = reshape(summation(rows, 0), bias.shape) if bias.requires_grad else None
         return grad_x, grad_w, grad_b
 

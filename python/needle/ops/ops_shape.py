@@ -307,16 +307,17 @@ class Conv(TensorOp):
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        K = b.shape[0]
+        K, L = b.shape[:2]
         if self.stride > 1:
             out_grad = dilate(out_grad, (1, 2), self.stride - 1)
         # What the stride left over at the far edge was not read: its gradient is zero, so the dilated gradient is cut to the
         # length a stride of 1 would have given.
         rows = a.shape[1] + 2 * self.padding - K + 1
-        cols = a.shape[2] + 2 * self.padding - b.shape[1] + 1
+        cols = a.shape[2] + 2 * self.padding - L + 1
         out_grad = _resized(out_grad, rows, cols)
         turned = transpose(flip(b, (0, 1)), (2, 3))
-        grad_a = _cut(conv(out_grad, turned, 1, K - 1), self.padding, a.shape[1], a.shape[2])
+        around = pad(out_grad, ((0, 0), (K - 1, K - 1), (L - 1, L - 1), (0, 0))) if K > 1 or L > 1 else out_grad
+        grad_a = _cut(conv(around, turned, 1, 0), self.padding, a.shape[1], a.shape[2])
         # dL/db[k, l, c, o] sums over images and positions: a convolution whose batch is c and whose channels are n.
         image = transpose(a, (0, 3))
         kernel = permute(out_grad, (1, 2, 0, 3))
