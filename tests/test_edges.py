@@ -276,3 +276,27 @@ def test_attention_to_nothing(device):
     q, k = leaf(np.ones((1, 2, 3, 4)), device), leaf(np.ones((1, 2, 0, 4)), device)
     out = ops.attention(q, k, k, causal=False)
     np.testing.assert_array_equal(out.numpy(), np.zeros((1, 2, 3, 4)))
+
+
+def test_no_grad_holds_for_its_thread_alone(device):
+    x, inside, outside, seen = leaf([1, 2], device), threading.Event(), threading.Event(), []
+
+    def evaluate():
+        with ndl.no_grad():
+            inside.set()
+            outside.wait()
+            seen.append((x * 2).requires_grad)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    inside.wait()
+    y = x * 2
+    with ndl.no_grad():
+        outside.set()
+        thread.join()
+    assert y.requires_grad and (x * 2).requires_grad and seen == [False]
+    y.sum().backward()
+    again = ndl.no_grad()
+    with again, again:
+        pass
+    assert ndl.autograd.is_grad_enabled()

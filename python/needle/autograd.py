@@ -13,6 +13,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from copy import deepcopy
 from typing import Any
 
@@ -27,7 +28,8 @@ from .graph import Node, Segment, home_of, realize, spec_of
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
 
-_grad_enabled = True
+# Each thread has its own: an evaluation beside a training step must not take the step's graph away.
+_grad_enabled = ContextVar("grad_enabled", default=True)
 _segment: Segment | None = None  # the innermost rematerialize() that is being run
 
 # Called with each new node while needle.memory wants to know where graphs are made; sets its ``site``.
@@ -35,18 +37,19 @@ _node_made: Callable[[Node], None] | None = None
 
 
 class no_grad:
-    """Context manager and decorator: ops inside record no graph."""
+    """Context manager and decorator: ops inside, in this thread, record no graph."""
 
     _enable = False
 
+    def __init__(self) -> None:
+        self._before: list[bool] = []  # one for each time it is entered
+
     def __enter__(self) -> None:
-        global _grad_enabled
-        self._before = _grad_enabled
-        _grad_enabled = self._enable
+        self._before.append(_grad_enabled.get())
+        _grad_enabled.set(self._enable)
 
     def __exit__(self, *exc: object) -> None:
-        global _grad_enabled
-        _grad_enabled = self._before
+        _grad_enabled.set(self._before.pop())
 
     def __call__(self, function: Callable) -> Callable:
         from functools import wraps
@@ -65,8 +68,7 @@ class enable_grad(no_grad):
     _enable = True
 
 
-def is_grad_enabled() -> bool:
-    return _grad_enabled
+is_grad_enabled: Callable[[], bool] = _grad_enabled.get
 
 
 def is_rematerializing() -> bool:
@@ -326,12 +328,12 @@ class Value:
             inputs = _autocast(op, inputs)
         value = cls.__new__(cls)
         requires_grad = False
-        if _grad_enabled:
+        if is_grad_enabled():
             for x in inputs:
                 if x._requires_grad:
                     requires_grad = True
                     break
-        if LAZY_MODE and _grad_enabled:  # without a graph nothing is put off: gradients are summed in place
+        if LAZY_MODE and is_grad_enabled():  # without a graph nothing is put off: gradients are summed in place
             value._setup(None, requires_grad)
             node = Node(op, tuple([x._as_node() for x in inputs]), requires_grad, value)
             if requires_grad:
