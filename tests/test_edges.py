@@ -278,6 +278,33 @@ def test_attention_to_nothing(device):
     np.testing.assert_array_equal(out.numpy(), np.zeros((1, 2, 3, 4)))
 
 
+def test_arguments_of_ops(device):
+    x = leaf(np.ones((1, 4, 4, 1)), device)
+    for stride, padding in ((0, 1), (-1, 1), (1, -1)):
+        with pytest.raises(ShapeError, match=r"\[conv\] stride is"):
+            ops.conv(x, leaf(np.ones((3, 3, 1, 1)), device), stride, padding)
+    with pytest.raises(ShapeError, match="dilation"):
+        ops.dilate(x, (1,), -1)
+    for join in (ops.stack, ops.concatenate):
+        with pytest.raises(ShapeError, match="no arrays"):
+            join([], 0)
+        with pytest.raises(DeviceError, match="different devices"):
+            join([x, x.to(ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy())], 0)
+    for seed, offset in ((-1, 0), (2**64, 0), (1, -1)):
+        with pytest.raises(ValueError, match=r"\[dropout\] seed is"):
+            ops.dropout(x, 0.5, seed, offset)
+    assert ops.make_tuple(x, x * 2)[np.int64(-1)].numpy()[0, 0, 0, 0] == 2
+    with pytest.raises(DTypeError, match="complex"):
+        x + np.array([1j])
+    with pytest.raises(DeviceError, match="cross_entropy"):
+        elsewhere = ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()
+        ops.cross_entropy(leaf(np.ones((2, 3)), device), leaf([0, 1], elsewhere))
+    with pytest.raises(DTypeError, match="out_grad is ndarray"):
+        (x * 2).backward(np.ones(x.shape))
+    with pytest.raises(DeviceError, match="out_grad is on"):
+        (x * 2).backward(leaf(np.ones(x.shape), ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()))
+
+
 def test_no_grad_holds_for_its_thread_alone(device):
     x, inside, outside, seen = leaf([1, 2], device), threading.Event(), threading.Event(), []
 
@@ -300,3 +327,72 @@ def test_no_grad_holds_for_its_thread_alone(device):
     with again, again:
         pass
     assert ndl.autograd.is_grad_enabled()
+
+
+# --- layers and optimizers ---
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_a_parameter_that_has_grown_under_its_optimizer(device, kind):
+    p = nn.Parameter(leaf(np.ones(4), device))
+    optimizer = kind([p])
+    (p * 2).sum().backward()
+    optimizer.step()
+    p.data = leaf(np.ones(4000), device)
+    (p * 2).sum().backward()
+    with pytest.raises(ShapeError, match="sizes differ"):
+        optimizer.step()
+    q = nn.Parameter(leaf(np.ones(4000), device))
+    q.grad = leaf(np.ones(4), device)
+    with pytest.raises(ShapeError, match="sizes differ"):
+        kind([q]).step()
+
+
+def test_adamw_updates_floats_alone(device):
+    one = array([1.0], device)
+    with pytest.raises(DTypeError, match="param is int32"):
+        kernels.adamw_step(array([1], device, "int32"), one, one.copy(), one.copy(), one, 0.1, 0.9, 0.9, 1e-8, 0.0, 1)
+
+
+def test_a_shared_parameter_is_updated_once(device):
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    assert model.parameters() == [layer.weight]
+    before = layer.weight.numpy()
+    layer.weight.grad = leaf(np.ones((2, 2)), device)
+    SGD(model.parameters(), lr=0.5).step()
+    np.testing.assert_allclose(layer.weight.numpy(), before - 0.5, rtol=1e-6)
+
+
+def test_a_loaded_state_is_a_copy(device):
+    one, other = (nn.Linear(2, 2, device=device) for _ in range(2))
+    other.load_state_dict(dict(one.named_parameters()))
+    before = other.weight.numpy()
+    one.weight.realize_cached_data().fill(7.0)
+    np.testing.assert_array_equal(other.weight.numpy(), before)
+
+
+def test_dropout_of_everything(device):
+    np.testing.assert_array_equal(nn.Dropout(1.0)(leaf([1, 2], device)).numpy(), [0, 0])
+    for p in (-0.1, 1.5):
+        with pytest.raises(ValueError, match="0 to 1"):
+            nn.Dropout(p)
+
+
+def test_shapes_of_sequences_and_images(device):
+    X = np.ones((5, 2, 3))
+    for layer, wrap in ((nn.RNN, lambda h: h), (nn.LSTM, lambda h: (h, h))):
+        model = layer(3, 4, num_layers=2, device=device)
+        for x, h in ((X[0], None), (X[..., :2], None), (X, (1, 2, 4)), (X, (2, 1, 4)), (X, (3, 2, 4)), (X, (2, 2, 3))):
+            with pytest.raises(ShapeError, match=layer.__name__):
+                model(leaf(x, device), None if h is None else wrap(leaf(np.ones(h), device)))
+        model(leaf(X, device), wrap(leaf(np.ones((2, 2, 4)), device)))
+    with pytest.raises(ShapeError, match="batch_norm"):
+        nn.BatchNorm2d(2, device=device)(leaf(np.ones((1, 2, 3)), device))
+
+
+def test_labels_that_do_not_fit_the_logits(device):
+    logits = leaf(np.ones((3, 3)), device)
+    for labels in (0, [0], [[0], [1], [2]], [0, 1]):
+        with pytest.raises(ShapeError, match="SoftmaxLoss"):
+            nn.SoftmaxLoss()(logits, leaf(labels, device))

@@ -23,7 +23,7 @@ from . import dtype as dt
 from .backend_ndarray.host_memory import GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_selection import Device, NDArray, array_api, as_device
-from .errors import DTypeError, GraphError, ShapeError
+from .errors import DeviceError, DTypeError, GraphError, ShapeError
 from .graph import Node, Segment, home_of, realize, spec_of
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
@@ -591,9 +591,14 @@ class Tensor(Value):
             return
         if not self._requires_grad:
             raise GraphError("[backward] this tensor has no history: no input required a gradient, or it was detached")
-        if out_grad is not None and tuple(out_grad.shape) != tuple(self.shape):
-            raise ShapeError(f"[backward] out_grad is {out_grad.shape} (accepted: {self.shape}, the shape of the tensor)")
         device = self.device
+        if out_grad is not None:
+            if not isinstance(out_grad, Tensor):
+                raise DTypeError(f"[backward] out_grad is {type(out_grad).__name__} (accepted: Tensor)")
+            if out_grad.shape != self.shape:
+                raise ShapeError(f"[backward] out_grad is {out_grad.shape} (accepted: {self.shape}, the shape of the tensor)")
+            if out_grad.device != device:
+                raise DeviceError(f"[backward] out_grad is on {out_grad.device} (accepted: {device}, where the tensor is)")
         before = device.set_current_category(GRADIENT)
         try:
             set_gradients(self, out_grad, retain_graph, accumulate, create_graph)

@@ -147,6 +147,7 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
     out: where to put it, any strides, its buffer starting at offset 0 of its view.
     """
     _check("rotary", x)
+    _check("rotary", x, cos, sin, floating=False)
     if x.ndim != 4 or cos.ndim != 2 or cos._shape != sin._shape:
         raise ShapeError(f"[rotary] x is {x._shape}, cos is {cos._shape}, sin is {sin._shape} (accepted: 4-D and equal 2-D)")
     B, H, T, D = x._shape
@@ -206,6 +207,7 @@ def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = -100) -
     """(loss, lse), one per row: logits (N, V), targets (N). Rows whose target is ignore_index have loss 0."""
     targets = as_ids("cross_entropy", targets)
     _check("cross_entropy", logits)
+    _check("cross_entropy", logits, targets, floating=False)
     if logits.ndim != 2 or targets._shape != logits._shape[:1]:
         raise ShapeError(f"[cross_entropy] logits are {logits._shape}, targets {targets._shape} (accepted: (N, V) and (N,))")
     rows, cols = logits._shape
@@ -251,6 +253,7 @@ def linear_cross_entropy(
     if compute_dtype is not None:
         hidden, weight = hidden.astype(compute_dtype, copy=False), weight.astype(compute_dtype, copy=False)
     _check("linear_cross_entropy", hidden, weight)
+    _check("linear_cross_entropy", hidden, targets, floating=False)
     if hidden.ndim != 2 or weight.ndim != 2 or hidden._shape[1] != weight._shape[0] or targets._shape != hidden._shape[:1]:
         raise ShapeError(
             f"[linear_cross_entropy] hidden is {hidden._shape}, weight {weight._shape}, targets {targets._shape} "
@@ -311,7 +314,17 @@ def adamw_step(
     param: NDArray, grad: NDArray, m: NDArray, v: NDArray, grad_scale: NDArray,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
 ) -> None:  # fmt: skip
-    """One AdamW update in place on param, m and v, all compact and of one size. grad_scale: (1,) float32."""
+    """One AdamW update in place on param, m and v, all compact and of one size. grad_scale: (1,) float32.
+
+    raises: ShapeError if the sizes differ; DTypeError for a param that is not floating.
+    """
+    _check("adamw_step", param, grad, m, v, floating=False)
+    if not dt.is_float(param._dtype):
+        raise DTypeError(f"[adamw_step] param is {param._dtype} (accepted: floating)")
+    if not param.size == grad.size == m.size == v.size:
+        raise ShapeError(
+            f"[adamw_step] sizes differ: param is {param._shape}, grad is {grad._shape}, its moments are {m._shape} and {v._shape}"
+        )
     param._device.adamw_step(
         param._handle, grad.contiguous_handle(), m._handle, v._handle, grad_scale._handle,
         lr, beta1, beta2, eps, weight_decay, step,

@@ -66,8 +66,8 @@ class Module:
         self.training = True
 
     def parameters(self) -> list[Tensor]:
-        """All parameters, also of modules in attributes, lists, tuples and dicts."""
-        return _unpack_params(self.__dict__)
+        """All parameters, also of modules in attributes, lists, tuples and dicts; one that several share is there once."""
+        return list(dict.fromkeys(_unpack_params(self.__dict__)))
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
         """(dotted attribute path, parameter) in the order of ``parameters()``."""
@@ -90,7 +90,10 @@ class Module:
             if tuple(state[name].shape) != p.shape:
                 raise CheckpointError(f"[load_state_dict] {name} is {tuple(state[name].shape)} (accepted: {p.shape})")
         for name, p in mine.items():
-            p.data = Tensor(state[name], device=p.device, dtype=p.dtype, requires_grad=False)
+            values = state[name]
+            if isinstance(values, Tensor):  # a Tensor of a Tensor would share its memory
+                values = values.realize_cached_data()
+            p.data = Tensor(values, device=p.device, dtype=p.dtype, requires_grad=False)
 
     def eval(self) -> Module:
         """Sets ``training`` to False here and in every module inside. Returns self."""
@@ -175,6 +178,8 @@ class SoftmaxLoss(Module):
     """Mean over the batch of logsumexp(logits) - logits[y]: logits (N, C), y (N) class indices."""
 
     def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        if logits.ndim != 2 or y.shape != logits.shape[:1]:
+            raise ShapeError(f"[SoftmaxLoss] logits are {logits.shape}, y is {y.shape} (accepted: (N, C) and (N,))")
         one_hot = init.one_hot(logits.shape[1], y, device=logits.device, dtype=logits.dtype)
         losses = ops.logsumexp(logits, axes=(1,)) - ops.summation(logits * one_hot, axes=(1,))
         return ops.summation(losses) / logits.shape[0]
@@ -214,6 +219,8 @@ class BatchNorm2d(BatchNorm1d):
     """BatchNorm1d over the channels of (N, C, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4:
+            raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}, H, W))")
         n, c, h, w = x.shape
         flat = ops.reshape(ops.transpose(ops.transpose(x, (1, 2)), (2, 3)), (n * h * w, c))
         y = ops.reshape(super().forward(flat), (n, h, w, c))
@@ -244,11 +251,15 @@ class Dropout(Module):
 
     def __init__(self, p=0.5):
         super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"[Dropout] p is {p} (accepted: 0 to 1)")
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
+        if self.p == 1:
+            return x * 0
         mask = init.randb(*x.shape, p=1 - self.p, device=x.device, dtype=x.dtype)
         return x * mask / (1 - self.p)
 

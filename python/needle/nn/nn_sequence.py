@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from .. import init, ops
 from ..autograd import Tensor
+from ..errors import ShapeError
 from .nn_basic import Module, Parameter
 
 
@@ -56,6 +58,15 @@ class RNNCell(_Cell):
         return ops.tanh(out) if self.nonlinearity == "tanh" else ops.relu(out)
 
 
+def _check_sequence(op: str, X: Tensor, input_size: int, layers: int, hidden_size: int, states: Iterable[Tensor]) -> None:
+    """raises: ShapeError unless X is (positions, batch, input) and each state (layers, batch, hidden)."""
+    if X.ndim != 3 or X.shape[2] != input_size:
+        raise ShapeError(f"[{op}] X is {X.shape} (accepted: (positions, batch, {input_size}))")
+    for state in states:
+        if state.shape != (layers, X.shape[1], hidden_size):
+            raise ShapeError(f"[{op}] a first state is {state.shape} (accepted: {(layers, X.shape[1], hidden_size)})")
+
+
 class RNN(Module):
     """Layers of RNNCell over a sequence."""
 
@@ -67,6 +78,8 @@ class RNN(Module):
 
     def forward(self, X: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """X (positions, batch, input), h0 (layers, batch, hidden) -> output (positions, batch, hidden), last h of each layer."""
+        first = self.rnn_cells[0]
+        _check_sequence("RNN", X, first.input_size, self.num_layers, self.hidden_size, [] if h0 is None else [h0])
         steps = list(ops.split(X, 0))
         states = [None] * self.num_layers if h0 is None else list(ops.split(h0, 0))
         for layer, cell in enumerate(self.rnn_cells):
@@ -103,6 +116,8 @@ class LSTM(Module):
         self.lstm_cells = [LSTMCell(n, hidden_size, bias, device, dtype) for n in sizes]
 
     def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        first = self.lstm_cells[0]
+        _check_sequence("LSTM", X, first.input_size, self.num_layers, self.hidden_size, h or ())
         steps = list(ops.split(X, 0))
         if h is None:
             states: list = [None] * self.num_layers

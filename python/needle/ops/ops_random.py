@@ -19,6 +19,8 @@ class Dropout(TensorOp):
     def __init__(self, p: float, seed: int, offset: int):
         if not 0 <= p <= 1:
             raise ValueError(f"[dropout] p is {p} (accepted: 0 to 1)")
+        if not 0 <= seed < 2**64 or not 0 <= offset < 2**64:
+            raise ValueError(f"[dropout] seed is {seed}, offset is {offset} (accepted: 0 to 2**64 - 1)")
         self.p, self.seed, self.offset = p, seed, offset
 
     def compute(self, x):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import reduce
 
 from .. import dtype as dt
 from ..autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
-from ..backend_ndarray.ndarray import empty, full, normalize_axes, normalize_axis
-from ..errors import ShapeError
+from ..backend_ndarray.ndarray import NDArray, empty, full, normalize_axes, normalize_axis
+from ..errors import DeviceError, ShapeError
 from .ops_tuple import make_tuple
 
 
@@ -123,6 +124,8 @@ class Dilate(_Move):
     def __init__(self, axes, dilation: int):
         self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
         self.dilation = dilation
+        if dilation < 0:
+            raise ShapeError(f"[dilate] dilation is {dilation} (accepted: at least 0)")
 
     def compute(self, a):
         shape = tuple(_dilated(n, self.dilation) if i in self.axes else n for i, n in enumerate(a.shape))
@@ -183,6 +186,16 @@ def pad(a: Tensor, widths) -> Tensor:
     return Pad(widths)(a)
 
 
+def _first(op: str, args: Sequence[NDArray]) -> NDArray:
+    """The first array. raises: ShapeError if there is none; DeviceError if another is on another device."""
+    if not args:
+        raise ShapeError(f"[{op}] no arrays (accepted: at least one)")
+    for a in args:
+        if a.device != args[0].device:
+            raise DeviceError(f"[{op}] arrays are on different devices: {args[0].device} and {a.device}")
+    return args[0]
+
+
 def _widest(args) -> str:
     return reduce(dt.promote, [a.dtype for a in args])
 
@@ -197,7 +210,7 @@ class Stack(TensorOp):
         self.axis = axis
 
     def compute(self, args):
-        first = args[0]
+        first = _first("stack", args)
         if any(a.shape != first.shape for a in args):
             raise ShapeError(f"[stack] shapes differ: {[a.shape for a in args]}")
         axis = normalize_axis(self.axis, first.ndim + 1, "stack")
@@ -248,12 +261,13 @@ class Concatenate(TensorOp):
         self.axis = axis
 
     def compute(self, args):
-        axis = normalize_axis(self.axis, args[0].ndim, "concatenate")
+        first = _first("concatenate", args)
+        axis = normalize_axis(self.axis, first.ndim, "concatenate")
         rest = [a.shape[:axis] + a.shape[axis + 1 :] for a in args]
         if any(r != rest[0] for r in rest):
             raise ShapeError(f"[concatenate] shapes differ beside axis {axis}: {[a.shape for a in args]}")
         length = sum(a.shape[axis] for a in args)
-        out = empty(args[0].shape[:axis] + (length,) + args[0].shape[axis + 1 :], _widest(args), args[0].device)
+        out = empty(first.shape[:axis] + (length,) + first.shape[axis + 1 :], _widest(args), first.device)
         start = 0
         for a in args:
             out[(slice(None),) * axis + (slice(start, start + a.shape[axis]),)] = a
@@ -287,6 +301,8 @@ class Conv(TensorOp):
     reads_output = False
 
     def __init__(self, stride: int = 1, padding: int = 0):
+        if stride < 1 or padding < 0:
+            raise ShapeError(f"[conv] stride is {stride}, padding is {padding} (accepted: at least 1, at least 0)")
         self.stride = stride
         self.padding = padding
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
 
 
@@ -43,9 +45,9 @@ def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
     """Item ``index``; an item of a tuple just made by make_tuple is that Tensor itself."""
     items = value.realize_cached_data()
     n = len(items)
-    if not isinstance(index, int) or not -n <= index < n:
+    if not isinstance(index, (int, np.integer)) or not -n <= index < n:
         raise IndexError(f"[tuple_get_item] index {index} is out of range for {n} items")
-    index %= n
+    index = int(index) % n
     if value.op is None and not value.requires_grad:
         return Tensor.make_const(items[index])
     if isinstance(value.op, MakeTensorTuple):
