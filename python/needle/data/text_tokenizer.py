@@ -69,7 +69,8 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    # A text being cut into words takes some 30 bytes per byte, one per core at a time.
+    tokenizer.train_from_iterator((part for text in texts for part in _at_lines(text)), trainer)
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         raise DataError(f"[{name}] too little text for the vocabulary: {vocab_size} ids asked ({reached} at most)")
