@@ -24,7 +24,7 @@ import needle as ndl
 from golden.formula import PythiaShape, parameter_shapes
 from needle.checkpoints import read_tensors, write_tensors
 from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
-from needle.errors import CheckpointError
+from needle.errors import CheckpointError, DataError
 from needle.models import SIZES, Pythia, PythiaConfig, published_state
 from needle.models.pretrained import parse_size
 
@@ -535,6 +535,23 @@ HOSTILE = {
     "a link to itself": (replace_by_link("config.json", "config.json"), "config.json"),
     "a pipe": (lambda folder: ((folder / "config.json").unlink(), os.mkfifo(folder / "config.json")), "no file"),
 }
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "/etc/hostname", "tokenizer.json", "pipe", "large"])
+def test_hostile_tokenizers(folder, target):
+    from needle.models.pretrained import tokenizer_of
+
+    path = folder / "tokenizer.json"
+    path.unlink(missing_ok=True)
+    if target == "pipe":
+        os.mkfifo(path)
+    elif target == "large":
+        with open(path, "wb") as file:
+            file.truncate(1 << 40)
+    else:
+        path.symlink_to(target)
+    with pytest.raises(DataError, match=r"\[tokenizer\] cannot read .*tokenizer.json: .*"):
+        tokenizer_of(folder)
 
 
 @pytest.mark.parametrize("case", HOSTILE)

@@ -183,6 +183,34 @@ def test_given_tokenizer_file_and_larger_model_vocabulary(folder, tmp_path):
         load_tokenizer(tmp_path / "absent.json")
 
 
+def test_a_home_and_where_there_is_none(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("NEEDLE_CACHE", raising=False)
+    text = load_text("~/texts", vocab_size=300)
+    (path,) = (tmp_path / ".cache" / "needle").rglob("tokenizer.json")
+    path.rename(tmp_path / "t.json")
+    write_tokens(tmp_path / "ids.bin", [np.array(text.train)], 300)
+    assert len(load_text("~/ids.bin", tokenizer="~/t.json").train) > 0.9 * len(text.train)
+    with pytest.raises(DataError, match=r"\[dataset\] unknown data set: '~nobody.of.that.name/x'"):
+        load_text("~nobody.of.that.name/x")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(DataError, match=r"\[NEEDLE_CACHE\] there is no home folder"):
+        load_text(str(folder))
+
+
+def test_a_tokenizer_that_would_cut_texts_off_or_fill_them_up(folder, tmp_path):
+    """As files on the Hub often say: neither a corpus nor a prompt may lose text for it."""
+    text = load_text(str(folder), vocab_size=300, cache_dir=tmp_path)
+    text.tokenizer.tokenizer.enable_truncation(5)
+    text.tokenizer.tokenizer.enable_padding(length=9)
+    (tmp_path / "cuts.json").write_text(text.tokenizer.to_json())
+    again = load_text(str(folder), tokenizer=tmp_path / "cuts.json", cache_dir=tmp_path)
+    np.testing.assert_array_equal(again.train, text.train)
+    np.testing.assert_array_equal(again.heldout, text.heldout)
+    assert again.tokenizer.decode(again.tokenizer.encode("alpha beta gamma delta")) == "alpha beta gamma delta"
+    assert len(again.tokenizer.encode("")) == 0
+
+
 def test_cutting_text_for_parallel_encoding_changes_no_id(folder, tmp_path):
     tokenizer = load_text(str(folder), vocab_size=320, cache_dir=tmp_path).tokenizer
     text = "\n\n  alpha beta\n\n\n\tgamma\r\n delta \n" * 50

@@ -32,6 +32,11 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)  # gone already if it was renamed
 
 
+def home(path: str | Path) -> Path:
+    """The path with ``~`` or ``~name`` at its beginning replaced; as it is, as shells have it, where nobody has that name."""
+    return Path(os.path.expanduser(path))
+
+
 def flush(path: Path) -> None:
     """Waits until a file's content, or a folder's list of names, is on the disk: a machine may stop at any moment."""
     descriptor = os.open(path, os.O_RDONLY)

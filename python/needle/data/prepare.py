@@ -94,7 +94,7 @@ def prepare(
     if (tokenizer is None) == (vocab_size is None):
         raise DataError("[tokenizer] one of --tokenizer and --vocab_size is needed (a tokenizer.json, or how many ids to train)")
     sources, in_folders = find_sources(inputs)
-    given = None if tokenizer is None else Path(tokenizer).expanduser()
+    given = None if tokenizer is None else files.home(tokenizer)
     loaded = load_tokenizer(given) if given else None
     settings = {
         "format": _FORMAT,
@@ -232,7 +232,7 @@ class _Run:
     def _end(self, tokenizer: TextTokenizer) -> int | None:
         """The id after each document."""
         token = self.settings["end_of_text"]
-        found = None if token is None else tokenizer.of_whole_texts().token_to_id(token)
+        found = None if token is None else tokenizer.tokenizer.token_to_id(token)
         if token is not None and found is None:
             raise DataError(f"[end_of_text] the tokenizer has no {token!r} (--end_of_text TOKEN, or --no_end_of_text)")
         return found
@@ -300,7 +300,7 @@ class _Encoder(Cutter):
     """Tokenizes blocks; many threads may call it at once."""
 
     def __init__(self, tokenizer: TextTokenizer, end: int | None, sources: list[Source], key: str, skip_invalid: bool):
-        self._tokenizer = tokenizer.of_whole_texts()
+        self._tokenizer = tokenizer.tokenizer
         self._sources, self._key, self._skip_invalid = sources, key, skip_invalid
         self._end = end
         self._dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.int32
@@ -383,12 +383,12 @@ def _cutting_changes_nothing(tokenizer: Any, cutter: Cutter) -> bool:
 
 
 def _prefix(output: str | Path) -> Path:
-    name = str(output)
+    name = os.path.expanduser(output)
     for ending in (".bin", ".idx"):
         name = name.removesuffix(ending)
     if not name or "\0" in name or name.endswith(("/", os.sep)) or os.path.isdir(name):
         raise DataError(f"[output] no name for files: {str(output)!r} (FOLDER/NAME, which becomes NAME.bin and NAME.idx)")
-    return Path(os.path.abspath(Path(name).expanduser()))
+    return Path(os.path.abspath(name))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -19,13 +19,14 @@ import numpy as np
 
 from .. import config
 from ..errors import DataError
+from ..files import home
 from .shuffle import shuffled
 from .text_corpus import HELDOUT_FRACTION, Corpus, load_corpus
 from .text_files import read_tokens, write_tokens
 from .text_tokenizer import SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
 from .token_files import TOKENIZER_ENDING, find_token_file, read_token_file, sample
 
-_FORMAT = "2"  # part of the cache key: change it when the same input would give other tokens
+_FORMAT = "3"  # part of the cache key: change it when the same input would give other tokens
 _ORDER = 2  # part of a saved position: change it when the same seed would give another order
 _LOOKED_AT_TOKENS = 1 << 24  # of a token file, which may have more than can be read before every run
 _MOST_HELDOUT_TOKENS = 10_000_000
@@ -75,16 +76,19 @@ def load_text(
     if token_file is not None:
         return _load_token_file(token_file, vocab_size, tokenizer)
     if tokenizer is not None:
-        tokens = load_tokenizer(Path(tokenizer).expanduser())
+        tokenizer = home(tokenizer)
+        tokens = load_tokenizer(tokenizer)
         vocab_size = tokens.size if vocab_size is None else vocab_size
         if tokens.size > vocab_size:
             raise DataError(f"[vocab_size] smaller than the tokenizer's: {vocab_size} ({tokens.size} or more)")
-        tokenizer_key = hashlib.sha256(Path(tokenizer).expanduser().read_bytes()).hexdigest()
+        tokenizer_key = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     else:
         vocab_size = 10_000 if vocab_size is None else vocab_size
         tokenizer_key = f"bpe {vocab_size}"
 
-    cache = Path(cache_dir or config.get("NEEDLE_CACHE") or Path.home() / ".cache" / "needle").expanduser()
+    cache = home(cache_dir or config.get("NEEDLE_CACHE") or "~/.cache/needle")
+    if cache.parts[:1] == ("~",):
+        raise DataError("[NEEDLE_CACHE] there is no home folder to keep tokens in (a folder)")
     corpus = load_corpus(dataset, data_dir=data_dir, cache_dir=cache)
     key = hashlib.sha256(f"{_FORMAT} {corpus.key} {tokenizer_key}".encode()).hexdigest()[:16]
     folder = cache / "tokens" / f"{corpus.name}-{key}"
@@ -112,7 +116,7 @@ def load_text(
 
 def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path | None) -> TextData:
     beside = path.with_name(path.name.removesuffix(".bin") + TOKENIZER_ENDING)
-    found = Path(tokenizer).expanduser() if tokenizer is not None else beside if beside.is_file() else None
+    found = home(tokenizer) if tokenizer is not None else beside if beside.is_file() else None
     tokens = load_tokenizer(found) if found is not None else None
     if vocab_size is None:
         if tokens is None:

@@ -115,7 +115,7 @@ def find_sources(inputs: Sequence[str | Path]) -> tuple[list[Source], set[int]]:
     sources: list[Source] = []
     in_folders: set[int] = set()
     for given in inputs:
-        path = Path(os.path.abspath(Path(given).expanduser()))
+        path = Path(os.path.abspath(files.home(given)))
         folder = os.path.isdir(path)
         if not folder and not os.path.isfile(path):
             raise DataError(f"[inputs] no such file or folder: {str(given)!r} (text files, .jsonl files and folders of them)")

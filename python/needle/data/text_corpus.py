@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DataError
+from ..files import home
 from .text_files import write_atomically
 
 HELDOUT_FRACTION = 0.05  # of the bytes
@@ -92,7 +93,7 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
     if dataset == "wikitext-2":
         folder = Path(data_dir) / "wikitext-2"
         return _wikitext(folder if folder.is_dir() else _download_wikitext(folder, Path(cache_dir)))
-    path = Path(dataset).expanduser()
+    path = home(dataset)
     if dataset and os.path.isfile(path):  # unlike Path's, False also for what can be no path
         return _from_files(path.name, [path], path.parent)
     if dataset and os.path.isdir(path):

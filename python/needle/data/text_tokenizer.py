@@ -8,44 +8,46 @@ from typing import Any
 
 import numpy as np
 
+from .. import files
 from ..errors import DataError
 from .text_files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-NeoX's name for the token after each document
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
+LARGEST_VOCABULARY = 1 << 20  # far above what is in use: ``tokenizers`` takes room for all of it before it looks at the text
+_FILE_BYTES = 128 << 20  # the largest that are published have 35 million
 
 
 class TextTokenizer:
-    """Text to ids and back. ``size``: how many ids it can make; ``end_of_text``: the id after a document, or None."""
+    """Text to ids and back. ``size``: how many ids it can make; ``end_of_text``: the id after a document, or None.
+
+    tokenizer: of the package ``tokenizers``. A file may say that texts are cut off or filled up, which this one never does.
+    """
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
         self.end_of_text: int | None = tokenizer.token_to_id(END_OF_TEXT)
         self.size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) int64."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``; an id that only fills up the model's vocabulary gives nothing."""
-        return self._tokenizer.decode([int(i) for i in ids if i < self.size], skip_special_tokens=False)
-
-    def of_whole_texts(self) -> Any:
-        """What does the work, of the package ``tokenizers``; from now on it neither cuts texts off nor fills them up."""
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        return self._tokenizer
+        return self.tokenizer.decode([int(i) for i in ids if i < self.size], skip_special_tokens=False)
 
     def to_json(self) -> str:
         """The content of a tokenizer.json."""
-        return self._tokenizer.to_str()
+        return self.tokenizer.to_str()
 
     def encode_documents(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
         """Ids of each part of each document, and ``end_of_text`` after a document."""
         for parts in documents:
             for part in parts:
-                for encoding in self._tokenizer.encode_batch(_at_lines(part), add_special_tokens=False):
+                for encoding in self.tokenizer.encode_batch(_at_lines(part), add_special_tokens=False):
                     yield np.array(encoding.ids, dtype=np.int64)
             if self.end_of_text is not None:
                 yield np.array([self.end_of_text], dtype=np.int64)
@@ -59,6 +61,8 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
     tokenizers = _import_tokenizers()
     if vocab_size < SMALLEST_VOCABULARY:
         raise DataError(f"[vocab_size] too small: {vocab_size} ({SMALLEST_VOCABULARY} or more)")
+    if vocab_size > LARGEST_VOCABULARY:
+        raise DataError(f"[vocab_size] too large: {vocab_size} ({LARGEST_VOCABULARY} or less)")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -83,9 +87,9 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     """raises: DataError if ``tokenizers`` is missing, or ``path`` is absent or not in the format of tokenizer.json."""
     tokenizers = _import_tokenizers()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = files.read_small(path, _FILE_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise DataError(f"[tokenizer] cannot read {path}: {error} (a tokenizer.json)") from error
+        raise DataError(f"[tokenizer] cannot read {path}: {files.reason(error)} (a tokenizer.json)") from error
     try:
         return TextTokenizer(tokenizers.Tokenizer.from_str(text))
     except Exception as error:  # tokenizers raises bare Exception for every malformed file

@@ -69,12 +69,13 @@ class TokenFile:
 
 def find_token_file(name: str) -> Path | None:
     """The .bin file that ``name`` names: itself, or its .idx, or both without their endings. None if it names none."""
+    name = os.path.expanduser(name)
     stem = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
     given = name != stem
     if not stem or os.path.isdir(name) or (not given and os.path.isfile(name)):
         return None
     found = os.path.isfile(name) if given else os.path.isfile(f"{stem}.bin")  # unlike Path's, False for what can be no path
-    return Path(f"{stem}.bin").expanduser() if found else None
+    return Path(f"{stem}.bin") if found else None
 
 
 def read_token_file(path: Path, vocab_size: int | None = None) -> TokenFile:

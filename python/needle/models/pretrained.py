@@ -15,7 +15,7 @@ from ..backend_ndarray import meta as shapes_only
 from ..backend_selection import as_device
 from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
 from ..data.text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DataError
 from .published import config_from_json, config_json, fitting, load_published, published_state
 from .pythia import Pythia, PythiaConfig
 
@@ -65,7 +65,7 @@ def _check_room(planned: Pythia, device: BackendDevice, folder: Path) -> None:
 
 
 def _folder(source: str | Path, revision: str | None) -> Path:
-    path = Path(source).expanduser()
+    path = files.home(source)
     if path.is_dir():
         return path
     if path.exists() or not _ON_THE_HUB.fullmatch(str(source)):
@@ -87,7 +87,12 @@ def _folder(source: str | Path, revision: str | None) -> Path:
 
 def tokenizer_of(source: str | Path, revision: str | None = None) -> TextTokenizer:
     """The tokenizer beside the model that ``Pythia.from_pretrained(source)`` loads. raises: DataError, CheckpointError."""
-    return load_tokenizer(_folder(source, revision) / TOKENIZER)
+    folder = _folder(source, revision)
+    try:
+        path = files.member(folder, TOKENIZER)
+    except (OSError, ValueError) as error:
+        raise DataError(f"[tokenizer] cannot read {folder / TOKENIZER}: {files.reason(error)} (a tokenizer.json)") from error
+    return load_tokenizer(path)
 
 
 def save(model: Pythia, folder: Path, tokenizer: TextTokenizer | None, max_shard_size: int | str) -> None:
