@@ -1,5 +1,6 @@
 """needle.memory: accounts, traces, plans, explanations and leaks."""
 
+import collections
 import gc
 import os
 import re
@@ -114,7 +115,7 @@ def test_amounts_of_memory_are_read():
         and memory.parse_bytes("t4") == memory.GPUS["T4"]
     )
     assert memory.parse_bytes(7) == 7
-    for wrong in ("T5", "", "GiB", "-1GiB", "0", 0, True):
+    for wrong in ("T5", "", "GiB", "-1GiB", "0", 0, True, "9" * 400, "9999999TiB", 1 << 63):
         with pytest.raises(ShapeError, match="not an amount of memory"):
             memory.parse_bytes(wrong)
 
@@ -336,6 +337,24 @@ def test_the_command_line_plans(capsys):
     assert len(err) == 3 and "unknown model: 15m" in err[0] and "T5" in err[1]
 
 
+def test_numbers_of_a_plan_and_where_it_is_drawn(tmp_path, capsys):
+    pytest.importorskip("plotly")
+    from needle.__main__ import NUMBERS, main
+
+    for name, (_, most, _) in NUMBERS.items():
+        for value in (-1, 0, most + 1, 10**30):
+            assert main(["plan", "--sparse", f"--{name}", str(value)]) == 2
+            assert capsys.readouterr().err == f"needle: error: [{name}] is {value} (accepted: 1 to {most:,})\n"
+    small = ["plan", "--model", "14m", "--vocab_size", "500", "--batch_size", "1", "--seq_len", "64"]
+    (tmp_path / "file").write_text("")
+    assert main([*small, "--html", str(tmp_path / "file" / "x.html")]) == 2
+    assert re.fullmatch(r"needle: error: \[html\] cannot draw .*: Not a directory \(.*\)\n", capsys.readouterr().err)
+    assert main([*small, "--accumulation_steps", "2"]) == 0
+    two = capsys.readouterr().out
+    assert main([*small, "--accumulation_steps", str(1 << 20)]) == 0  # which is not the work of so many
+    assert capsys.readouterr().out.splitlines()[1:] == two.splitlines()[1:]
+
+
 def test_the_picture_is_one_page_without_network(tmp_path, cpu):
     pytest.importorskip("plotly")
     p = memory.plan(plannable(TINY, 1, 32))
@@ -462,6 +481,16 @@ def leak_list(check):
         check.step()
 
 
+def leak_containers(check):
+    """Of kinds of one's own: what a dictionary by name or a row of figures often is."""
+    row = collections.namedtuple("row", "step, loss")
+    history = collections.defaultdict(list)
+    for step in range(6):
+        history["loss"].append(row(step, good_step()))
+        check.step()
+    return history
+
+
 def leak_attribute(check):
     model = Recurrent()
     for _ in range(6):
@@ -497,7 +526,7 @@ def leak_traceback(check):
 
 
 LEAKS = [
-    (leak_total, "total"), (leak_list, "history"), (leak_attribute, "Recurrent.states"),
+    (leak_total, "total"), (leak_list, "history"), (leak_containers, "history"), (leak_attribute, "Recurrent.states"),
     (leak_closure, "y in the closure of <lambda>"), (leak_traceback, "out in failing, kept by a traceback"),
 ]  # fmt: skip
 

@@ -10,15 +10,25 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from . import memory
+from . import files, memory
 from .amp import PRECISIONS
-from .errors import ShapeError
+from .errors import DataError, ShapeError
 from .memory.units import readable, table
 from .models import SIZES, PythiaConfig, checkpointed, layers_or_bytes, plannable
 from .nn import PATTERNS
 
 # What a GPU's memory holds beside the allocator's: the context and the libraries' code. Not measured by needle: a common size.
 RESERVED = 512 << 20
+# Whole numbers of the plan: default, the most, meaning. The most is far above what runs.
+NUMBERS = {
+    "vocab_size": (50304, 1 << 20, "token ids"),
+    "batch_size": (8, 1 << 16, "sequences in a micro-batch"),
+    "seq_len": (512, 1 << 17, "positions in a sequence"),
+    "accumulation_steps": (1, 1 << 20, "micro-batches in a step"),
+    "block_size": (64, 128, "edge of a block in positions"),
+    "window": (2, 1 << 20, "blocks of the local pattern"),
+    "depth": (2, 1 << 20, "names of a module's path that a row stands for"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,14 +38,19 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         code = options.run(options)
-        sys.stdout.flush()
+        print(end="", flush=True)  # here, where it is noticed that nobody reads on, or that there is no room
         return code
-    except ShapeError as error:
+    except (ShapeError, DataError, MemoryError) as error:
         print(f"needle: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as in `... | head`
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        gone = isinstance(error, BrokenPipeError)  # as in `... | head`
+        if not gone:
+            print(f"needle: error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
-        return 1
+        return 1 if gone else 2
 
 
 def add_plan(commands: Any) -> None:
@@ -46,14 +61,7 @@ def add_plan(commands: Any) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     plan.add_argument("--model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
-    for name, value, what in (
-        ("vocab_size", 50304, "token ids"),
-        ("batch_size", 8, "sequences in a micro-batch"),
-        ("seq_len", 512, "positions in a sequence"),
-        ("accumulation_steps", 1, "micro-batches in a step"),
-        ("block_size", 64, "edge of a block in positions"),
-        ("window", 2, "blocks of the local pattern"),
-    ):
+    for name, (value, _, what) in NUMBERS.items():
         plan.add_argument(*_spellings(name), type=int, default=value, help=what)
     plan.add_argument(
         *_spellings("checkpoint_layers"), default="0", metavar="N|SIZE",
@@ -65,7 +73,6 @@ def add_plan(commands: Any) -> None:
     plan.add_argument(
         "--gpu", action="append", default=[], metavar="NAME", help=f"what fits: {', '.join(memory.GPUS)}, or 16GiB; repeatable"
     )
-    plan.add_argument("--depth", type=int, default=2, help="names of a module's path that a row stands for")
     plan.add_argument("--html", default=None, metavar="FILE", help="draw the memory of the second step over time")
     plan.set_defaults(run=run_plan)
 
@@ -75,14 +82,15 @@ def _spellings(name: str) -> list[str]:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    for name in ("vocab_size", "batch_size", "seq_len", "accumulation_steps", "block_size", "window", "depth"):
-        if getattr(options, name) < 1:
-            raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: at least 1)")
+    for name, (_, most, _) in NUMBERS.items():
+        if not 1 <= getattr(options, name) <= most:
+            raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: 1 to {most:,})")
     budgets = [(name, memory.parse_bytes(name)) for name in options.gpu]
     config = PythiaConfig.named(options.model, vocab_size=options.vocab_size, max_seq_len=options.seq_len)
     if options.sparse:
         config = config.with_sparse(options.pattern, options.block_size, options.window)
-    shape = (options.batch_size, options.seq_len, options.accumulation_steps, options.precision)
+    # More than two micro-batches in a step hold no more than two.
+    shape = (options.batch_size, options.seq_len, min(options.accumulation_steps, 2), options.precision)
     config = checkpointed(config, layers_or_bytes(options.checkpoint_layers), *shape)
     attention = f"{options.pattern if options.sparse else 'dense'} attention"
     found = memory.plan(plannable(config, *shape))
@@ -95,15 +103,16 @@ def run_plan(options: argparse.Namespace) -> int:
     print()
     print(checkpointing(config, shape, found.peak_bytes))
     peak_of = cache(
-        lambda batch, precision, **changes: memory.peak_bytes(
-            plannable(replace(config, **changes), batch, options.seq_len, options.accumulation_steps, precision)
-        )
+        lambda batch, precision, **changes: memory.peak_bytes(plannable(replace(config, **changes), batch, *shape[1:3], precision))
     )
     for name, budget in budgets:
         print()
         print(fits(config, peak_of, name, budget, found.peak_bytes))
     if options.html:
-        memory.picture(found.trace, options.html)
+        try:
+            memory.picture(found.trace, options.html)
+        except (OSError, ModuleNotFoundError) as error:
+            raise DataError(f"[html] cannot draw {options.html}: {files.reason(error)} (plotly, and room for a file)") from error
         print(f"drawn: {options.html}")
     return 0
 

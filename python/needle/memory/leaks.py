@@ -167,7 +167,7 @@ def referrer(target: Any, ours: set[int]) -> str:
             name = _name_in(r, item, below.get(id(item)))
             if name:
                 return name
-            if type(r) in _CONTAINERS or isinstance(r, types.CellType):
+            if isinstance(r, (*_CONTAINERS, types.CellType)):
                 below[id(r)] = item
                 above.append(r)
         level = above

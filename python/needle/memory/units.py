@@ -38,13 +38,13 @@ def parse_bytes(text: int | str) -> int:
         if plain in by_name:
             found = by_name[plain]
         elif match and match[2] in _UNITS:
-            found = int(float(match[1]) * _UNITS[match[2]])
+            found = int(min(float(match[1]) * _UNITS[match[2]], 2.0**63))
         else:
             raise ShapeError(
                 f"[memory] not an amount of memory: {text!r} (accepted: 16GiB, 500MB, a number of bytes, or {', '.join(GPUS)})"
             )
-    if found <= 0:
-        raise ShapeError(f"[memory] not an amount of memory: {text!r} (accepted: above 0)")
+    if not 0 < found < 1 << 63:
+        raise ShapeError(f"[memory] not an amount of memory: {text!r} (accepted: above 0, below 2^63 bytes)")
     return found
 
 
