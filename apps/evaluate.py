@@ -17,13 +17,13 @@ import json
 import re
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
+from needle import files
 from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
-from pythia_app.command_line import Parser, exit_code, flag
+from pythia_app.command_line import Parser, exit_code, flag, standard_streams
 from pythia_app.loading import MODEL_HELP, load_model
 from pythia_app.options import DEVICES, device
 
@@ -107,7 +107,7 @@ def words(path: str, examples: list[tuple[str, str]], model, tokenizer, window: 
 
 def read(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return files.home(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise DataError(f"[text] cannot read {path}: {error.strerror or error} (a text file)") from error
     except UnicodeDecodeError as error:
@@ -122,8 +122,9 @@ def last_words(path: str) -> list[tuple[str, str]]:
             continue
         try:
             text = json.loads(line)["text"].strip()
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise DataError(f'[lambada] line {number} of {path} is no JSON object with a "text"') from None
+            text.encode()  # JSON may hold half a character
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise DataError(f'[lambada] line {number} of {path} is no JSON object with a "text" of whole characters') from None
         parts = re.fullmatch(r"(.*\S)(\s+\S+)", text, re.DOTALL)
         if parts is None:
             raise DataError(f"[lambada] line {number} of {path} has fewer than two words")
@@ -135,4 +136,5 @@ def last_words(path: str) -> list[tuple[str, str]]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    standard_streams()
     sys.exit(main())

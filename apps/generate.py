@@ -20,7 +20,7 @@ import numpy as np
 from needle.data.text_stream import TextStream
 from needle.errors import DataError
 from needle.models import GenerationConfig
-from pythia_app.command_line import Parser, exit_code, flag
+from pythia_app.command_line import Parser, exit_code, flag, standard_streams
 from pythia_app.loading import MODEL_HELP, load_model
 from pythia_app.options import DEVICES, device
 
@@ -84,14 +84,28 @@ def read_stdin() -> str:
 
 
 def show(source, texts: list[str], prompts: list[np.ndarray], stops: list[int], tokenizer) -> int:
-    """One prompt: its text grows on stdout. Several: one after the other when all are done."""
-    live = len(prompts) == 1
+    """The texts one after the other on stdout: the first that has not ended grows there, and those after it wait."""
     streams = [TextStream(tokenizer.decode) for _ in prompts]
-    parts: list[list[str]] = [[text] for text in texts]
+    several = len(prompts) > 1
+    waiting = [f"--- {b + 1} of {len(prompts)} ---\n{text}" if several else text for b, text in enumerate(texts)]
     running, made, steps, stopped = [True] * len(prompts), 0, 0, False
+    shown = 0
+
+    def say() -> None:
+        nonlocal shown
+        while shown < len(prompts):
+            piece, waiting[shown] = waiting[shown], ""
+            write(piece)
+            if running[shown]:
+                return
+            shown += 1
+
+    def end(b: int) -> None:
+        running[b] = False
+        waiting[b] += streams[b].end() + "\n"
+
     begin = first = now = time.perf_counter()
-    if live:
-        write(texts[0])
+    say()
     try:
         for ids in source:
             now = time.perf_counter()
@@ -101,19 +115,16 @@ def show(source, texts: list[str], prompts: list[np.ndarray], stops: list[int], 
                 if not running[b]:
                     continue
                 made += 1
-                running[b] = token not in stops
-                piece = streams[b].put(token) if running[b] else ""
-                parts[b].append(piece)
-                if live:
-                    write(piece)
+                if token in stops:
+                    end(b)
+                else:
+                    waiting[b] += streams[b].put(token)
+            say()
     except KeyboardInterrupt:
         stopped = True
-    for b, stream in enumerate(streams):
-        rest = stream.end()
-        if live:
-            write(rest + "\n")
-        else:
-            write(f"--- {b + 1} of {len(prompts)} ---\n{''.join(parts[b])}{rest}\n")
+    for b in np.flatnonzero(running):
+        end(b)
+    say()
     if steps:
         per_step = made / steps
         rate = f", {(steps - 1) * per_step / (now - first):,.1f} tokens/s" if steps > 1 else ""
@@ -136,4 +147,5 @@ def note(text: str) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    standard_streams()
     sys.exit(main())

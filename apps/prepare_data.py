@@ -14,13 +14,14 @@ if __name__ == "__main__":
 import argparse
 import math
 import os
+import shlex
 import sys
 import time
 
 from needle.data.prepare import Prepared, Progress, prepare
 from needle.data.text_tokenizer import END_OF_TEXT
 from needle.errors import DataError
-from pythia_app.command_line import Parser, exit_code, flag
+from pythia_app.command_line import Parser, exit_code, flag, standard_streams
 
 SECONDS_A_LINE = 10  # where there is no terminal
 
@@ -77,7 +78,9 @@ class Bar:
                     TextColumn("{task.description}"),
                     TimeRemainingColumn(),
                 )
-                self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+                console = Console(stderr=True)
+                if console.is_interactive:  # TERM=dumb is not: nothing would be seen
+                    self._bar = Progress(*columns, console=console, transient=True)
             except ModuleNotFoundError:
                 pass
 
@@ -136,7 +139,7 @@ def say(done: Prepared, seconds: float) -> None:
             print(f"left out: {count:,} {what}")
     if totals.cut:
         print(f"cut at {totals.cut:,} places of very long documents, where ids may not be those of the whole (docs/data.md)")
-    print(f"train with: python apps/train_pythia.py --dataset {done.prefix} --vocab_size {done.vocab_size}")
+    print(f"train with: python apps/train_pythia.py --dataset {shlex.quote(str(done.prefix))} --vocab_size {done.vocab_size}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -145,6 +148,5 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+    standard_streams()
     sys.exit(main())

@@ -46,7 +46,7 @@ def environment(folder):
 
 def app(folder, name, *arguments, **kwargs):
     return subprocess.run(
-        command(name, *arguments), cwd=ROOT, capture_output=True, env=environment(folder), **{"text": True, **kwargs}
+        command(name, *arguments), cwd=ROOT, capture_output=True, **{"text": True, "env": environment(folder), **kwargs}
     )
 
 
@@ -70,6 +70,23 @@ def test_several_prompts_and_stdin(made):
     assert re.fullmatch(r"--- 1 of 2 ---\nthe quick brown.*\n--- 2 of 2 ---\na.*\n", two, re.DOTALL)
     alone = app(made, "generate", *flags, input="the quick brown").stdout
     assert two.startswith(f"--- 1 of 2 ---\n{alone}")
+
+
+def test_of_several_texts_the_first_that_goes_on_is_written_as_it_is_made(loaded, capsys):
+    from generate import show
+
+    _, tokenizer = loaded
+    a, b, stop = tokenizer.encode("a")[0], tokenizer.encode("b")[0], tokenizer.end_of_text
+    seen = []
+
+    def source():
+        for ids in ([a, b, b], [stop, b, stop], [stop, a, stop]):
+            yield np.array(ids)
+            seen.append(capsys.readouterr().out)
+
+    assert show(source(), ["x", "y", "z"], [np.array([a])] * 3, [stop], tokenizer) == 0
+    assert seen == ["--- 1 of 3 ---\nxa", "\n--- 2 of 3 ---\nybb", "a"]
+    assert capsys.readouterr().out == "\n--- 3 of 3 ---\nzb\n"
 
 
 def test_what_is_written_is_utf8_at_every_moment(made):
@@ -140,6 +157,42 @@ def test_evaluation(made):
     assert float(accuracy) == 100 * int(right) / 40
 
 
+def test_a_byte_order_mark_is_no_text(made, tmp_path):
+    shown = {}
+    for name, mark in (("plain", b""), ("marked", b"\xef\xbb\xbf")):
+        (tmp_path / f"{name}.txt").write_bytes(mark + b"the quick brown fox\n")
+        (tmp_path / f"{name}.jsonl").write_bytes(mark + b'{"text": "the quick brown fox"}\n')
+        files = ["--text", tmp_path / f"{name}.txt", "--lambada", tmp_path / f"{name}.jsonl"]
+        done = app(made, "evaluate", "--model", made / "dense", *files)
+        assert done.returncode == 0, done.stderr
+        shown[name] = [re.search(r"perplexity [^;\n]*", line)[0] for line in done.stdout.splitlines()]
+    assert shown["plain"] == shown["marked"] and len(shown["plain"]) == 2
+
+
+def test_names_that_the_output_cannot_hold(made, tmp_path):
+    path = tmp_path / "größe.txt"
+    path.write_bytes((made / "words.txt").read_bytes()[:500])
+    environ = {**environment(made), "PYTHONIOENCODING": "ascii"}
+    done = app(made, "evaluate", "--model", made / "dense", "--text", path, env=environ)
+    assert done.returncode == 0 and "gr\\xf6\\xdfe.txt: loss" in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("name", ["generate", "evaluate"])
+def test_no_room_for_the_output(made, name):
+    flags = ["--prompt", "the"] if name == "generate" else ["--text", made / "words.txt", "--max_tokens", 20]
+    with open("/dev/full", "w") as full:
+        line = command(name, "--model", made / "dense", *flags)
+        done = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(made))
+    assert done.returncode == 2 and done.stderr == f"{name}.py: error: [Errno 28] No space left on device\n"
+
+
+def test_closed_streams(made):
+    line = " ".join(map(str, command("evaluate", "--model", made / "dense", "--text", made / "words.txt", "--max_tokens", 20)))
+    done = subprocess.run(f"{line} >&- <&-", shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment(made))
+    assert done.returncode == 0 and done.stderr == ""
+
+
 @pytest.fixture
 def loaded(made, monkeypatch):
     """(model, tokenizer) of the dense run, as the apps load them."""
@@ -170,6 +223,8 @@ def test_a_folder_of_transformers_does_as_well(made, loaded, tmp_path):
 
 WRONG = [
     ("generate", ["--max_new_tokens", 0], "[generate] max_new_tokens is 0"),
+    ("generate", ["--max_new_tokens", 10**12], "[generate] max_new_tokens is 1000000000000"),
+    ("generate", ["--model", "~nobody.of.that.name/run"], "no such folder: ~nobody.of.that.name/run"),
     ("generate", ["--temperature", 0], "do_sample=False takes the likeliest"),
     ("generate", ["--top_p", 2], "top_p is 2.0"),
     ("generate", ["--top_k", -3], "top_k is -3"),
@@ -189,11 +244,17 @@ WRONG = [
     ("evaluate", ["--lambada", "README.md"], "line 1 of README.md is no JSON object"),
     ("evaluate", ["--lambada", "/dev/null"], "no texts in /dev/null"),
     ("evaluate", ["--text", sys.executable], "not UTF-8 text"),
+    ("evaluate", ["--lambada", b'{"text": "a dog and a ca\\ud800t"}'], "line 1 of {file} is no JSON object"),
+    ("evaluate", ["--lambada", b"[" * 100_000], "line 1 of {file} is no JSON object"),
 ]
 
 
 @pytest.mark.parametrize("name, arguments, said", WRONG, ids=[f"{w[0]}-{w[2][:24]}" for w in WRONG])
-def test_wrong_arguments_end_in_one_line(made, name, arguments, said):
+def test_wrong_arguments_end_in_one_line(made, tmp_path, name, arguments, said):
+    """Bytes after --lambada are what the file has."""
+    if arguments[0:1] == ["--lambada"] and isinstance(arguments[1], bytes):
+        (tmp_path / "file").write_bytes(arguments[1])
+        arguments, said = ["--lambada", tmp_path / "file"], said.format(file=tmp_path / "file")
     arguments = [a if isinstance(a, bytes) else str(a) for a in arguments]
     start = [*command(name), "--model", str(made / "dense"), *(["--prompt", "a"] if name == "generate" else [])]
     done = subprocess.run([*start, *arguments], cwd=ROOT, capture_output=True, text=True, env=environment(made))

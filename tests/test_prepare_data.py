@@ -1,6 +1,7 @@
 """apps/prepare_data.py: the same tokens as of whole documents, whatever the threads, the sizes of blocks and the moments of kills."""
 
 import gzip
+import io
 import json
 import os
 import random
@@ -404,6 +405,9 @@ def test_other_bad_input(tmp_path, tokenizer):
         ([good], "out", {**made, "vocab_size": 300}, r"\[tokenizer\] one of"),
         ([good], "out", {"tokenizer": good}, r"\[tokenizer\] not a tokenizer file"),
         ([good], "out", {"vocab_size": 5}, r"\[vocab_size\] too small: 5"),
+        ([good], "out", {"vocab_size": 10**12}, r"\[vocab_size\] too large: 1000000000000 \(1048576 or less\)"),
+        (["~nobody.of.that.name/x"], "out", made, r"\[inputs\] no such file or folder: '~nobody"),
+        ([good], "out", {"tokenizer": "~nobody.of.that.name/x"}, r"\[tokenizer\] cannot read ~nobody"),
         ([good], "out", {**made, "workers": 0}, r"\[workers\] is 0 \(accepted: 1 or more\)"),
         ([good], "out", {**made, "end_of_text": "</s>"}, r"\[end_of_text\] the tokenizer has no '</s>'"),
         ([good], "empty", made, r"\[output\] no name for files"),
@@ -456,13 +460,14 @@ def run(*arguments, **kwargs):
 def test_the_app(tmp_path, tokenizer):
     texts = write_inputs(tmp_path / "in put")
     (tmp_path / "in put" / "f.png").write_bytes(b"\x89PNG\0")
-    done = run(tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out" / "x", "--workers", 2)
+    done = run(tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out put" / "x", "--workers", 2)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "x.bin: 6 documents, " in done.stdout and "left out: 2 empty documents" in done.stdout
     assert (
-        "left out: 1 files that are no text: " in done.stdout and "train with: python apps/train_pythia.py --dataset" in done.stdout
+        "left out: 1 files that are no text: " in done.stdout
+        and f"train with: python apps/train_pythia.py --dataset '{tmp_path}/out put/x' --vocab_size" in done.stdout
     )
-    assert found(tmp_path / "out" / "x") == expected(tokenizer, texts)
+    assert found(tmp_path / "out put" / "x") == expected(tokenizer, texts)
     for arguments, said in (
         (("--workers", 0), "[workers] is 0"),
         (("--workers", "two"), "argument --workers: invalid int value: 'two'"),
@@ -470,7 +475,7 @@ def test_the_app(tmp_path, tokenizer):
         (("--save_every", "nan"), "[save_every] is nan"),
         ((), "exists (accepted: another name, or --overwrite)"),
     ):
-        done = run(tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out" / "x", *arguments)
+        done = run(tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out put" / "x", *arguments)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr and done.stdout == ""
 
 
@@ -553,3 +558,19 @@ def test_a_folder_that_cannot_be_written(tmp_path, tokenizer):
         pytest.skip("this user may write everywhere")
     with pytest.raises(DataError, match=r"\[output\] cannot make .*: Permission denied"):
         prepare([tmp_path / "x.txt"], closed / "out", tokenizer=tokenizer)
+
+
+def test_a_terminal_without_a_bar_gets_lines(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "apps"))
+    import prepare_data
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr(prepare_data, "SECONDS_A_LINE", 0)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    with prepare_data.Bar() as bar:
+        bar(module.Progress(5, 10, module.Totals(tokens=7)))
+    assert sys.stderr.getvalue().startswith("50.0 %  0 documents, 7 tokens")

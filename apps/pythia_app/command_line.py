@@ -48,15 +48,27 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
     """
     try:
         code = program()
-        sys.stdout.flush()  # here, where a reader that has gone is noticed
+        sys.stdout.flush()  # here, where it is noticed that nobody reads on, or that there is no room
         return code
     except EXPECTED as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {str(error) or 'out of memory'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         if interrupted:
             print(f"\n{interrupted}", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # as in `... | head`
+    except OSError as error:
+        gone = isinstance(error, BrokenPipeError)  # as in `... | head`
+        if not gone:  # what is said goes to a file, say, on a full disk
+            print(f"{prog}: error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
-        return 1
+        return 1 if gone else 2
+
+
+def standard_streams() -> None:
+    """Those that are closed lead nowhere, and characters that a terminal or a file cannot hold are written as escapes."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

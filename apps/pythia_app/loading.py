@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
+from needle import files
 from needle.checkpoints import CheckpointFolder
 from needle.data.text_tokenizer import TextTokenizer
 from needle.models import Pythia
@@ -18,7 +18,8 @@ def load_model(source: str, device) -> tuple[Pythia, TextTokenizer]:
 
     raises: DataError or CheckpointError, in one line, if it cannot be used.
     """
-    newest = CheckpointFolder(Path(source)).newest() if Path(source).is_dir() else None
+    path = files.home(source)
+    newest = CheckpointFolder(path).newest() if path.is_dir() else None
     found, problems = newest or (source, [])
     for problem in problems:
         print(f"note: {problem}; taking {found}", file=sys.stderr)

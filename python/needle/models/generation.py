@@ -53,7 +53,7 @@ class GenerationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check("max_new_tokens", Integral, "at least 1", lambda n: n >= 1)
+        self._check("max_new_tokens", Integral, "1 to 2147483647", lambda n: 1 <= n < 1 << 31)  # positions are int32
         self._check("temperature", Real, "above 0; do_sample=False takes the likeliest", lambda x: 0 < x < math.inf)
         self._check("top_k", Integral, "at least 1, or 0 for all", lambda n: n >= 0, optional=True)
         self._check("top_p", Real, "above 0, at most 1", lambda x: 0 < x <= 1)
