@@ -27,10 +27,10 @@ from needle.data.text import TextData, load_text, unigram_entropy
 from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.models import PythiaConfig
 from pythia_app import checkpoint, config_file
-from pythia_app.command_line import exit_code
+from pythia_app.command_line import exit_code, standard_streams
 from pythia_app.flops import peak_flops
 from pythia_app.memory import Budget
-from pythia_app.options import device, parse, run_folder
+from pythia_app.options import device, new_folder, not_taken, parse, run_folder
 from pythia_app.page import METRICS, PAGE, About, mask_picture
 from pythia_app.report import Reporter, alone_in, duration, mib, table
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
@@ -54,7 +54,10 @@ def start(argv: list[str] | None) -> int:
     for problem in problems:
         print(f"{problem}; going on from {saved.name}", file=sys.stderr)
     state = checkpoint.read_state(saved)
-    return run(parse(argv, state["options"]), saved, state)
+    resumed = parse(argv, state["options"])
+    for note in not_taken(options, resumed):
+        print(f"note: {note}", file=sys.stderr)
+    return run(resumed, saved, state)
 
 
 def run(options, saved: Path | None = None, state: dict | None = None) -> int:
@@ -94,6 +97,8 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
         return 0
+    if options.checkpoint_dir is None and saved is None:
+        folder = new_folder(folder)
     per_token, mask = trainer.config.flops_per_token(options.seq_len), mask_picture(trainer.config.layout(options.seq_len))
     facts |= {"text": said, "folder": str(folder)}
     if flops:
@@ -124,6 +129,7 @@ def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
 def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path, saved: Path | None, about: About) -> int:
     """saved: the checkpoint that it goes on from."""
     start, first, peak = time.perf_counter(), trainer.step, 0
+    kept = first if saved is not None and saved.parent.samefile(folder) else None  # the step that ``saved`` is of
     checkpoints = CheckpointFolder(folder, options.keep_last)
 
     def save() -> Path:
@@ -178,8 +184,9 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                     and trainer.step < trainer.steps
                     and not stop.asked
                 ):
-                    evaluate(save())
-            if saved is None or trainer.step > first or not saved.parent.samefile(folder):
+                    saved, kept = save(), trainer.step
+                    evaluate(saved)
+            if saved is None or trainer.step != kept:
                 saved = save()
         if stop.asked:
             report.say(
@@ -229,6 +236,5 @@ def sampled(trainer: Trainer, text: TextData, seed: int) -> tuple[str, str]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # samples and paths may have characters that the terminal has not
+    standard_streams()
     sys.exit(main())

@@ -1,5 +1,6 @@
 """apps/train_pythia.py as a user runs it: tiny runs, resuming, interrupting, wrong arguments."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -7,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -108,6 +110,17 @@ def test_resuming_keeps_what_made_the_run(text, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "global attention" in done.stdout and "3 x 64 tokens" in done.stdout
     assert losses(parts) == losses(whole)
+
+
+def test_a_flag_that_cannot_change_is_said(main, tmp_path):
+    assert main("--max_steps", 1, "--checkpoint_dir", tmp_path)[0] == 0
+    flags = ["--checkpoint_dir", tmp_path, "--resume", "--max_steps", 1]
+    assert main(*flags) == (0, [])
+    code, lines = main(*flags, "--sparse", "--seq_len", 128)
+    assert code == 0 and lines == [
+        "note: --seq_len 128 is not taken: the checkpoint has 64",
+        "note: --sparse True is not taken: the checkpoint has False",
+    ]
 
 
 def until(process, start):
@@ -218,6 +231,24 @@ def test_a_damaged_checkpoint_is_passed_over(text, tmp_path):
         and "optimizer.safetensors is damaged" in done.stderr
         and "going on from step-000002" in done.stderr
     )
+
+
+def test_a_state_that_no_run_has_saved(main, tmp_path):
+    """With checksums that fit, as somebody would make who wants harm."""
+    assert main("--max_steps", 1, "--checkpoint_dir", tmp_path)[0] == 0
+    saved, sums = tmp_path / "step-000001" / "state.json", tmp_path / "step-000001" / "checksums.json"
+    good, before = saved.read_text(), json.loads(sums.read_text())
+    for change in (
+        {"data": []}, {"data": {**json.loads(good)["data"], "position_windows": "x"}}, {"random": 3}, {"metrics": {"tokens": "x"}},
+        {"metrics": "x"}, {"step": "1"}, {"options": []}, {"options": {**json.loads(good)["options"], "lr": "x"}},
+        {"options": {**json.loads(good)["options"], "batch_size": [1]}}, {"options": {**json.loads(good)["options"], "betas": 1}},
+        {"options": {**json.loads(good)["options"], "seq_len": "64"}}, {"options": {**json.loads(good)["options"], "sparse": 1}},
+    ):  # fmt: skip
+        saved.write_text(json.dumps({**json.loads(good), **change}))
+        content = saved.read_bytes()
+        sums.write_text(json.dumps({**before, "state.json": {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}}))
+        code, lines = main("--load_checkpoint", tmp_path)
+        assert code == 2 and len(lines) == 1 and ("load_checkpoint" in lines[0] or "random_state" in lines[0]), (change, lines)
 
 
 def test_accumulation_eval_only_and_comparison(text, tmp_path):
@@ -508,6 +539,70 @@ def test_output_that_nobody_reads(text, tmp_path):
     assert process.returncode == 1
 
 
+class Terminal:
+    """The app on a terminal of 60 columns; ``shown`` is what it has written there."""
+
+    def __init__(self, command, term):
+        fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "termios"))
+        self._master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 60, 0, 0))
+        environ = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        self.process = subprocess.Popen(command, cwd=ROOT, stdout=slave, stderr=slave, env={**environ, "TERM": term})
+        os.close(slave)
+        self.shown = b""
+
+    def until(self, said):
+        """True when it has been shown, False when the app has ended before."""
+        while said not in self.shown:
+            try:
+                more = os.read(self._master, 1 << 16)
+            except OSError:  # nobody has the other end any more
+                more = b""
+            if not more:
+                os.close(self._master)
+                self.process.wait()
+                return False
+            self.shown += more
+        return True
+
+
+def test_what_is_said_on_a_terminal_is_neither_wrapped_nor_taken_for_markup(text, tmp_path):
+    pytest.importorskip("rich")
+    folder = tmp_path / "a [bold] run :cat:"
+    terminal = Terminal(command(text, "--max_steps", 1000, "--checkpoint_dir", folder), "xterm")
+    assert terminal.until(b"tokens/s")
+    terminal.process.send_signal(signal.SIGINT)
+    assert not terminal.until(b"\0") and terminal.process.returncode == 130
+    assert f"go on with: python apps/train_pythia.py --load_checkpoint '{folder}'\r\n".encode() in terminal.shown
+
+
+def test_a_terminal_that_has_no_live_line_gets_plain_ones(text, tmp_path):
+    terminal = Terminal(command(text, "--max_steps", 2, "--checkpoint_dir", tmp_path), "dumb")
+    assert not terminal.until(b"\0") and terminal.process.returncode == 0
+    assert terminal.shown.count(b"\r\nstep     ") == 2 and b"\x1b" not in terminal.shown
+
+
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(main, tmp_path, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "NOW")
+    monkeypatch.chdir(tmp_path)
+    for _ in range(3):
+        assert main("--max_steps", 1) == (0, [])
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [f"pythia-14m-NOW{n}" for n in ("", "-2", "-3")]
+
+
+def test_interrupted_while_evaluating(main, tmp_path, monkeypatch):
+    """What is saved already is not saved again."""
+    from pythia_app.trainer import Trainer
+
+    def interrupted(self, text, tokens=64):
+        os.kill(os.getpid(), signal.SIGINT)
+        return 1.0
+
+    monkeypatch.setattr(Trainer, "held_out_loss", interrupted)
+    code, _ = main("--max_steps", 4, "--save_every", 2, "--checkpoint_dir", tmp_path)
+    assert code == 130 and [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]
+
+
 def test_interrupted_before_training(text, tmp_path):
     """While the tokenizer is trained: nothing is left, in the cache or the run's folder."""
     cache, folder = tmp_path / "cache", tmp_path / "run"
@@ -609,6 +704,19 @@ def test_tensorboard_reads_the_events(text, tmp_path):
         assert [(event.step, event.value) for event in events.Scalars(name)] == expected, name
     assert [event.step for event in events.Scalars("peak_bytes/activation")] == [1, 2, 3, 4, 5]
     assert {2, 5} <= {event.step for event in events.Tensors("sample/text_summary")}  # this reader purges scalars alone
+
+
+def test_no_room_for_the_events(main, tmp_path, monkeypatch):
+    """One line, where tensorboardX's own writer would wait for ever."""
+    record_writer = pytest.importorskip("tensorboardX.record_writer")
+
+    def full(self):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    flags = ("--tensorboard", "--max_steps", 40, "--save_every", 2, "--checkpoint_dir", tmp_path)
+    monkeypatch.setattr(record_writer.RecordWriter, "flush", full)
+    code, lines = main(*flags)
+    assert code == 2 and len(lines) == 1 and f"cannot write {tmp_path}/tensorboard: No space left" in lines[0]
 
 
 def test_tensorboard_without_its_package(main, monkeypatch):

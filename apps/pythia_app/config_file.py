@@ -24,19 +24,22 @@ def read(path: str, parser: argparse.ArgumentParser) -> dict[str, Any]:
     raises: DataError, in one line, for a file that cannot be read or is no YAML, for keys that are no flags or come twice, and for
     values of another type.
     """
+    return checked(_mapping(path), parser, f"[config] {path}")
+
+
+def checked(values: dict[Any, Any], parser: argparse.ArgumentParser, where: str) -> dict[str, Any]:
+    """The values of flags, of the types that ``parser`` gives them. where: for error messages. raises: DataError, as ``read``."""
     actions: dict[str, argparse.Action] = {}
     for action in parser._actions:
         if action.dest not in ("help", "config"):
             actions.setdefault(action.dest, action)
-    values = {}
-    for key, value in _mapping(path).items():
+    found = {}
+    for key, value in values.items():
         if key not in actions:
             near = difflib.get_close_matches(str(key), actions, 1, 0.5)
-            raise DataError(
-                f"[config] {path}: unknown key {reprlib.repr(key)} ({f'is it {near[0]}?' if near else '--help lists all'})"
-            )
-        values[key] = _checked(actions[key], value, f"[config] {path}: {key}")
-    return values
+            raise DataError(f"{where}: unknown key {reprlib.repr(key)} ({f'is it {near[0]}?' if near else '--help lists all'})")
+        found[key] = _checked(actions[key], value, f"{where}: {key}")
+    return found
 
 
 def write(path: Path, options: argparse.Namespace, says: str) -> None:
@@ -87,7 +90,7 @@ def _mapping(path: str) -> dict[Any, Any]:
             return super().construct_mapping(node, deep)
 
     try:
-        found = yaml.load(files.read_small(Path(path)), Loader)
+        found = yaml.load(files.read_small(files.home(path)), Loader)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark and f" (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
         raise DataError(f"[config] {path}: {files.reason(ValueError(error.problem))}{at or ''}") from None

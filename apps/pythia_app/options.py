@@ -5,13 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import os
 import tempfile
 import time
 from pathlib import Path
 
 import needle as ndl
+from needle import files
 from needle.amp import PRECISIONS
+from needle.data.text_tokenizer import LARGEST_VOCABULARY
 from needle.errors import DataError, DeviceError, ShapeError
 from needle.memory import parse_bytes
 from needle.models import SIZES, layers_or_bytes
@@ -24,7 +27,7 @@ MOST_TOKENS = 1 << 22  # in a micro-batch
 HUGE = (1 << 63) - 1
 # What a whole number may be; far above what runs, so that planning and tokenizing never meet a number they cannot hold.
 RANGES = {
-    "vocab_size": (1, 1 << 20),
+    "vocab_size": (1, LARGEST_VOCABULARY),
     "seed": (0, HUGE),
     "block_size": (1, 128),
     "window": (1, 1 << 20),
@@ -114,6 +117,8 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
     parser = _parser()
     options = parser.parse_args(argv)
     if saved is not None:
+        known = {name: saved[name] for name in CHANGEABLE + FIXED if name in saved}
+        saved = config_file.checked(known, parser, "[load_checkpoint] the checkpoint's options")
         parser.set_defaults(**{name: saved[name] for name in CHANGEABLE if name in saved})
     if options.config is not None:
         values = config_file.read(options.config, parser)
@@ -124,8 +129,21 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
     if saved is not None:
         for name in FIXED:
             setattr(options, name, saved[name])
+    for name in ("checkpoint_dir", "load_checkpoint"):  # in a file, and after `=`, no shell replaces a ~
+        if getattr(options, name):
+            setattr(options, name, str(files.home(getattr(options, name))))
     check(options)
     return options
+
+
+def not_taken(options: argparse.Namespace, resumed: argparse.Namespace) -> list[str]:
+    """The flags of ``options`` that were set, and for which ``resumed`` has what the checkpoint's model is."""
+    default = _parser().get_default
+    return [
+        f"--{name} {getattr(options, name)} is not taken: the checkpoint has {getattr(resumed, name)}"
+        for name in FIXED
+        if getattr(options, name) not in (default(name), getattr(resumed, name))
+    ]
 
 
 def check(options: argparse.Namespace) -> None:
@@ -210,6 +228,16 @@ def run_folder(options: argparse.Namespace, saved: Path | None) -> Path:
         for folder in missing:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-    if taken:
+    if taken and given:
         raise DataError(f"[checkpoint_dir] {path} holds a run (another folder, or --load_checkpoint {path} to go on with it)")
     return path
+
+
+def new_folder(path: Path) -> Path:
+    """Makes ``path``, or, where runs began in the same second or a clock was set back, path-2, path-3 and so on."""
+    names = itertools.chain([path.name], (f"{path.name}-{n}" for n in itertools.count(2)))
+    while True:
+        made = path.with_name(next(names))
+        with contextlib.suppress(FileExistsError):
+            made.mkdir(parents=True)
+            return made

@@ -17,6 +17,7 @@ from needle.data.text_files import write_atomically
 from needle.errors import DataError
 from pythia_app import page
 from pythia_app.config_file import CONFIG
+from pythia_app.events import Events
 from pythia_app.page import METRICS, About
 
 DRAWN_EVERY_SECONDS, DRAWN_SHARE = 20.0, 0.01  # at most so often, and of the time at most so much
@@ -62,7 +63,8 @@ class Reporter:
     def __init__(self, folder: Path, about: About, first: int = 0, every: int = 10, tensorboard: bool = False):
         self.folder, self.path, self.about, self.first, self.every = folder, folder / METRICS, about, first, every
         self.tensorboard = tensorboard
-        self._events = self._live = None
+        self._events: Events | None = None
+        self._live: Any = None
         self._history = page.History(self.path)
         self._warnings = warnings.catch_warnings()
         self._draw_at = 0.0
@@ -76,33 +78,37 @@ class Reporter:
                 if 0 < row["step"] <= self.first:
                     file.write(json.dumps(row).encode() + b"\n")
         if self.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._events = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.first + 1, flush_secs=10)
+            with writing(self.folder / "tensorboard"):
+                self._events = Events(self.folder / "tensorboard", self.first)
         if sys.stdout.isatty():
             try:
                 from rich.live import Live
 
-                self._live = Live(refresh_per_second=4)
-                self._live.__enter__()
+                live = Live(refresh_per_second=4)
+                if live.console.is_interactive:  # TERM=dumb is not: a live line would come only at the end
+                    self._live = live.__enter__()
             except ModuleNotFoundError:
-                self._live = None
+                pass
         self._warnings.__enter__()
         warnings.showwarning = lambda message, *_: self.say(str(message))
         return self
 
     def __exit__(self, *exc) -> None:
-        self.draw(now=True)
-        if self._events is not None:
-            self._events.close()
-        self._warnings.__exit__(*exc)
-        if self._live is not None:
-            self._live.__exit__(*exc)
-            self._live = None
+        try:
+            self.draw(now=True)
+            if self._events is not None:
+                self._events.close()
+        except OSError as error:
+            self.say(f"no more events for TensorBoard: {files.reason(error)}")
+        finally:
+            self._warnings.__exit__(*exc)
+            if self._live is not None:
+                self._live.__exit__(*exc)
+                self._live = None
 
     def say(self, text: str) -> None:
         if self._live is not None:
-            self._live.console.print(text, highlight=False)
+            self._live.console.out(text, highlight=False)  # neither wrapped nor taken for markup
         else:
             print(text, flush=True)
 
@@ -127,7 +133,8 @@ class Reporter:
         with writing(self.path), open(self.path, "a") as file:
             file.write(json.dumps({**found, "time": time.time()}) + "\n")
         if self._events is not None:
-            add_events(self._events, found)
+            with writing(self.folder / "tensorboard"):
+                self._events.add(found)
 
     def draw(self, now: bool = False) -> None:
         """Writes report.html, if it is due or ``now``. If it cannot be written that is said once, and the run goes on."""
@@ -141,18 +148,6 @@ class Reporter:
         except DataError as error:
             self.say(f"no {page.PAGE}: {error}")
             self._draw_at = math.inf
-
-
-def add_events(events, row: dict[str, Any]) -> None:
-    """The figures of a row, and its sample as text that Markdown leaves alone, to a SummaryWriter."""
-    step, figures = row["step"], {name: x for name, x in row.items() if name not in ("step", "tokens", "seconds")}
-    figures |= {f"peak_bytes/{name}": x for name, x in figures.pop("peak_by_category", {}).items()}
-    if "sample" in figures:
-        text = figures.pop("prompt") + figures.pop("sample")
-        events.add_text("sample", "\n".join(f"    {line}" for line in text.splitlines()), step)
-    for name, value in figures.items():
-        if value is not None:
-            events.add_scalar(name, value, step)
 
 
 def table(rows: list[dict], columns: list[str]) -> str:

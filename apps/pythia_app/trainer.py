@@ -15,6 +15,7 @@ from needle import amp, ops
 from needle.checkpoints import random_state, set_random_state
 from needle.data.prefetch import Prefetch
 from needle.data.text import TextData, TokenBatches
+from needle.errors import CheckpointError, DataError
 from needle.models import Pythia, PythiaConfig, checkpointed, train_step
 from needle.models.training import Step
 from needle.optim import AdamW
@@ -110,15 +111,23 @@ class Trainer:
         }
 
     def load_state(self, state: dict) -> None:
-        """Goes on where ``state`` was taken; the model's and the optimizer's tensors are loaded by themselves."""
+        """Goes on where ``state`` was taken; the model's and the optimizer's tensors are loaded by themselves.
+
+        raises: CheckpointError for what ``state`` cannot have given; DataError if it is of other text.
+        """
         if not self.options.max_steps and not self.options.epochs:
             self.steps = state["steps"]
         self.step = state["step"]
-        self.batches.load_state_dict(state["data"])
-        if state["scaler"]:
-            self.scaler.load_state_dict(state["scaler"])
-        set_random_state(self.model, state["random"])
-        self.metrics = dict(state["metrics"])
+        try:
+            self.batches.load_state_dict(state["data"])
+            if state["scaler"]:
+                self.scaler.load_state_dict(state["scaler"])
+            set_random_state(self.model, state["random"])
+            self.metrics = {name: kind(state["metrics"][name]) for name, kind in (("tokens", int), ("seconds", float))}
+        except (CheckpointError, DataError):
+            raise
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+            raise CheckpointError(f"[load_checkpoint] not the state of a run: {error!r}") from error
 
     def tensors(self, batch) -> tuple[ndl.Tensor, ...]:
         return tuple(ndl.Tensor(x, device=self.device, dtype="int32", requires_grad=False) for x in batch)
