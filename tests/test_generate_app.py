@@ -180,7 +180,7 @@ def test_names_that_the_output_cannot_hold(made, tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 @pytest.mark.parametrize("name", ["generate", "evaluate"])
 def test_no_room_for_the_output(made, name):
-    flags = ["--prompt", "the"] if name == "generate" else ["--text", made / "words.txt", "--max_tokens", 20]
+    flags = ["--prompt", "the", "--max_new_tokens", 9] if name == "generate" else ["--text", made / "words.txt", "--max_tokens", 20]
     with open("/dev/full", "w") as full:
         line = command(name, "--model", made / "dense", *flags)
         done = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, env=environment(made))
