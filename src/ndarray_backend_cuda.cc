@@ -14,13 +14,16 @@
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
-int device_count() {
+// How many GPUs can be used, and CUDA's word for why there is none: no driver, or one too old, is
+// an answer, not an error to be found by the next launch.
+std::pair<int, std::string> devices() {
   int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
-  cudaGetLastError();  // no driver, or none that fits: that is an answer, not an error to be found
-                       // by the next launch
-  return 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error == cudaSuccess) return {count, ""};
+  cudaGetLastError();
+  return {0, cudaGetErrorString(error)};
 }
+int device_count() { return devices().first; }
 
 // Pinned memory through which small host arrays are copied, so that from_numpy need not wait for
 // the device.
@@ -57,19 +60,19 @@ class StagingRing {
 // modules.
 struct Device {
   cudaStream_t stream = nullptr;
-  int id = 0, multiprocessors = 0, max_shared_bytes = 0;
+  int id = 0, multiprocessors = 0;
   void* scratch = nullptr;
   ErrorFlag* flag = nullptr;       // on the device
   ErrorFlag* flag_copy = nullptr;  // pinned, where a sync reads it
   StagingRing staging;
-  std::mutex mutex;  // of staging and flag_copy
+  std::mutex mutex, scratch_mutex;  // the first: of staging and flag_copy
 
   Device() {
     if (device_count() == 0)
-      throw CudaError("[" NEEDLE_STRING(NEEDLE_DEVICE) "] no CUDA device was found");
+      throw CudaError("[" NEEDLE_STRING(NEEDLE_DEVICE) "] no CUDA device was found: " +
+                      devices().second);
     cuda_check(cudaGetDevice(&id), "cudaGetDevice");
     multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
-    max_shared_bytes = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
     // Freed memory stays with the driver's pool across syncs; empty_cache() gives it back.
     cudaMemPool_t pool = nullptr;
@@ -105,7 +108,7 @@ class DeviceMemory : public MemorySource {
     const cudaError_t error = cudaMallocAsync(&ptr, size_t(bytes), device().stream);
     if (error == cudaSuccess) return ptr;
     if (error != cudaErrorMemoryAllocation) cuda_check(error, "cudaMallocAsync");
-    cudaGetLastError();
+    cudaGetLastError();  // answered by what it returns, not by the next launch
     return nullptr;
   }
   void release(void* ptr, int64_t) override {
@@ -142,16 +145,18 @@ std::string bad_id_text(const ErrorFlag& flag) {
 
 cudaStream_t stream() { return device().stream; }
 int multiprocessors() { return device().multiprocessors; }
-// Asked each time, which costs nothing to speak of: the emulated device may change it at run time.
+// Asked each time, which costs nothing to speak of: the emulated device may change them at run
+// time.
 bool has_tensor_cores() { return device().attribute(cudaDevAttrComputeCapabilityMajor) >= 8; }
-int64_t max_shared_bytes() { return device().max_shared_bytes; }
+int64_t max_shared_bytes() { return device().attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 ErrorFlag* error_flag() { return device().flag; }
 
-void* scratch(int64_t bytes) {
+Scratch scratch(int64_t bytes) {
   if (bytes > kScratchBytes) throw std::logic_error("more scratch memory asked than there is");
   Device& d = device();
+  std::unique_lock<std::mutex> right(d.scratch_mutex);
   if (d.scratch == nullptr) cuda_check(cudaMalloc(&d.scratch, size_t(kScratchBytes)), "cudaMalloc");
-  return d.scratch;
+  return {d.scratch, std::move(right)};
 }
 
 void copy_on_device(void* to, const void* from, int64_t bytes) {
@@ -262,6 +267,7 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
   bind_cuda_errors(m);
   m.def("device_count", &device_count);
   m.def("enabled", [] { return device_count() > 0; });
+  m.def("why_absent", [] { return devices().second; });
   m.def("device_properties", &device_properties);
   m.def("launch_counts", [] {
     py::dict counts;

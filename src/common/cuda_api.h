@@ -25,9 +25,15 @@ struct CudaError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// CUDA keeps an error of any call until it is asked for the last one, which follows every launch:
+// taken back here, or the next launch would be said to have failed too.
+[[noreturn, gnu::noinline]] inline void throw_cuda_error(const std::string& what,
+                                                         cudaError_t error) {
+  cudaGetLastError();
+  throw CudaError(what + cudaGetErrorString(error));
+}
 inline void cuda_check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess)
-    throw CudaError(std::string("[") + what + "] " + cudaGetErrorString(error));
+  if (error != cudaSuccess) throw_cuda_error(std::string("[") + what + "] ", error);
 }
 
 struct LaunchConfig {

@@ -1,6 +1,8 @@
 // The CUDA backend's device as host code sees it; kept by ndarray_backend_cuda.cc.
 #pragma once
 
+#include <mutex>
+
 #include "backend.h"
 #include "cuda_api.h"
 
@@ -9,11 +11,15 @@ namespace needle::NEEDLE_DEVICE {
 cudaStream_t stream();    // all work of this backend runs in order on this stream
 int multiprocessors();    // how many the device has
 bool has_tensor_cores();  // those of ptx.h, with cp.async: compute capability 8.0 or later
-// Memory of the backend's own, for partial results inside one operation. Made once; the next
-// operation may overwrite it, which stream order makes safe. Throws when more than kScratchBytes
-// are asked.
+// Memory of the backend's own, for partial results inside one operation, which holds the right to
+// it until all its kernels are launched: the next operation, perhaps of another host thread, may
+// overwrite it then, which stream order makes safe. Throws when more than kScratchBytes are asked.
 constexpr int64_t kScratchBytes = int64_t(8) << 20;
-void* scratch(int64_t bytes);
+struct Scratch {
+  void* memory = nullptr;
+  std::unique_lock<std::mutex> right;
+};
+Scratch scratch(int64_t bytes);
 int64_t max_shared_bytes();  // dynamic shared memory that a block may have after opting in
 void copy_on_device(void* to, const void* from, int64_t bytes);  // stream-ordered
 

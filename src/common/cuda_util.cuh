@@ -49,6 +49,10 @@ inline LaunchConfig grid_of(int64_t blocks, int block = kBlock, int64_t shared_b
 // The same for a kernel whose dynamic shared memory may need the opting in.
 template <auto Kernel>
 LaunchConfig grid_with_shared(int64_t work_items, int block, int64_t shared_bytes) {
+  if (shared_bytes > max_shared_bytes())
+    throw std::invalid_argument("[" + kernel_record<Kernel>().name + "] a block needs " +
+                                std::to_string(shared_bytes) + " bytes of shared memory (at most " +
+                                std::to_string(max_shared_bytes()) + " on this device)");
   if (shared_bytes > 48 * 1024) allow_dynamic_shared<Kernel>(size_t(shared_bytes));
   return grid_of(blocks_for(work_items), block, shared_bytes);
 }

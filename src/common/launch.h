@@ -52,6 +52,13 @@ struct SharedType<T, First, Rest...> {
   using type = typename SharedType<T, Rest...>::type[First];
 };
 
+// What follows every launch; a function of its own, as there are a thousand kernels.
+[[gnu::noinline]] inline void check_and_count(KernelRecord& kernel, const LaunchConfig& config) {
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) throw_cuda_error("[" + kernel.full_name + "] launch failed: ", error);
+  kernel.count(config);
+}
+
 #if !NEEDLE_EMULATED
 
 #define NEEDLE_SHARED(type_, name, ...) \
@@ -59,14 +66,6 @@ struct SharedType<T, First, Rest...> {
 #define NEEDLE_DYNAMIC_SHARED(type_, name)                                \
   extern __shared__ __align__(128) unsigned char needle_dynamic_shared[]; \
   type_* const name = reinterpret_cast<type_*>(needle_dynamic_shared)
-
-// What follows every launch; a function of its own, as there are a thousand kernels.
-[[gnu::noinline]] inline void check_and_count(KernelRecord& kernel, const LaunchConfig& config) {
-  const cudaError_t error = cudaGetLastError();
-  if (error != cudaSuccess)
-    throw CudaError("[" + kernel.full_name + "] launch failed: " + cudaGetErrorString(error));
-  kernel.count(config);
-}
 
 template <auto K, class... Args>
 void launch(const LaunchConfig& config, Args&&... args) {
@@ -88,7 +87,7 @@ void launch(const LaunchConfig& config, Args&&... args) {
 [[gnu::noinline]] inline void check_and_count(KernelRecord& kernel, const LaunchConfig& config,
                                               const std::string& refused_or_fault) {
   if (!refused_or_fault.empty()) throw CudaError(refused_or_fault);
-  kernel.count(config);
+  check_and_count(kernel, config);
 }
 
 template <auto K, class... Args>
@@ -109,8 +108,9 @@ void allow_dynamic_shared(size_t bytes) {
       cudaFuncSetAttribute(reinterpret_cast<const void*>(K),
                            cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
   if (error != cudaSuccess)
-    throw CudaError("[" + kernel_record<K>().full_name + "] " + std::to_string(bytes) +
-                    " bytes of dynamic shared memory: " + cudaGetErrorString(error));
+    throw_cuda_error("[" + kernel_record<K>().full_name + "] " + std::to_string(bytes) +
+                         " bytes of dynamic shared memory: ",
+                     error);
 }
 
 }  // namespace needle

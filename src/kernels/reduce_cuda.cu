@@ -158,9 +158,8 @@ void reduce_as(const Array& a, const Array& out, int64_t outer, int64_t reduce, 
       splits == 1 ? reduce : ceil_div(ceil_div(reduce, splits), lanes) * lanes;
   if (splits > 1) splits = ceil_div(reduce, split_length);
 
-  State* partial = splits == 1
-                       ? nullptr
-                       : static_cast<State*>(scratch(splits * outputs * int64_t(sizeof(State))));
+  const Scratch held = splits == 1 ? Scratch{} : scratch(splits * outputs * int64_t(sizeof(State)));
+  State* const partial = static_cast<State*>(held.memory);
   launch<reduce_kernel<Op, T, Out>>(grid_of(blocks_for(tiles * splits), kThreads), a.data<T>(),
                                     out.data<Out>(), partial, outputs, reduce, inner, lanes, splits,
                                     split_length);

@@ -16,6 +16,12 @@
     }                                                                           \
   } while (0)
 
+inline int device_attribute(cudaDeviceAttr which) {
+  int value = 0;
+  needle::cuda_check(cudaDeviceGetAttribute(&value, which, 0), "cudaDeviceGetAttribute");
+  return value;
+}
+
 template <class T>
 class Buffer {
  public:

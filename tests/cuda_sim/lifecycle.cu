@@ -92,6 +92,7 @@ void refused_memory() {
   cudaDeviceProp properties;
   CHECK(cudaGetDeviceProperties(&properties, 0) == cudaSuccess && properties.major == 9);
   CHECK(cudaSetDevice(1) == cudaErrorInvalidDevice);
+  CHECK(cudaGetLastError() == cudaErrorInvalidDevice && cudaGetLastError() == cudaSuccess);
 }
 
 __global__ void wait_kernel(int rounds) {

@@ -97,6 +97,7 @@ void warps() {
 }
 
 __global__ void reduce_sync_kernel(int* out) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // older ones do not have them
   const unsigned all = 0xffffffffu;
   const int lane = threadIdx.x;
   const int results[] = {__reduce_add_sync(all, lane),
@@ -107,9 +108,11 @@ __global__ void reduce_sync_kernel(int* out) {
                          static_cast<int>(__reduce_xor_sync(all, 1u << lane))};
   if (lane == 31)
     for (int i = 0; i < 6; ++i) out[i] = results[i];
+#endif
 }
 
 void reduce_sync() {
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 8) return;
   Buffer<int> out(6);
   launch<reduce_sync_kernel>({1, 32}, out.get());
   CHECK((out.host() == std::vector<int>{496, -5, 26, 64, 31, -1}));
@@ -157,7 +160,7 @@ __global__ void small_floats_kernel(float* out) {
   const __half a = __float2half(1.5f), b = __float2half(2.0f);
   const __nv_bfloat16 c = __float2bfloat16(1.5f), d = __float2bfloat16(2.0f);
   out[0] = __half2float(__hadd(a, b));
-  out[1] = __bfloat162float(__hfma(c, d, c));
+  out[1] = __half2float(__hfma(a, b, a));
   out[2] = __low2float(__hmul2(__halves2half2(a, b), __half2half2(b)));
   out[3] = __high2float(__hadd2(__floats2bfloat162_rn(1.0f, 2.0f), __bfloat162bfloat162(d)));
   out[4] = __half2float(__float2half(65520.0f));             // infinity
@@ -219,9 +222,9 @@ void launch_records() {
   CHECK(launch_counts().empty());
 }
 
-#if !defined(NEEDLE_RACE)
-// Fresh memory, global and shared, is all ones: NaN, so that what nobody wrote shows. (The race
-// detector calls the read of shared memory an error: races.cu.)
+#if NEEDLE_EMULATED && !defined(NEEDLE_RACE)
+// The emulator's fresh memory, global and shared, is all ones: NaN, so that what nobody wrote
+// shows. (The race detector calls the read of shared memory an error: races.cu.)
 __global__ void fresh_kernel(float* out) {
   NEEDLE_SHARED(float, fresh, 32);
   NEEDLE_DYNAMIC_SHARED(float, dynamic);
@@ -238,17 +241,28 @@ void fresh_memory() {
 }
 #endif
 
-__global__ void opted_in_kernel(char* out) {
+__global__ void opted_in_kernel(char* out, int bytes) {
   NEEDLE_DYNAMIC_SHARED(char, big);
-  big[200 * 1024 - 1] = 3;
-  *out = big[200 * 1024 - 1];
+  big[bytes - 1] = 3;
+  *out = big[bytes - 1];
 }
 
 void large_shared_memory() {
-  allow_dynamic_shared<opted_in_kernel>(200 * 1024);
+  const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+  CHECK(bytes > 48 * 1024);
+  allow_dynamic_shared<opted_in_kernel>(bytes);
   Buffer<char> out(1);
-  launch<opted_in_kernel>({1, 1, 200 * 1024}, out.get());
+  launch<opted_in_kernel>({1, 1, size_t(bytes)}, out.get(), bytes);
   CHECK(out.host()[0] == 3);
+  // What is refused is told once: launches after it are not said to have failed.
+  bool refused = false;
+  try {
+    allow_dynamic_shared<opted_in_kernel>(bytes + 1);
+  } catch (const CudaError&) {
+    refused = true;
+  }
+  CHECK(refused);
+  launch<opted_in_kernel>({1, 1, size_t(bytes)}, out.get(), bytes);
 }
 
 }  // namespace
@@ -262,7 +276,7 @@ int main() {
   small_floats();
   device_functions();
   launch_records();
-#if !defined(NEEDLE_RACE)
+#if NEEDLE_EMULATED && !defined(NEEDLE_RACE)
   fresh_memory();
 #endif
   large_shared_memory();

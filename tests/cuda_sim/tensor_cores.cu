@@ -182,17 +182,19 @@ void pipeline() {
 }  // namespace
 
 int main() {
-  half_precision<float16>();
-  half_precision<bfloat16>();
-  half_precision<__half>();
-  half_precision<__nv_bfloat16>();
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) >= 8) {
+    half_precision<float16>();
+    half_precision<bfloat16>();
+    half_precision<__half>();
+    half_precision<__nv_bfloat16>();
+    tf32();
+  }
   load_matrices<1, false>();
   load_matrices<2, false>();
   load_matrices<4, false>();
   load_matrices<1, true>();
   load_matrices<2, true>();
   load_matrices<4, true>();
-  tf32();
   pipeline();
   std::puts("ok");
 }

@@ -91,7 +91,7 @@ class BackendDevice:
             return None
         # A CUDA module imports happily on a machine without a GPU.
         if hasattr(mod, "device_count") and mod.device_count() == 0:
-            self._why_absent = "no usable GPU was found"
+            self._why_absent = f"no usable GPU was found: {mod.why_absent() or 'the driver names none'}"
             return None
         return mod
 

@@ -201,7 +201,8 @@ std::string run_grid(const Launch& launch) {
 cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
   using namespace needle::sim;
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  if (value < 0 || static_cast<size_t>(value) > kSharedBytesMax) return cudaErrorInvalidValue;
+  if (value < 0 || static_cast<size_t>(value) > max_shared_bytes())
+    return remember(cudaErrorInvalidValue);
   std::lock_guard<std::mutex> lock(opt_in_mutex());
   opted_in()[function] = static_cast<size_t>(value);
   return cudaSuccess;

@@ -24,6 +24,8 @@ struct Launch {
 NEEDLE_SIM_HIDDEN std::string check_launch(const Launch& launch);
 NEEDLE_SIM_HIDDEN std::string run_grid(const Launch& launch);
 
+// `error`, which cudaGetLastError then gives once.
+NEEDLE_SIM_HIDDEN cudaError_t remember(cudaError_t error);
 NEEDLE_SIM_HIDDEN bool streams_are_lazy();
 NEEDLE_SIM_HIDDEN void enqueue(cudaStream_t stream, std::function<std::string()> work);
 

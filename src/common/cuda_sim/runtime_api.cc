@@ -60,11 +60,6 @@ thread_local std::string last_fault;
 
 Stream& stream_or_default(cudaStream_t stream) { return stream ? *stream : default_stream; }
 
-cudaError_t remember(cudaError_t error) {
-  if (error != cudaSuccess) last_error = error;
-  return error;
-}
-
 void run_until(Stream& stream, uint64_t sequence, std::string& fault);
 
 void run_first(Stream& stream, std::string& fault) {
@@ -126,6 +121,28 @@ int compute_capability() {
 }
 
 }  // namespace
+
+cudaError_t remember(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
+size_t max_shared_bytes() {
+  switch (compute_capability()) {
+    case 75:
+      return 64 * 1024;
+    case 80:
+    case 87:
+      return 163 * 1024;
+    case 86:
+    case 89:
+    case 120:
+      return 99 * 1024;
+    default:
+      return 227 * 1024;
+  }
+}
 
 bool streams_are_lazy() {
   const char* wanted = std::getenv("NEEDLE_SIM_STREAMS");
@@ -309,7 +326,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       *value = static_cast<int>(kSharedBytesDefault);
       return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = static_cast<int>(kSharedBytesMax);
+      *value = static_cast<int>(max_shared_bytes());
       return cudaSuccess;
     case cudaDevAttrWarpSize:
       *value = kWarpSize;
@@ -331,7 +348,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   *properties = {"needle cuda_sim",
                  total_bytes(),
                  kSharedBytesDefault,
-                 kSharedBytesMax,
+                 max_shared_bytes(),
                  compute_capability() / 10,
                  compute_capability() % 10,
                  4,

@@ -318,10 +318,10 @@ char* Block::shared(const void* declaration, const char* name, size_t bytes, siz
           std::string("static shared memory: ") + std::to_string(shared_bytes_) + " bytes with `" +
               name + "` (at most " + std::to_string(kSharedBytesDefault) + ")",
           {"", 0});
-  if (declaration && shared_bytes_ + launch->smem > kSharedBytesMax)
+  if (declaration && shared_bytes_ + launch->smem > max_shared_bytes())
     fault(self(),
           "shared memory: " + std::to_string(shared_bytes_ + launch->smem) +
-              " bytes, static and dynamic (at most " + std::to_string(kSharedBytesMax) + ")",
+              " bytes, static and dynamic (at most " + std::to_string(max_shared_bytes()) + ")",
           {"", 0});
 #if NEEDLE_SIM_ASAN
   __asan_unpoison_memory_region(address, bytes);

@@ -21,7 +21,7 @@ struct OrderOption {
 OrderOption order_option();  // NEEDLE_SIM_ORDER=forward|reverse|random:SEED
 
 constexpr size_t kSharedBytesDefault = 48 * 1024;
-constexpr size_t kSharedBytesMax = 227 * 1024;  // sm_90; more needs other hardware
+size_t max_shared_bytes();  // after opting in, by the compute capability that NEEDLE_SIM_SM names
 
 struct Warp {
   uint32_t live = 0;     // lanes that have not exited
