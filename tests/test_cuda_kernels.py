@@ -1,25 +1,61 @@
-"""The CUDA kernels, run by the emulated device, driven directly: the paths that the parity suite's small arrays do not reach.
+"""The CUDA kernels, run by the emulated device and by a GPU, driven directly: the paths that the parity suite's small arrays do not
+reach.
 
 The definition is the reference backend in float64: the same call on the same values.
 """
+
+import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import needle as ndl
-from devices import usable
+from devices import DEVICES, usable
 from needle import dtype as dt
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray import ndarray_backend_numpy as reference
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import NDArray
 
-backend = usable("cuda_sim").require()
+backend = None  # the module of the device under test
+
+
+def use(name):
+    """Makes a device the one under test."""
+    global backend
+    backend = usable(name).require()
+    backend.reset_launch_counts()
+
+
+@pytest.fixture(autouse=True, params=[name for name in ("cuda_sim", "cuda") if name in DEVICES])
+def _device(request):
+    use(request.param)
+
+
+@pytest.fixture
+def tensor_cores(_device):
+    if backend.device_properties()["compute_capability"] < (8, 0):
+        pytest.skip("a GPU without the tensor cores of ptx.h")
+
+
+@pytest.fixture
+def capability(_device, monkeypatch):
+    """Makes the emulated device one of another compute capability."""
+    if backend.__device_name__ != "cuda_sim":
+        pytest.skip("a GPU is what it is")
+    return lambda wanted: monkeypatch.setenv("NEEDLE_SIM_SM", wanted)
+
 
 TOLERANCE = {"float64": 1e-10, "float32": 3e-5, "float16": 5e-3, "bfloat16": 4e-2}
 FLOATS = list(TOLERANCE)
 every_float = pytest.mark.parametrize("dtype", FLOATS)
-half_float = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+HALF_FLOATS = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+def half_float(test):
+    """A test of tensor cores."""
+    return pytest.mark.usefixtures("tensor_cores")(HALF_FLOATS(test))
 
 
 class In:
@@ -87,11 +123,6 @@ def check(name, dtype, *args, looser=1.0):
 def ran(*names):
     counts = backend.launch_counts()
     return [counts.get(n, 0) for n in names]
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    backend.reset_launch_counts()
 
 
 RNG = np.random.default_rng(0)
@@ -209,11 +240,18 @@ def test_matmul_tails_offsets_and_broadcast_batches(dtype, trans_a, trans_b):
                   Out((2, 2, m, n), values=normal(2, 2, m, n)), (2, 2), m, k, n, accumulate)  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_matmul_of_large_tiles(dtype):
-    m, k, n = 260, 50, 270
+@pytest.mark.parametrize(("dtype", "kernel", "k", "tail"), [("float32", "matmul_kernel", 50, 14), ("bfloat16", "matmul_kernel", 50, 14),
+                                                            ("bfloat16", "matmul_mma_kernel", 56, 16)])  # fmt: skip
+def test_matmul_of_large_tiles(dtype, kernel, k, tail):
+    """Taken where they give every multiprocessor one."""
+    properties = backend.device_properties()
+    if kernel == "matmul_mma_kernel" and properties["compute_capability"] < (8, 0):
+        pytest.skip("a GPU without the tensor cores of ptx.h")
+    whole = 128 * math.ceil(properties["multiprocessors"] ** 0.5)
+    m, n = whole + 4, whole + tail
     a, b = normal(m, k), normal(k, n)
     check("matmul", dtype, In(a), 0, (), k, False, In(b), 0, (), n, False, Out((m, n)), (), m, k, n, False)
+    assert {name: threads for name, (_, threads) in backend.launch_extents().items()} == {kernel: 256}
 
 
 @half_float
@@ -249,9 +287,9 @@ def test_matmul_of_special_values_on_tensor_cores(dtype):
     [("offset", "float16", 4, 40, 1600), ("row stride", "bfloat16", 8, 44, 1600), ("batch stride", "float16", 8, 40, 1604),
      ("dtype", "float32", 8, 40, 1600), ("capability", "bfloat16", 8, 40, 1600)],
 )  # fmt: skip
-def test_matmul_that_tensor_cores_cannot_take(monkeypatch, why, dtype, offset, lda, batch_stride):
+def test_matmul_that_tensor_cores_cannot_take(request, why, dtype, offset, lda, batch_stride):
     if why == "capability":
-        monkeypatch.setenv("NEEDLE_SIM_SM", "75")
+        request.getfixturevalue("capability")("75")
     m, k, n = 40, 33, 48
     for swap in (False, True):  # the same operand on the left and, transposed, on the right
         odd = (In(normal(4000)), offset, (batch_stride,), lda)
@@ -525,15 +563,25 @@ def test_attention_of_special_values_on_tensor_cores(dtype):
     assert ran(*ATTENTION_KERNELS)[0] == 2
 
 
-@pytest.mark.parametrize(("dtype", "D", "capability"), [("float32", 16, "90"), ("bfloat16", 20, "90"), ("float16", 16, "75")])
-def test_attention_that_tensor_cores_cannot_take(monkeypatch, dtype, D, capability):
-    monkeypatch.setenv("NEEDLE_SIM_SM", capability)
+@pytest.mark.parametrize(("dtype", "D", "sm"), [("float32", 16, None), ("bfloat16", 20, None), ("float16", 16, "75")])
+def test_attention_that_tensor_cores_cannot_take(request, dtype, D, sm):
+    if sm:
+        request.getfixturevalue("capability")(sm)
     check_attention(dtype, 1, 2, 37, 37, D, 16, 1, 0)
     assert ran(*ATTENTION_KERNELS) == [0, 0, 0, 2, 2, 2]
 
 
-def test_attention_of_a_view_that_is_not_aligned():
-    x = NDArray(normal(1, 2, 40, 24), device=ndl.cuda_sim(), dtype="bfloat16")[:, :, :, 4:20]
+@pytest.mark.parametrize(("sm", "dtype", "most"), [("75", "float32", 65536), ("86", "float64", 101376)])
+def test_heads_that_shared_memory_cannot_hold(capability, sm, dtype, most):
+    """One clear error, and the device goes on."""
+    capability(sm)
+    with pytest.raises(ValueError, match=rf"attention_dq_kernel\] a block needs \d+ bytes of shared memory .at most {most} on"):
+        check_attention(dtype, 1, 1, 16, 16, 200, 16, 1, 0)
+    check_attention(dtype, 1, 1, 16, 16, 64, 16, 1, 0)
+
+
+def test_attention_of_a_view_that_is_not_aligned(tensor_cores):
+    x = NDArray(normal(1, 2, 40, 24), device=getattr(ndl, backend.__device_name__)(), dtype="bfloat16")[:, :, :, 4:20]
     layout = BlockLayout(np.ones((3, 3)), 16, causal=True)
     found = [kernels.attention(y, y, y, layout, 0.25)[0].numpy().astype(np.float64) for y in (x, x.copy())]
     np.testing.assert_allclose(*found, atol=TOLERANCE["bfloat16"])
@@ -614,7 +662,7 @@ def test_blocksparse_products_of_special_values_on_tensor_cores(dtype):
     assert ran("BlockSparseMatmulKernelMma") == [2]
 
 
-def test_blocksparse_products_that_tensor_cores_cannot_take(monkeypatch):
+def test_blocksparse_products_that_tensor_cores_cannot_take(request):
     masks = np.ones((1, 2, 2), bool)
     (row_ptr, col_idx, _), _, same, _ = layout_of(masks)
     S = normal(1, 4, 16, 16)
@@ -625,7 +673,8 @@ def test_blocksparse_products_that_tensor_cores_cannot_take(monkeypatch):
 
     dsd("float32", 8)
     dsd("bfloat16", 12)  # rows of 24 bytes
-    monkeypatch.setenv("NEEDLE_SIM_SM", "75")
+    assert ran("BlockSparseMatmulKernelMma", "BlockSparseMatmulKernel") == [0, 4]
+    request.getfixturevalue("capability")("75")
     dsd("bfloat16", 8)
     assert ran("BlockSparseMatmulKernelMma", "BlockSparseMatmulKernel") == [0, 6]
 
@@ -685,6 +734,23 @@ def test_memory_is_counted_limited_and_given_back():
     assert after["live"] == before["live"] and after["reserved"] <= before["reserved"] + (4 << 20)
 
 
+def test_threads_of_the_host_do_not_share_partial_results():
+    n = 1 << 17  # cut into parts, and large enough for the interpreter's lock to be released meanwhile
+    arrays = {value: put(backend, np.full(n, value), "float32") for value in (1, 2)}
+
+    def sums(value):
+        found = set()
+        for _ in range(50):
+            out = backend.Array(1, "float32")
+            backend.reduce_sum(arrays[value], out, 1, n, 1)
+            found.add(get(backend, out)[0])
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(sums, arrays)) == [{n}, {2 * n}]
+    assert ran("reduce_partials_kernel") == [100]
+
+
 def test_large_and_small_transfers():
     for size in (1, 1000, (1 << 18) + 5):
         x = normal(size).astype(np.float32)
@@ -695,7 +761,7 @@ def test_large_and_small_transfers():
 
 
 def test_device_properties_and_enabled():
-    assert backend.enabled() and backend.device_count() == 1
+    assert backend.enabled() and backend.device_count() >= 1
     properties = backend.device_properties()
     assert properties["warp_size"] == 32 and properties["multiprocessors"] > 0 and properties["total_bytes"] > 0
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import test_cuda_kernels
+from devices import usable
 from needle import dtype as dt
 from test_cuda_kernels import (
     RNG,
     In,
     Out,
     acc,
-    backend,
     check,
     check_attention,
     check_blocksparse,
@@ -25,6 +26,7 @@ from test_cuda_kernels import (
     put,
 )
 
+backend = usable("cuda_sim").require()
 SETTINGS = [
     ("forward", "eager", "late"),
     ("forward", "lazy", "early"),
@@ -37,6 +39,11 @@ ONE_BLOCK = {"embedding_scan_kernel"}  # a running sum over the vocabulary
 KERNELS = Path(__file__).parent.parent / "src" / "kernels"
 # One block's worth of 16-byte vectors and a little more, in every dtype; of elements; of rows that a warp takes each.
 VECTORS, ELEMENTS, ROWS, COLS = 256 * 8 + 5, 300, 9, 33
+
+
+@pytest.fixture(autouse=True)
+def _emulated():
+    test_cuda_kernels.use("cuda_sim")
 
 
 def fills(dtype):

@@ -27,6 +27,7 @@ def make(gpu_check, **changes):
         "device": "cuda_sim",
         "arch": None,
         "build_only": False,
+        "stages": gpu_check.STAGES,
         "no_build": True,
         "tests": "",
         "minutes": 5,
@@ -61,9 +62,48 @@ def test_a_test_that_crashes_takes_no_other_along(gpu_check, tmp_path):
     assert list(make(gpu_check, minutes=0).verdicts([f"{path}::test_a"])) == []
 
 
+def test_what_passed_is_not_run_again(gpu_check, tmp_path, monkeypatch):
+    path, ran = tmp_path / "test_some.py", tmp_path / "ran"
+    path.write_text(
+        f"""
+import pytest
+@pytest.fixture
+def broken(): assert 0
+@pytest.mark.parametrize("x", ["a", "b - c", (1, 2)], ids=str)
+def test_x(x):
+    open({str(ran)!r}, "a").write(f"{{x}};")
+    assert x != (1, 2)
+def test_y(broken): pass
+"""
+    )
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    tests = [f"test_some.py::test_{name}" for name in ("x[a]", "x[b - c]", "x[(1, 2)]", "y")]
+    verdicts = dict(make(gpu_check).verdicts(tests))
+    assert [test for test, said in verdicts.items() if said is None] == tests[:2] and list(verdicts) == tests
+    assert ran.read_text() == "a;b - c;(1, 2);(1, 2);"
+
+
 def test_only_tests_of_the_device_are_found(gpu_check):
     found = make(gpu_check, device="cuda", tests="").tests()
     assert len(found) > 100 and all("cuda" in test and "cuda_sim" not in test.split("[", 1)[1] for test in found)
+    for name in ("test_parity.py::test_parity[", "test_cuda_kernels.py::test_attention_on_tensor_cores["):
+        assert any(name in test for test in found)
+
+
+def test_stages_can_be_chosen(gpu_check, monkeypatch, tmp_path):
+    said = []
+    monkeypatch.setattr(gpu_check, "BUILD", tmp_path)
+    for name in gpu_check.STAGES:
+        monkeypatch.setattr(gpu_check.Check, name, lambda self, name=name: said.append(name))
+    for arguments, expected in (
+        ([], gpu_check.STAGES),
+        (["--no-build"], gpu_check.STAGES[1:]),
+        (["--build-only"], ("build", "instructions")),
+        (["--stages", "sanitizer", "parity"], ("parity", "sanitizer")),
+    ):
+        said.clear()
+        assert gpu_check.main(["--device", "cuda_sim", *arguments]) == 0
+        assert tuple(said) == expected
 
 
 def test_what_is_missing_is_said_in_one_line(gpu_check, monkeypatch, capsys):
@@ -96,8 +136,9 @@ def test_a_stage_that_takes_too_long_ends_with_its_children(gpu_check):
     assert code == -9 and output.startswith("begun") and "ended after" in output
 
 
-def test_the_instruction_programs_compile_for_a_gpu(gpu_check, monkeypatch, tmp_path):
-    check = make(gpu_check, device="cuda", arch="80", build_only=True)
+@pytest.mark.parametrize("arch", ["75", "80"])
+def test_the_instruction_programs_compile_for_a_gpu(gpu_check, monkeypatch, tmp_path, arch):
+    check = make(gpu_check, device="cuda", arch=arch, build_only=True)
     if check.tool("nvcc") is None:
         pytest.skip("no nvcc here")
     monkeypatch.setattr(gpu_check, "BUILD", tmp_path)
