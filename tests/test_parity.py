@@ -10,7 +10,7 @@ import needle as ndl
 from needle import ops
 from needle.backend_ndarray import ndarray_backend_cpu, ndarray_backend_numpy
 from needle.backend_ndarray.ndarray import NDArray
-from needle.testing import TOLERANCES, assert_close, check_parity, gradcheck
+from needle.testing import TOLERANCES, assert_close, check_parity, check_second_derivative, gradcheck
 from op_cases import CASES
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -29,6 +29,11 @@ def test_forward_equals_numpy(case, host):
 @by_name
 def test_gradient_equals_finite_differences(case, host):
     gradcheck(case, host)
+
+
+@by_name
+def test_second_derivative_equals_finite_differences(case, host):
+    check_second_derivative(case, host)
 
 
 @by_name

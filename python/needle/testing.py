@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .autograd import Tensor
+from .autograd import Tensor, sum_node_list
 from .backend_ndarray import BackendDevice
 from .errors import NeedleTestError
 
@@ -123,6 +123,37 @@ def gradcheck(case: OpCase, device: BackendDevice, eps: float = 1e-6, tolerance:
         assert_close(grads[i].reshape(-1), numeric, tolerance * max(case.looser, 1.0), f"{case.name}, gradient {i}")
 
 
+def check_second_derivative(case: OpCase, device: BackendDevice, eps: float = 1e-5, tolerance: float = 1e-5) -> None:
+    """The derivative of the op's gradients along one direction against a central difference, in float64.
+
+    raises: NeedleTestError if they differ, as they do where ``gradient`` is not made of ops and the op has no ``reference``.
+    """
+    values = case.inputs()
+    directions = [_normal(1, x.shape) for x in values]
+
+    def slope(step: float, create_graph: bool = False) -> tuple[list[Tensor], list[Tensor]]:
+        """The inputs, moved by ``step``, and the terms of a weighted sum of the gradients there."""
+        inputs = _tensors([x + step * d for x, d in zip(values, directions)], device, "float64")
+        out = case.run(*inputs)
+        out.backward(Tensor(_weights(out.shape), device=device, dtype=out.dtype, requires_grad=False), create_graph=create_graph)
+        weights = _tensors([_normal(2, x.shape) for x in values], device, "float64", grad=False)
+        return inputs, [(x.grad * w).sum() for x, w in zip(inputs, weights) if x.grad is not None]
+
+    up, down = (sum(part.item() for part in slope(step)[1]) for step in (eps, -eps))
+    inputs, parts = slope(0.0, create_graph=True)
+    for x in inputs:
+        x.grad = None
+    total = sum_node_list(parts)
+    if total.requires_grad:
+        total.backward()
+    found = sum(float((x.grad.numpy() * d).sum()) for x, d in zip(inputs, directions) if x.grad is not None)
+    assert_close(found, (up - down) / (2 * eps), tolerance * max(case.looser, 1.0), f"{case.name}, second derivative")
+
+
+def _normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
 def check_parity(case: OpCase, device: BackendDevice, reference: BackendDevice, dtype: str) -> None:
     """Output and gradients on ``device`` in ``dtype`` against ``reference`` in float64. raises: NeedleTestError."""
     values = case.inputs()
@@ -134,4 +165,4 @@ def check_parity(case: OpCase, device: BackendDevice, reference: BackendDevice, 
         assert_close(f, e, backward, f"{case.name} on {device}, {dtype}, gradient {i}")
 
 
-__all__ = ["TOLERANCES", "OpCase", "assert_close", "check_parity", "gradcheck", "gradients"]
+__all__ = ["TOLERANCES", "OpCase", "assert_close", "check_parity", "check_second_derivative", "gradcheck", "gradients"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..autograd import Tensor, TensorOp, TensorTupleOp
+from ..autograd import Tensor, TensorOp, TensorTupleOp, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.ndarray import NDArray, empty
@@ -12,7 +12,7 @@ from ..errors import ShapeError
 from .ops_index import where
 from .ops_logarithmic import softmax
 from .ops_mathematic import matmul
-from .ops_shape import broadcast_to, concatenate, transpose
+from .ops_shape import broadcast_to, concatenate, permute, stack, transpose
 from .ops_tuple import tuple_get_item
 
 
@@ -65,8 +65,9 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, D), k and v (B, H, S, D) -> (B, H, T, D).
 
-    layout: which blocks take part; None: all of them, up to the diagonal if ``causal`` (query t stands at position S - T + t).
-    scale: default 1 / sqrt(D).
+    layout: which blocks take part; None: all of them, up to the diagonal if ``causal`` (query t stands at position S - T + t). With
+    a layout ``causal`` says nothing: the layout is causal or not. scale: of q k^T, default 1 / sqrt(D).
+    No (T, S) array is made. raises: ShapeError if shapes or the layout do not fit, DTypeError for dtypes that differ.
     """
     if q.ndim != 4 or k.ndim != 4:
         raise ShapeError(f"[attention] q is {q.shape}, k is {k.shape} (accepted: (batch, heads, positions, features))")
@@ -97,7 +98,9 @@ class RotaryQKV(TensorTupleOp):
         return kernels.rotary(q, self.cos, self.sin), kernels.rotary(k, self.cos, self.sin), v.copy()
 
     def gradient(self, out_grad, node):
-        B, T, H, _, D = shape = node.inputs[0].shape
+        shape = node.inputs[0].shape
+        if is_grad_enabled():
+            return self._gradient_of_ops(out_grad)
         dtype, device = node.inputs[0].dtype, node.inputs[0].device
         packed = empty(shape, dtype, device)
         for i, grad in enumerate(out_grad):
@@ -110,6 +113,13 @@ class RotaryQKV(TensorTupleOp):
                 target[:, :, :, :] = grad.realize_cached_data()
         return Tensor.make_const(packed)
 
+    def _gradient_of_ops(self, out_grad):
+        """The same, for a gradient that gets a graph of its own."""
+        some = next(grad for grad in out_grad if grad is not None)
+        dq, dk, dv = (some * 0 if grad is None else grad for grad in out_grad)
+        turned = [Rotary(self.cos, self.sin, inverse=True)(grad) for grad in (dq, dk)]
+        return permute(stack([*turned, dv], 3), (0, 2, 1, 3, 4))  # (B, H, T, 3, D) -> (B, T, H, 3, D)
+
 
 def _head_view(qkv: NDArray, i: int) -> NDArray:
     """(B, H, T, D): one of q, k, v inside packed (B, T, H, 3, D)."""
@@ -119,7 +129,10 @@ def _head_view(qkv: NDArray, i: int) -> NDArray:
 
 
 def rotary_qkv(qkv: Tensor, cos: NDArray, sin: NDArray) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as (B, H, T, D) from packed (B, T, H, 3, D), q and k rotated."""
+    """q, k, v as (B, H, T, D) from packed qkv (B, T, H, 3, D), q and k rotated by position; cos, sin: (>= T, rot / 2).
+
+    raises: ShapeError.
+    """
     q, k, v = RotaryQKV(cos, sin)(qkv)
     return q, k, v
 
@@ -141,5 +154,8 @@ class Rotary(TensorOp):
 
 
 def rotary(x: Tensor, cos: NDArray, sin: NDArray) -> Tensor:
-    """Rotary position embedding of x (B, H, T, D) by tables (>= T, rot / 2)."""
+    """Rotary position embedding: x (B, H, T, D) with feature i < rot / 2 turned together with feature i + rot / 2.
+
+    cos, sin: (>= T, rot / 2), row t for position t. raises: ShapeError. source: Su et al. 2021, arXiv:2104.09864.
+    """
     return Rotary(cos, sin)(x)

@@ -35,6 +35,7 @@ class BroadcastTo(_Move):
 
 
 def broadcast_to(a: Tensor, shape) -> Tensor:
+    """a repeated to ``shape`` along axes of length 1 and new leading axes. raises: ShapeError if it does not fit."""
     return a if a.shape == shape else BroadcastTo(shape)(a)
 
 
@@ -52,6 +53,7 @@ class Reshape(_Move):
 
 
 def reshape(a: Tensor, shape) -> Tensor:
+    """The same elements in row-major order under another shape; one length may be -1. raises: ShapeError."""
     return Reshape(shape)(a)
 
 
@@ -75,6 +77,7 @@ class Transpose(_Move):
 
 
 def transpose(a: Tensor, axes=None) -> Tensor:
+    """a with two axes swapped, by default the last two. raises: ShapeError for another number of axes."""
     return Transpose(axes)(a)
 
 
@@ -94,6 +97,7 @@ class Permute(_Move):
 
 
 def permute(a: Tensor, axes) -> Tensor:
+    """The axes in another order, numpy's transpose. raises: ShapeError if ``axes`` is no order of all of them."""
     return Permute(axes)(a)
 
 
@@ -111,6 +115,7 @@ class Flip(_Move):
 
 
 def flip(a: Tensor, axes=None) -> Tensor:
+    """The elements in reverse order along ``axes``: an int, several, or None for all."""
     return Flip(axes)(a)
 
 
@@ -142,6 +147,7 @@ def _every(axes, dilation: int, ndim: int) -> tuple[slice, ...]:
 
 
 def dilate(a: Tensor, axes, dilation: int) -> Tensor:
+    """``dilation`` zeros after every element along ``axes``; axes that a does not have are ignored."""
     return Dilate(axes, dilation)(a)
 
 
@@ -160,6 +166,7 @@ class UnDilate(_Move):
 
 
 def undilate(a: Tensor, axes, dilation: int) -> Tensor:
+    """Every (dilation + 1)-th element along ``axes``, from the first on: undoes dilate."""
     return UnDilate(axes, dilation)(a)
 
 
@@ -183,6 +190,7 @@ class Pad(_Move):
 
 
 def pad(a: Tensor, widths) -> Tensor:
+    """Zeros around a: ``widths`` is one (left, right) pair per axis. raises: ShapeError for other widths."""
     return Pad(widths)(a)
 
 
@@ -224,7 +232,7 @@ class Stack(TensorOp):
 
 
 def stack(args, axis: int) -> Tensor:
-    """Tensors of one shape along a new axis ``axis``."""
+    """Tensors of one shape along a new axis ``axis``. raises: ShapeError if their shapes differ."""
     return Stack(axis)(args if isinstance(args, TensorTuple) else make_tuple(*args))
 
 
@@ -248,6 +256,7 @@ class Split(TensorTupleOp):
 
 
 def split(a: Tensor, axis: int) -> TensorTuple:
+    """The slices of a along ``axis``, each without it."""
     return Split(axis)(a)
 
 
@@ -287,14 +296,15 @@ class Concatenate(TensorOp):
 
 
 def concatenate(args, axis: int = 0) -> Tensor:
+    """Tensors joined along an axis that they have. raises: ShapeError if they differ in another one."""
     return Concatenate(axis)(args if isinstance(args, TensorTuple) else make_tuple(*args))
 
 
 class Conv(TensorOp):
     """2-D convolution as a matrix product over windows (im2col by strides).
 
-    a: (N, H, W, Cin); b: (K, K, Cin, Cout); padding on both sides of H and W. Result: (N, H', W', Cout) with
-    H' = (H + 2 padding - K) // stride + 1. raises: ShapeError for other ranks or unequal channels.
+    a: (N, H, W, Cin); b: (K, L, Cin, Cout); padding on both sides of H and W. Result: (N, H', W', Cout) with
+    H' = (H + 2 padding - K) // stride + 1, W' likewise. raises: ShapeError for other ranks or unequal channels.
     """
 
     autocast = "lower"
@@ -308,7 +318,7 @@ class Conv(TensorOp):
 
     def compute(self, a, b):
         if a.ndim != 4 or b.ndim != 4 or a.shape[3] != b.shape[2]:
-            raise ShapeError(f"[conv] image is {a.shape}, kernel is {b.shape} (accepted: (N, H, W, Cin), (K, K, Cin, Cout))")
+            raise ShapeError(f"[conv] image is {a.shape}, kernel is {b.shape} (accepted: (N, H, W, Cin), (K, L, Cin, Cout))")
         p, s = self.padding, self.stride
         padded = a.pad(((0, 0), (p, p), (p, p), (0, 0))) if p else a.compact()
         N, H, W, C = padded.shape
@@ -366,5 +376,8 @@ def _larger(a: int, b: int) -> int:
 
 
 def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
-    """2-D convolution: a (N, H, W, Cin), b (K, K, Cin, Cout). The default padding is the course's."""
+    """2-D convolution: a (N, H, W, Cin), b (K, L, Cin, Cout) -> (N, H', W', Cout), H' = (H + 2 padding - K) // stride + 1.
+
+    padding: zeros on each side of H and W; the default is the course's. raises: ShapeError.
+    """
     return Conv(stride, padding)(a, b)
