@@ -16,6 +16,8 @@ EXPECTED = (ShapeError, DataError, DeviceError, CheckpointError, IndexError, Mem
 
 def flag(group, name: str, **kwargs) -> None:
     """--a_b and --a-b. What is on or off also has --no_a_b, for what a file has switched on."""
+    if kwargs.get("type") in (int, float):
+        kwargs.setdefault("metavar", "N" if kwargs["type"] is int else "X")
     group.add_argument(*_spellings(name), **kwargs)
     if kwargs.get("action") == "store_true":
         group.add_argument(*_spellings(f"no_{name}"), action="store_false", dest=name, default=False, help=argparse.SUPPRESS)
@@ -39,7 +41,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Says a default where there is one; the texts of the other flags say what happens without them."""
 
     def _get_help_string(self, action):
-        return action.help if action.default is None or action.default is False else super()._get_help_string(action)
+        nothing = action.default is None or action.default is False or action.default == []
+        return action.help if nothing else super()._get_help_string(action)
 
 
 def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> int:

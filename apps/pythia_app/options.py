@@ -55,7 +55,7 @@ def _parser() -> Parser:
         "config",
         default=None,
         metavar="FILE",
-        help="flags in YAML, `name: value`; the command line overrides, --no_NAME what is true",
+        help="flags in YAML, a line `name: value` each; the command line comes before them, with --no_NAME for what is true there",
     )
     model = parser.add_argument_group("model")
     flag(model, "model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
@@ -85,14 +85,25 @@ def _parser() -> Parser:
     )  # fmt: skip
     flag(training, "precision", default="fp32", help=f"of products: {', '.join(PRECISIONS)}; parameters stay float32")
     flag(training, "lr", type=float, default=1e-3, help="peak learning rate: linear warmup, then a cosine")
-    flag(training, "warmup_steps", type=int, default=None, help="(default: a tenth of the steps, at most 100)")
+    flag(
+        training,
+        "warmup_steps",
+        type=int,
+        default=None,
+        help="steps in which the learning rate rises (default: a tenth of all, at most 100)",
+    )
     flag(training, "min_lr_ratio", type=float, default=0.1, metavar="R", help="the last learning rate, of the peak one")
     flag(training, "betas", type=float, nargs=2, default=[0.9, 0.95], metavar="BETA", help="AdamW's decay of its two averages")
-    flag(training, "eps", type=float, default=1e-8, help="AdamW's, beside the root of the second average")
+    flag(training, "eps", type=float, default=1e-8, help="AdamW's, added to the root of the second average")
     flag(training, "weight_decay", type=float, default=0.1, help="AdamW's, of matrices and embeddings")
     flag(training, "max_grad_norm", type=float, default=1.0, metavar="NORM", help="gradients are clipped to this joint norm")
     flag(
-        training, "dropout", type=float, default=0.0, metavar="P", help="share of the embedding's and the layers' outputs left out"
+        training,
+        "dropout",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="of the embedding's output and of what each layer's attention and feed-forward add",
     )
     flag(training, "eval_only", action="store_true", help="only the loss on held-out text")
     where = parser.add_argument_group("machine and files")

@@ -26,8 +26,8 @@ NUMBERS = {
     "seq_len": (512, 1 << 17, "positions in a sequence"),
     "accumulation_steps": (1, 1 << 20, "micro-batches in a step"),
     "block_size": (64, 128, "edge of a block in positions"),
-    "window": (2, 1 << 20, "blocks of the local pattern"),
-    "depth": (2, 1 << 20, "names of a module's path that a row stands for"),
+    "window": (2, 1 << 20, "blocks of the local pattern: its own and those before it"),
+    "depth": (2, 1 << 20, "names of a module's path that a row of the table stands for"),
 }
 
 
@@ -58,22 +58,28 @@ def add_plan(commands: Any) -> None:
         "plan",
         help="what training a Pythia takes: to the byte, in seconds, allocating nothing",
         description="Runs two training steps on the device without data and says where every byte is at the peak.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    plan.add_argument("--model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
+    plan.add_argument("--model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)} (default: 70m)")
     for name, (value, _, what) in NUMBERS.items():
-        plan.add_argument(*_spellings(name), type=int, default=value, help=what)
+        plan.add_argument(*_spellings(name), type=int, default=value, metavar="N", help=f"{what} (default: {value})")
     plan.add_argument(
         *_spellings("checkpoint_layers"), default="0", metavar="N|SIZE",
-        help="layers at a time that are computed again in backward, 0: none; or as few as keep the peak within SIZE, like 2GiB",
+        help="compute so many layers at a time again in backward instead of keeping their arrays (default: 0, keep all); or as few "
+        "as keep the peak within SIZE, like 2GiB",
     )  # fmt: skip
-    plan.add_argument("--precision", default="fp32", choices=PRECISIONS, help="of products; parameters are float32 in each")
-    plan.add_argument("--sparse", action="store_true", help="block-sparse attention")
-    plan.add_argument("--pattern", default="local", choices=PATTERNS, help="of block-sparse attention")
     plan.add_argument(
-        "--gpu", action="append", default=[], metavar="NAME", help=f"what fits: {', '.join(memory.GPUS)}, or 16GiB; repeatable"
+        "--precision", default="fp32", choices=PRECISIONS, help="of products; parameters stay float32 (default: fp32)"
     )
-    plan.add_argument("--html", default=None, metavar="FILE", help="draw the memory of the second step over time")
+    plan.add_argument("--sparse", action="store_true", help="block-sparse attention instead of dense")
+    plan.add_argument("--pattern", default="local", choices=PATTERNS, help="blocks that a block sees (default: local)")
+    plan.add_argument(
+        "--gpu",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help=f"say what fits there: {', '.join(memory.GPUS)}, or 16GiB; repeatable",
+    )
+    plan.add_argument("--html", default=None, metavar="FILE", help="draw the memory over time, of building and of both steps")
     plan.set_defaults(run=run_plan)
 
 
