@@ -1,4 +1,9 @@
-"""needle: a small deep-learning framework that never leaks a graph."""
+"""needle: a small deep-learning framework that never leaks a graph.
+
+``Tensor`` and its ``backward``; devices: ``cpu``, ``cuda``, ``cuda_sim``, ``cpu_numpy``, ``meta``; ``ops``: what can be computed
+with Tensors (the names are here, too); ``init``: constants and random numbers; ``nn``: layers; ``optim``; ``data``; ``amp``: mixed
+precision; ``remat``: activation checkpointing; ``memory``: accounts, plans and leaks; ``models``: Pythia; ``checkpoints``: files.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -195,9 +195,11 @@ class GradScaler:
         self._stepped: dict[Any, bool] = {}  # optimizer: whether its step was skipped
 
     def is_enabled(self) -> bool:
+        """Whether it does anything."""
         return self.enabled
 
     def get_scale(self) -> float:
+        """What the loss is multiplied by now; 1 if it is not enabled."""
         return self._scale if self.enabled else 1.0
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ is_grad_enabled: Callable[[], bool] = _grad_enabled.get
 
 
 def is_rematerializing() -> bool:
+    """Whether ops are recorded within ``rematerialize`` here and now."""
     return _segment is not None
 
 
@@ -258,10 +259,12 @@ class Value:
 
     @property
     def op(self) -> Op | None:
+        """The op that made this value; None for a leaf."""
         return self._node.op if self._node is not None else None
 
     @property
     def inputs(self) -> list[Value]:
+        """What ``op`` was applied to; empty for a leaf."""
         return [Value._of(n) for n in self._node.inputs] if self._node is not None else []
 
     @property
@@ -272,10 +275,12 @@ class Value:
 
     @property
     def num_outputs(self) -> int:
+        """How many arrays the value is: 1 for a Tensor."""
         return 1
 
     @property
     def requires_grad(self) -> bool:
+        """Whether backward gives this value a gradient. raises: GraphError for False on what is no leaf."""
         return self._requires_grad
 
     @requires_grad.setter
@@ -288,6 +293,7 @@ class Value:
 
     @property
     def cached_data(self):
+        """The NDArray (for a TensorTuple, several); assigning one replaces it."""
         return self.realize_cached_data()
 
     @cached_data.setter
@@ -311,6 +317,7 @@ class Value:
         return self._data
 
     def is_leaf(self) -> bool:
+        """Whether no op made this value, or none that is remembered."""
         return self.op is None
 
     @classmethod
@@ -396,6 +403,7 @@ class TensorTuple(Value):
         return ops.tuple_get_item(self, index)
 
     def tuple(self) -> tuple[Tensor, ...]:
+        """The items, in Python's tuple."""
         return tuple([self[i] for i in range(len(self))])
 
     def __iter__(self):
@@ -412,6 +420,7 @@ class TensorTuple(Value):
         return ops.make_tuple(*[a + b for a, b in zip(self, other)])
 
     def detach(self) -> TensorTuple:
+        """The same values without history; shares memory."""
         return TensorTuple.make_const(self.realize_cached_data())
 
 
@@ -420,7 +429,9 @@ class Tensor(Value):
 
     array: a Tensor (shares its data if device and dtype agree), or anything ``NDArray`` takes (copied).
     device: default: that of a Tensor or NDArray, else the default device.
-    dtype: default: that of a Tensor or NDArray; float32 for the rest (numpy's own with NEEDLE_BACKEND=np).
+    dtype: default: that of a Tensor or NDArray; float32 for the rest, integers included (numpy's own with NEEDLE_BACKEND=np).
+    requires_grad: whether ``backward`` shall give it a gradient.
+    raises: DTypeError, DeviceError.
     """
 
     __slots__ = ("_grad", "_source", "_retains_grad")
@@ -471,23 +482,28 @@ class Tensor(Value):
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Length of each axis."""
         data = self._data
         return data._shape if data is not None else self._spec()[0]
 
     @property
     def dtype(self) -> str:
+        """The dtype by name, as "float32"."""
         return self._spec()[1]
 
     @property
     def device(self) -> Device:
+        """The device that holds the values."""
         return self._spec()[2]
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -509,6 +525,7 @@ class Tensor(Value):
 
     @property
     def grad(self) -> Tensor | None:
+        """The gradient that the last backward found, a Tensor of this shape; None before."""
         return self._grad
 
     @grad.setter
@@ -684,15 +701,19 @@ class Tensor(Value):
         ops.setitem_in_place(self, index, value)
 
     def matmul(self, other: Tensor) -> Tensor:
+        """``self @ other``."""
         return ops.MatMul()(self, other)
 
     def sum(self, axes=None, keepdims: bool = False) -> Tensor:
+        """``ops.summation``: over an axis, several, or all, which gives shape (1,)."""
         return ops.summation(self, axes, keepdims)
 
     def mean(self, axes=None, keepdims: bool = False) -> Tensor:
+        """``ops.mean``: over an axis, several, or all, which gives shape (1,)."""
         return ops.mean(self, axes, keepdims)
 
     def broadcast_to(self, shape) -> Tensor:
+        """Repeated to ``shape`` along axes of length 1 and new leading axes."""
         return ops.BroadcastTo(shape)(self)
 
     def reshape(self, shape, *more) -> Tensor:
@@ -708,6 +729,7 @@ class Tensor(Value):
         return ops.permute(self, axes)
 
     def astype(self, dtype) -> Tensor:
+        """The values in another dtype; the gradient comes back in this one."""
         return ops.astype(self, dtype)
 
 

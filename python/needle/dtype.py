@@ -87,10 +87,12 @@ def storable(dtype: Any) -> str:
 
 
 def is_float(name: str) -> bool:
+    """Whether the dtype of that name is floating."""
     return _KINDS[name] == "f"
 
 
 def is_integer(name: str) -> bool:
+    """Whether the dtype of that name is an integer, bool not included."""
     return _KINDS[name] == "i"
 
 

@@ -23,12 +23,13 @@ def _several(params: Any) -> list:
 
 
 class Optimizer:
-    """Holds the parameters that ``step`` updates."""
+    """Holds the parameters that ``step`` updates in place; a parameter without a gradient is left as it is."""
 
     def __init__(self, params: Iterable[Tensor]):
         self.params: list[Tensor] = _several(params)
 
     def step(self) -> None:
+        """Updates the parameters by their gradients, which stay."""
         raise NotImplementedError
 
     def reset_grad(self) -> None:
@@ -67,7 +68,7 @@ def _compact(p: Tensor) -> NDArray:
 
 
 class SGD(Optimizer):
-    """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u, in place."""
+    """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u. PyTorch's has no factor 1 - momentum."""
 
     def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0):
         super().__init__(params)
@@ -119,7 +120,10 @@ class _Moments(Optimizer):
 
 
 class Adam(_Moments):
-    """Adam with L2 regularization added to the gradient, in place. source: Kingma & Ba 2014, arXiv:1412.6980."""
+    """g = grad + weight_decay w; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; w -= lr m' / (sqrt(v') + eps).
+
+    m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t) at step t. source: Kingma & Ba 2014, arXiv:1412.6980.
+    """
 
     def __init__(self, params, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
         super().__init__(params)
@@ -139,7 +143,7 @@ class Adam(_Moments):
 
 
 class AdamW(_Moments):
-    """Adam with decoupled weight decay, one fused pass per parameter, in place.
+    """Adam with decoupled weight decay: w -= lr (m' / (sqrt(v') + eps) + weight_decay w), one fused pass per parameter, in place.
 
     params: Tensors, or groups ``{"params": [...], "lr": ..., "weight_decay": ...}``. Moments are float32 (float64 for float64).
     source: Loshchilov & Hutter 2019, arXiv:1711.05101.
@@ -158,6 +162,7 @@ class AdamW(_Moments):
 
     @property
     def lr(self) -> float:
+        """The learning rate of the first group; assigning sets that of all groups."""
         return self.groups[0]["lr"]
 
     @lr.setter

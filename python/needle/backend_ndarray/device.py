@@ -87,7 +87,8 @@ class BackendDevice:
         except ModuleNotFoundError as error:
             if error.name != full_name:
                 raise
-            self._why_absent = f"the extension {self._source} is not built (run: make lib)"
+            where = " where nvcc and a GPU are" if self.name == "cuda" else ""
+            self._why_absent = f"the extension {self._source} is not built (make lib builds it{where})"
             return None
         # A CUDA module imports happily on a machine without a GPU.
         if hasattr(mod, "device_count") and mod.device_count() == 0:
@@ -102,6 +103,7 @@ class BackendDevice:
         return getattr(mod, name)
 
     def enabled(self) -> bool:
+        """Whether the device can be used here."""
         return self.mod is not None
 
     def why_absent(self) -> str:
@@ -117,9 +119,11 @@ class BackendDevice:
 
     # Random numbers come from numpy's global stream, in float32 before any scaling: the course's golden values need both.
     def randn(self, *shape: int, dtype: str = "float32"):
+        """Normal numbers with mean 0 and deviation 1, of ``shape``."""
         return self._drawn(np.random.randn, shape, dtype)
 
     def rand(self, *shape: int, dtype: str = "float32"):
+        """Uniform numbers in [0, 1), of ``shape``."""
         return self._drawn(np.random.rand, shape, dtype)
 
     def _drawn(self, draw: Callable, shape: tuple[int, ...], dtype: str):
@@ -139,19 +143,23 @@ class BackendDevice:
         return kernels.one_hot(ids, n, dtype or "float32")
 
     def empty(self, shape, dtype: str | None = "float32"):
+        """An uninitialised array."""
         from .ndarray import empty
 
         return empty(shape, dtype or "float32", device=self)
 
     def full(self, shape, fill_value, dtype: str | None = "float32"):
+        """An array of ``fill_value``."""
         from .ndarray import full
 
         return full(shape, fill_value, dtype or "float32", device=self)
 
     def zeros(self, *shape: int, dtype: str | None = "float32"):
+        """An array of zeros."""
         return self.full(shape, 0.0, dtype)
 
     def ones(self, *shape: int, dtype: str | None = "float32"):
+        """An array of ones."""
         return self.full(shape, 1.0, dtype)
 
     def _array(self, values: Any, dtype: str | None):
@@ -208,6 +216,7 @@ def as_device(device: BackendDevice | str | None = None) -> BackendDevice:
 
 
 def default_device() -> BackendDevice:
+    """Where arrays go that are made without a device: ``cpu()``."""
     return by_name["cpu"]()
 
 

@@ -51,6 +51,7 @@ def _storable(op: str, value: Any, dtype: str) -> int | float:
 
 
 def prod(x: Iterable[int]) -> int:
+    """The product of some numbers; 1 for none."""
     return reduce(operator.mul, x, 1)
 
 
@@ -122,7 +123,8 @@ class NDArray:
 
     other: NDArray, numpy array, anything with ``__array__``, nested lists, or a number.
     device: where it goes; default: that of ``other``, else ``default_device()``.
-    dtype: default: that of an NDArray; float32 for the rest (numpy's own on a device with ``numpy_semantics``).
+    dtype: default: that of an NDArray; float32 for the rest, integers included (numpy's own on a device with ``numpy_semantics``).
+    raises: DTypeError, DeviceError.
     """
 
     __slots__ = ("_shape", "_strides", "_offset", "_device", "_handle", "_dtype", "_contiguous", "__weakref__")
@@ -174,32 +176,39 @@ class NDArray:
 
     @staticmethod
     def compact_strides(shape) -> tuple[int, ...]:
+        """Strides of a row-major array of ``shape``."""
         return compact_strides(tuple(shape))
 
     # --- what it is --------------------------------------------------------------------------------
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Length of each axis."""
         return self._shape
 
     @property
     def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next, for each axis."""
         return self._strides
 
     @property
     def device(self) -> BackendDevice:
+        """The device that holds the memory."""
         return self._device
 
     @property
     def dtype(self) -> str:
+        """The dtype by name, as "float32"."""
         return self._dtype
 
     @property
     def ndim(self) -> int:
+        """Number of axes."""
         return len(self._shape)
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self._shape)
 
     @property
@@ -308,6 +317,7 @@ class NDArray:
         return self if name == self._dtype and not copy else self._converted(name)
 
     def copy(self) -> NDArray:
+        """A compact array with these elements."""
         return self._converted(self._dtype)
 
     __copy__ = copy
@@ -434,6 +444,7 @@ class NDArray:
 
     @property
     def flat(self) -> NDArray:
+        """All elements along one axis, a view. raises: ShapeError if this is not contiguous."""
         return self.reshape((self.size,))
 
     def reshape(self, new_shape, *more) -> NDArray:
@@ -694,9 +705,11 @@ class NDArray:
         return self._unary("ewise_abs")
 
     def maximum(self, other):
+        """The larger of each two elements, NaN if one of them is; ``other``: an array that broadcasts, or a number."""
         return self._binary(other, "ewise_maximum", "scalar_maximum")
 
     def minimum(self, other):
+        """The smaller of each two elements, NaN if one of them is."""
         return self._binary(other, "ewise_minimum", "scalar_minimum")
 
     # Comparisons are numpy's: with NaN all are False but !=.
@@ -721,24 +734,31 @@ class NDArray:
     __hash__ = None  # type: ignore[assignment]
 
     def logical_and(self, other):
+        """Whether both are not zero, as bool."""
         return self._binary(other, "ewise_logical_and", "scalar_logical_and", to_bool=True)
 
     def logical_or(self, other):
+        """Whether one or both are not zero, as bool."""
         return self._binary(other, "ewise_logical_or", "scalar_logical_or", to_bool=True)
 
     def logical_xor(self, other):
+        """Whether just one is not zero, as bool."""
         return self._binary(other, "ewise_logical_xor", "scalar_logical_xor", to_bool=True)
 
     def logical_not(self):
+        """Whether it is zero, as bool."""
         return self._unary("ewise_logical_not", "bool")
 
     def isnan(self):
+        """Which elements are NaN, as bool."""
         return self._float_unary_test("ewise_isnan")
 
     def isinf(self):
+        """Which elements are infinite, as bool."""
         return self._float_unary_test("ewise_isinf")
 
     def isfinite(self):
+        """Which elements are neither infinite nor NaN, as bool."""
         return self._float_unary_test("ewise_isfinite")
 
     def _float_unary_test(self, op: str) -> NDArray:
@@ -746,15 +766,19 @@ class NDArray:
         return x._unary(op, "bool")
 
     def log(self):
+        """Natural logarithm; integers become floats."""
         return self._float_unary("ewise_log")
 
     def exp(self):
+        """e to the power of each element; integers become floats."""
         return self._float_unary("ewise_exp")
 
     def tanh(self):
+        """Hyperbolic tangent; integers become floats."""
         return self._float_unary("ewise_tanh")
 
     def sqrt(self):
+        """Square root; integers become floats."""
         return self._float_unary("ewise_sqrt")
 
     # --- reductions -----------------------------------------------------------------------------------------------
@@ -793,6 +817,7 @@ class NDArray:
         return self._reduce("reduce_sum", axis, keepdims, self._sum_dtype())
 
     def prod(self, axis=None, keepdims=False) -> NDArray:
+        """Product over one axis, several, or all (None). bool and uint8 give int64."""
         return self._reduce("reduce_prod", axis, keepdims, self._sum_dtype())
 
     def max(self, axis=None, keepdims=False) -> NDArray:
@@ -800,19 +825,22 @@ class NDArray:
         return self._reduce("reduce_max", axis, keepdims)
 
     def min(self, axis=None, keepdims=False) -> NDArray:
+        """Minimum; NaN wins, as in numpy. raises: ShapeError over no elements."""
         return self._reduce("reduce_min", axis, keepdims)
 
     def mean(self, axis=None, keepdims=False) -> NDArray:
-        """Arithmetic mean. The sum behind it has the range of float32 or int64 at least."""
+        """Arithmetic mean over one axis, several, or all (None). The sum behind it has the range of float32 or int64 at least."""
         axes = normalize_axes(axis, self.ndim, "mean")
         wide = {"float16": "float32", "int32": "int64"}.get(self._dtype, self._dtype)
         mean = self.astype(wide, copy=False).sum(axis, keepdims) / math.prod(self._shape[i] for i in axes)
         return mean.astype("float16") if self._dtype == "float16" else mean
 
     def any(self, axis=None, keepdims=False) -> NDArray:
+        """Whether an element is not zero, as bool."""
         return self.astype("bool", copy=False)._reduce("reduce_max", axis, keepdims)
 
     def all(self, axis=None, keepdims=False) -> NDArray:
+        """Whether every element is not zero, as bool."""
         return self.astype("bool", copy=False)._reduce("reduce_min", axis, keepdims)
 
     def argmax(self, axis: int | None = None, keepdims=False) -> NDArray:
@@ -820,6 +848,7 @@ class NDArray:
         return self._reduce("reduce_argmax", axis, keepdims, "int64")
 
     def argmin(self, axis: int | None = None, keepdims=False) -> NDArray:
+        """Index of the first minimum, int64; NaN counts as smallest."""
         return self._reduce("reduce_argmin", axis, keepdims, "int64")
 
     # --- matrix product --------------------------------------------------------------------------------------------
@@ -956,47 +985,56 @@ def array(a, dtype="float32", device=None) -> NDArray:
 
 
 def empty(shape, dtype="float32", device=None) -> NDArray:
-    """Uninitialised."""
+    """An uninitialised array."""
     device = as_device(device)
     device.require()
     return _new(_as_shape(shape), dt.name_of(dtype or "float32"), device)
 
 
 def full(shape, fill_value, dtype="float32", device=None) -> NDArray:
+    """An array of ``fill_value``."""
     out = empty(shape, dtype, device)
     out._device.mod.fill(out._handle, _storable("full", fill_value, out._dtype))  # type: ignore[union-attr]
     return out
 
 
 def broadcast_to(array: NDArray, new_shape) -> NDArray:
+    """``array.broadcast_to(new_shape)``."""
     return array.broadcast_to(new_shape)
 
 
 def reshape(array: NDArray, new_shape) -> NDArray:
+    """``array.reshape(new_shape)``."""
     return array.reshape(new_shape)
 
 
 def maximum(a: NDArray, b) -> NDArray:
+    """``a.maximum(b)``."""
     return a.maximum(b)
 
 
 def log(a: NDArray) -> NDArray:
+    """``a.log()``."""
     return a.log()
 
 
 def exp(a: NDArray) -> NDArray:
+    """``a.exp()``."""
     return a.exp()
 
 
 def tanh(a: NDArray) -> NDArray:
+    """``a.tanh()``."""
     return a.tanh()
 
 
 def sum(a: NDArray, axis=None, keepdims=False) -> NDArray:
+    """``a.sum(axis, keepdims)``."""
     return a.sum(axis=axis, keepdims=keepdims)
 
 
 def flip(a: NDArray, axes) -> NDArray:
+    """``a.flip(axes)``."""
     return a.flip(axes)
 
 

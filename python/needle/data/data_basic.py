@@ -22,6 +22,7 @@ class Dataset:
         raise NotImplementedError
 
     def apply_transforms(self, x):
+        """x after all transforms, in their order."""
         for transform in self.transforms or ():
             x = transform(x)
         return x

@@ -6,6 +6,8 @@ import numpy as np
 
 
 class Transform:
+    """A function of an image: ``__call__(x)`` gives it changed."""
+
     def __call__(self, x):
         raise NotImplementedError
 

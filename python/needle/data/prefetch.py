@@ -37,9 +37,11 @@ class Prefetch(Iterator):
         return item
 
     def state_dict(self) -> dict:
+        """The state of ``source`` after the last item that was given out."""
         return self._state
 
     def load_state_dict(self, state: dict) -> None:
+        """Goes on from ``state``; what was made ahead is dropped."""
         self.close()
         self.source.load_state_dict(state)
         self._state = self.source.state_dict()

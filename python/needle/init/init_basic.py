@@ -1,4 +1,8 @@
-"""Constant and random Tensors. Random numbers come from numpy's global stream, one call each, as in the course."""
+"""Constant and random Tensors. Random numbers come from numpy's global stream, one call each, as in the course.
+
+Shapes are given as numbers: ``rand(2, 3)``. device: default ``cpu()``. dtype: default float32 (``randb``: bool). requires_grad:
+default False.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +31,18 @@ def randn(*shape, mean=0.0, std=1.0, device=None, dtype="float32", requires_grad
 
 
 def constant(*shape, c=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
+    """Of ``shape``, every element ``c``."""
     device = as_device(device)
     return Tensor.make_const(device.full(_lengths(shape), c, dtype), requires_grad=requires_grad)
 
 
 def ones(*shape, device=None, dtype="float32", requires_grad=False) -> Tensor:
+    """Of ``shape``, every element 1."""
     return constant(*shape, c=1.0, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def zeros(*shape, device=None, dtype="float32", requires_grad=False) -> Tensor:
+    """Of ``shape``, every element 0."""
     return constant(*shape, c=0.0, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
@@ -55,10 +62,12 @@ def one_hot(n: int, i, device=None, dtype="float32", requires_grad=False) -> Ten
 
 
 def zeros_like(array, *, device=None, requires_grad=False) -> Tensor:
+    """Zeros of the shape, dtype and, if none is given, device of ``array``."""
     return constant(*array.shape, c=0.0, device=device or array.device, dtype=array.dtype, requires_grad=requires_grad)
 
 
 def ones_like(array, *, device=None, requires_grad=False) -> Tensor:
+    """Ones of the shape, dtype and, if none is given, device of ``array``."""
     return constant(*array.shape, c=1.0, device=device or array.device, dtype=array.dtype, requires_grad=requires_grad)
 
 

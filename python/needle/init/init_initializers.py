@@ -1,4 +1,7 @@
-"""Initializers by fan-in and fan-out. source: Glorot & Bengio 2010 (xavier), He et al. 2015 (kaiming)."""
+"""Initializers by fan-in and fan-out; further arguments are those of ``rand`` and ``randn``.
+
+source: Glorot & Bengio 2010 (xavier), He et al. 2015 (kaiming).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ def xavier_uniform(fan_in, fan_out, gain=1.0, **kwargs):
 
 
 def xavier_normal(fan_in, fan_out, gain=1.0, **kwargs):
-    """Normal with standard deviation gain sqrt(2 / (fan_in + fan_out))."""
+    """Normal with standard deviation gain sqrt(2 / (fan_in + fan_out)), shape (fan_in, fan_out)."""
     return randn(fan_in, fan_out, std=gain * math.sqrt(2.0 / max(fan_in + fan_out, 1)), **kwargs)
 
 
@@ -30,6 +33,6 @@ def kaiming_uniform(fan_in, fan_out, shape=None, nonlinearity="relu", **kwargs):
 
 
 def kaiming_normal(fan_in, fan_out, nonlinearity="relu", **kwargs):
-    """Normal with standard deviation sqrt(2 / fan_in)."""
+    """Normal with standard deviation sqrt(2 / fan_in), shape (fan_in, fan_out)."""
     assert nonlinearity == "relu", "Only relu supported currently"
     return randn(fan_in, fan_out, std=math.sqrt(2.0) / math.sqrt(max(fan_in, 1)), **kwargs)

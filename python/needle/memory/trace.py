@@ -146,6 +146,7 @@ class trace:
 
     @property
     def start_bytes(self) -> int:
+        """Bytes live as the trace began."""
         return self.live[0]
 
     @cached_property
@@ -155,6 +156,7 @@ class trace:
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes live at the peak."""
         return self.live[self.peak_index]
 
     def holders(self, index: int | None = None) -> list[Holder]:
@@ -182,6 +184,7 @@ class trace:
 
     @property
     def peak_module(self) -> str:
+        """The module that the memory which made the peak belongs to."""
         return self.events[self.peak_index - 1][1].module if self.peak_index else ""
 
     def mark_at(self, index: int) -> str:

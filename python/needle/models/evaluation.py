@@ -31,6 +31,7 @@ class TextScore:
 
     @property
     def perplexity(self) -> float:
+        """e ** loss."""
         return math.exp(min(self.loss, 700.0))
 
     def bits_per_byte(self, text_bytes: int) -> float:
@@ -109,6 +110,7 @@ class WordScore:
 
     @property
     def accuracy(self) -> float:
+        """Share of the words that were found, 0 to 1."""
         return self.correct / self.words
 
     @property

@@ -72,11 +72,13 @@ class GenerationConfig:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end a sequence."""
         ids = self.eos_token_id
         return () if ids is None else tuple(ids) if isinstance(ids, Sequence) else (ids,)
 
     @property
     def pad_id(self) -> int:
+        """The id that stands after the end of a sequence."""
         return self.pad_token_id if self.pad_token_id is not None else (*self.eos_ids, 0)[0]
 
 

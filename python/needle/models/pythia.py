@@ -84,10 +84,12 @@ class PythiaConfig:
 
     @property
     def head_width(self) -> int:
+        """Features of a head."""
         return self.width // self.heads
 
     @property
     def rotary_width(self) -> int:
+        """Features of a head that are rotated: even."""
         return int(self.head_width * self.rotary_fraction) // 2 * 2
 
     @property
@@ -99,6 +101,7 @@ class PythiaConfig:
         return tuple([min(n, self.layers - i) for i in range(0, self.layers, n)]) if n else ()
 
     def parameter_count(self) -> int:
+        """Number of parameters, embeddings included."""
         C, F = self.width, self.feed_forward
         layer = 4 * C + (3 * C * C + 3 * C) + (C * C + C) + (C * F + F) + (F * C + C)
         return 2 * self.vocab_size * C + self.layers * layer + 2 * C
@@ -240,11 +243,15 @@ class Pythia(Module):
         return x
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(B, T) ids -> (B, T, V) logits."""
+        """(B, T) ids -> (B, T, V) logits. raises: ShapeError, IndexError for an id outside the vocabulary."""
         return ops.matmul(self.hidden(ids), self.embed_out)
 
     def loss(self, ids: Tensor, targets: Tensor, chunk_bytes: int | None = None) -> Tensor:
-        """Mean cross entropy in nats, shape (1,), of predicting ``targets`` (B, T) from ``ids`` (B, T)."""
+        """Mean cross entropy in nats, shape (1,), of predicting ``targets`` (B, T) from ``ids`` (B, T).
+
+        At most ``chunk_bytes`` of logits (default 100 MiB; one row at least) exist at a time.
+        raises: ShapeError, IndexError for an id outside the vocabulary.
+        """
         chunk = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
         return ops.linear_cross_entropy(self.hidden(ids), self.embed_out, targets, **chunk)
 

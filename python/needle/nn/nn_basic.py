@@ -58,7 +58,11 @@ def _named(value: object, prefix: str) -> Iterator[tuple[str, Parameter]]:
 
 
 class Module:
-    """Something with parameters and a ``forward``. Parameters are found in attributes, in the order they were set."""
+    """Something with parameters and a ``forward``, which a call of it runs; the layers of a network derive from it.
+
+    Parameters are found in attributes, in the order they were set. A subclass calls ``super().__init__()`` first. ``device`` and
+    ``dtype`` of the layers here: of their parameters, default ``cpu()`` and float32.
+    """
 
     rematerialized = False  # set by nn.remat: calls keep no inner arrays for backward
 
@@ -96,7 +100,9 @@ class Module:
             p.data = Tensor(values, device=p.device, dtype=p.dtype, requires_grad=False)
 
     def eval(self) -> Module:
-        """Sets ``training`` to False here and in every module inside. Returns self."""
+        """Sets ``training`` to False here and in every module inside, so that Dropout passes all and BatchNorm uses its running
+        statistics. Returns self.
+        """
         return self.train(False)
 
     def train(self, mode: bool = True) -> Module:
@@ -117,12 +123,14 @@ class Module:
 
 
 class Identity(Module):
+    """forward(x) is x."""
+
     def forward(self, x):
         return x
 
 
 class Linear(Module):
-    """x @ weight + bias. weight: (in, out), bias: (1, out), both Kaiming-uniform, the weight drawn first."""
+    """x (..., in) @ weight (in, out) + bias (1, out) -> (..., out); both Kaiming-uniform, the weight drawn first."""
 
     def __init__(self, in_features, out_features, bias=True, device=None, dtype="float32"):
         super().__init__()
@@ -146,6 +154,8 @@ class Flatten(Module):
 
 
 class ReLU(Module):
+    """max(x, 0), elementwise."""
+
     def forward(self, x: Tensor) -> Tensor:
         return ops.relu(x)
 
@@ -162,7 +172,7 @@ class GELU(Module):
 
 
 class Sequential(Module):
-    """Modules one after the other."""
+    """Modules one after the other, each on what the one before gives."""
 
     def __init__(self, *modules: Module):
         super().__init__()
@@ -175,7 +185,10 @@ class Sequential(Module):
 
 
 class SoftmaxLoss(Module):
-    """Mean over the batch of logsumexp(logits) - logits[y]: logits (N, C), y (N) class indices."""
+    """Mean over the batch of logsumexp(logits) - logits[y], in nats: logits (N, C), y (N,) whole numbers. A scalar of shape (1,).
+
+    raises: IndexError for a class outside 0..C-1. ``ops.cross_entropy`` is the same as one op.
+    """
 
     def forward(self, logits: Tensor, y: Tensor) -> Tensor:
         if logits.ndim != 2 or y.shape != logits.shape[:1]:
@@ -186,7 +199,10 @@ class SoftmaxLoss(Module):
 
 
 class BatchNorm1d(Module):
-    """Batch normalization of (N, dim); running statistics use the biased variance, as the course does.
+    """Batch normalization of (N, dim): by the batch's statistics in training, by the running ones in evaluation.
+
+    momentum: the share of a batch in the running statistics, whose variance is the biased one, as the course's is.
+    raises: ShapeError for another shape.
 
     source: Ioffe & Szegedy 2015, arXiv:1502.03167.
     """
@@ -228,7 +244,7 @@ class BatchNorm2d(BatchNorm1d):
 
 
 class LayerNorm1d(Module):
-    """Layer normalization of (N, dim), biased variance."""
+    """Layer normalization of (N, dim) over dim, biased variance. source: Ba et al. 2016, arXiv:1607.06450."""
 
     def __init__(self, dim, eps=1e-5, device=None, dtype="float32"):
         super().__init__()
@@ -243,11 +259,11 @@ class LayerNorm1d(Module):
 
 
 class LayerNorm(LayerNorm1d):
-    """Layer normalization over the last axis of any shape. source: Ba et al. 2016, arXiv:1607.06450."""
+    """Layer normalization over the last axis, of length dim, of any shape."""
 
 
 class Dropout(Module):
-    """In training x * mask / (1 - p), the mask drawn from numpy's global stream as in the course."""
+    """In training x / (1 - p) with probability 1 - p, else 0; in evaluation x. Draws from numpy's global stream."""
 
     def __init__(self, p=0.5):
         super().__init__()
@@ -282,7 +298,7 @@ class SeededDropout(Module):
 
 
 class Residual(Module):
-    """fn(x) + x."""
+    """fn(x) + x; fn keeps the shape."""
 
     def __init__(self, fn: Module):
         super().__init__()

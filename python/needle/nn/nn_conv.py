@@ -10,7 +10,7 @@ from .nn_basic import Module, Parameter
 
 
 class Conv(Module):
-    """2-D convolution of (N, C, H, W), padded so that a stride of 1 keeps H and W (odd kernels).
+    """2-D convolution of (N, in, H, W) -> (N, out, H', W'), padded so that a stride of 1 keeps H and W (odd kernels).
 
     weight: (K, K, in, out), Kaiming-uniform with fan-in in * K * K; bias: (out,), uniform +-1 / sqrt(in * K * K).
     """

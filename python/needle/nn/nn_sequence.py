@@ -12,6 +12,8 @@ from .nn_basic import Module, Parameter
 
 
 class Sigmoid(Module):
+    """1 / (1 + e^-x), elementwise."""
+
     def forward(self, x: Tensor) -> Tensor:
         return ops.sigmoid(x)
 
@@ -44,7 +46,10 @@ class _Cell(Module):
 
 
 class RNNCell(_Cell):
-    """h' = tanh or relu(x W_ih + b_ih + h W_hh + b_hh)."""
+    """h' = tanh or relu(x W_ih + b_ih + h W_hh + b_hh): x (batch, input), h (batch, hidden; default zeros) -> (batch, hidden).
+
+    raises: ValueError for another nonlinearity.
+    """
 
     def __init__(self, input_size, hidden_size, bias=True, nonlinearity="tanh", device=None, dtype="float32"):
         if nonlinearity not in ("tanh", "relu"):
@@ -91,7 +96,10 @@ class RNN(Module):
 
 
 class LSTMCell(_Cell):
-    """i, f, g, o = x W_ih + b_ih + h W_hh + b_hh; c' = sig(f) c + sig(i) tanh(g); h' = sig(o) tanh(c')."""
+    """i, f, g, o = x W_ih + b_ih + h W_hh + b_hh; c' = sig(f) c + sig(i) tanh(g); h' = sig(o) tanh(c').
+
+    x: (batch, input); (h, c): (batch, hidden) each, default zeros. Gives (h', c'). source: Hochreiter & Schmidhuber 1997.
+    """
 
     gates = 4
 
@@ -116,6 +124,9 @@ class LSTM(Module):
         self.lstm_cells = [LSTMCell(n, hidden_size, bias, device, dtype) for n in sizes]
 
     def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """X (positions, batch, input), (h0, c0) each (layers, batch, hidden) -> output (positions, batch, hidden), and the last h
+        and c of each layer.
+        """
         first = self.lstm_cells[0]
         _check_sequence("LSTM", X, first.input_size, self.num_layers, self.hidden_size, h or ())
         steps = list(ops.split(X, 0))

@@ -47,6 +47,7 @@ class BlockSparseAttention(Module):
         self.pattern, self.block, self.window = pattern, block, window
 
     def layout(self, T: int) -> BlockLayout:
+        """The blocks for T positions. raises: ShapeError if T is no multiple of the block."""
         if isinstance(self.pattern, BlockLayout):
             return self.pattern
         if T % self.block:

@@ -12,7 +12,10 @@ from .nn_sequence import Embedding
 
 
 class MultiHeadAttention(Module):
-    """softmax(q k^T / sqrt(D)) v on (B, H, T, D), with the probabilities beside it."""
+    """(softmax(q k^T / sqrt(D)) v, the probabilities (B, H, T, S)): q (B, H, T, D), k and v (B, H, S, D).
+
+    ``ops.attention`` does not make the probabilities. source: Vaswani et al. 2017, arXiv:1706.03762.
+    """
 
     def __init__(self, *, dropout=0.0, causal=False, device=None, dtype="float32"):
         super().__init__()
@@ -30,6 +33,7 @@ class MultiHeadAttention(Module):
         return ops.matmul(a, ops.transpose(b_transpose))
 
     def softmax(self, logit: Tensor) -> Tensor:
+        """softmax over the last axis."""
         return ops.softmax(logit)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +46,9 @@ class MultiHeadAttention(Module):
 
 
 class AttentionLayer(Module):
-    """Projections around MultiHeadAttention, each input normalized first."""
+    """Projections around MultiHeadAttention, each input normalized first: q (B, T, q_features), k and v, default q -> (B, T,
+    out_features). ``probs``: the probabilities of the last call, without history.
+    """
 
     def __init__(
         self, q_features, num_head, dim_head, *, k_features=None, v_features=None, out_features=None,
@@ -85,7 +91,7 @@ class AttentionLayer(Module):
 
 
 class TransformerLayer(Module):
-    """x + drop(attention(x)), then x + drop(linear(drop(relu(linear(norm(x))))))."""
+    """x + drop(attention(x)), then x + drop(linear(drop(relu(linear(norm(x)))))), on (B, T, q_features)."""
 
     def __init__(self, q_features, num_head, dim_head, hidden_size, *, dropout=0.0, causal=True, device=None, dtype="float32"):
         super().__init__()
@@ -108,7 +114,10 @@ class TransformerLayer(Module):
 
 
 class Transformer(Module):
-    """Layers over embeddings with learned positions."""
+    """Layers over embeddings (T, B, embedding_size), or (B, T, ...) with ``batch_first``, to which learned positions are added.
+
+    sequence_len: the most positions. Gives the outputs, and zeros where a recurrent network gives its state.
+    """
 
     def __init__(
         self, embedding_size, hidden_size, num_layers, *, num_head=8, dim_head=32, dropout=0.0, causal=True,

@@ -57,15 +57,24 @@ class DDS(BlockSparseMatmul):
 
 
 def sdd(a: Tensor, b: Tensor, layout: BlockLayout) -> Tensor:
-    """Dense @ dense at the layout's blocks: a (batch, m, k), b (batch, k, n) -> (batch, nnz, block, block)."""
+    """Dense @ dense at the layout's blocks: a (batch, m, k), b (batch, k, n) -> blocks (batch, nnz, block, block).
+
+    m and n are those of ``layout.shape``. raises: ShapeError.
+    """
     return SDD(layout)(a, b)
 
 
 def dsd(blocks: Tensor, b: Tensor, layout: BlockLayout, transpose: bool = False) -> Tensor:
-    """Sparse @ dense, S @ b or S^T @ b: b (batch, k, n) -> (batch, m, n)."""
+    """Sparse @ dense, S @ b or S^T @ b: blocks of S (batch, nnz, block, block), b (batch, k, n) -> (batch, m, n).
+
+    raises: ShapeError.
+    """
     return DSD(layout, transpose)(blocks, b)
 
 
 def dds(a: Tensor, blocks: Tensor, layout: BlockLayout, transpose: bool = False) -> Tensor:
-    """Dense @ sparse, a @ S or a @ S^T: a (batch, m, k) -> (batch, m, n)."""
+    """Dense @ sparse, a @ S or a @ S^T: a (batch, m, k), blocks of S (batch, nnz, block, block) -> (batch, m, n).
+
+    raises: ShapeError.
+    """
     return DDS(layout, transpose)(a, blocks)

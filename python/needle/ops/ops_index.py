@@ -47,6 +47,7 @@ class GetItem(TensorOp):
 
 
 def getitem(a: Tensor, index) -> Tensor:
+    """a[index] with numpy's basic indexing: ints, slices, None and `...`. raises: IndexError."""
     return GetItem(index)(a)
 
 
@@ -160,7 +161,10 @@ class Embedding(TensorOp):
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
-    """Rows of ``weight`` (V, D) by id: ids (...) -> (..., D)."""
+    """Rows of ``weight`` (V, D) by id: ids (...), whole numbers of any dtype -> (..., D).
+
+    raises: IndexError for an id outside 0..V-1 (on a GPU at the next synchronisation), ShapeError.
+    """
     if weight.ndim != 2:
         raise ShapeError(f"[embedding] weight is {weight.shape} (accepted: (vocabulary, features))")
     return Embedding()(weight, ids)

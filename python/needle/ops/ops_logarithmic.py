@@ -48,6 +48,7 @@ class LogSumExp(TensorOp):
 
 
 def logsumexp(a: Tensor, axes=None) -> Tensor:
+    """log(sum(exp(a))), without overflow, over ``axes``: an int, several, or None for all, which gives shape (1,)."""
     return LogSumExp(axes)(a)
 
 
@@ -71,6 +72,7 @@ class LogSoftmax(TensorOp):
 
 
 def logsoftmax(a: Tensor) -> Tensor:
+    """log(softmax(a)) over the last axis. raises: DTypeError for integers."""
     return LogSoftmax()(a)
 
 
@@ -98,7 +100,7 @@ class Softmax(TensorOp):
 
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
-    """softmax over ``axis``."""
+    """exp(x) / sum(exp(x)) over ``axis``, in the shape and dtype of x. raises: DTypeError for integers, ShapeError for a 0-d x."""
     if axis in (-1, x.ndim - 1):
         return Softmax()(x)
     from .ops_shape import transpose

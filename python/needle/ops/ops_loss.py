@@ -64,7 +64,10 @@ class CrossEntropy(TensorTupleOp):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """Mean cross entropy, in nats, shape (1,): logits (..., V), targets (...)."""
+    """Mean cross entropy, in nats, shape (1,): logits (..., V), targets (...) of whole numbers.
+
+    Targets equal to ``ignore_index`` do not count; if none counts, the loss is 0. raises: IndexError for a target outside 0..V-1.
+    """
     rows, columns = reshape(logits, (-1, logits.shape[-1])), reshape(targets, (-1,))
     return tuple_get_item(CrossEntropy(ignore_index)(rows, columns), 0)
 

@@ -55,6 +55,7 @@ _ADD = EWiseAdd()  # ops without parameters hold no state: one object serves eve
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b, elementwise; the two broadcast."""
     return Tensor.make_from_op(_ADD, (a, b))
 
 
@@ -73,6 +74,7 @@ class AddScalar(_NoRead):
 
 
 def add_scalar(a: Tensor, scalar) -> Tensor:
+    """a + scalar, elementwise."""
     return AddScalar(scalar)(a)
 
 
@@ -91,6 +93,7 @@ _MULTIPLY = EWiseMul()
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """a * b, elementwise; the two broadcast."""
     return Tensor.make_from_op(_MULTIPLY, (a, b))
 
 
@@ -108,6 +111,7 @@ class MulScalar(_NoRead):
 
 
 def mul_scalar(a: Tensor, scalar) -> Tensor:
+    """a * scalar, elementwise."""
     return MulScalar(scalar)(a)
 
 
@@ -134,6 +138,7 @@ class EWisePow(_InputRead):
 
 
 def power(a: Tensor, b: Tensor) -> Tensor:
+    """a ** b, elementwise; the two broadcast. The gradient of b is NaN where a is negative."""
     return EWisePow()(a, b)
 
 
@@ -159,6 +164,7 @@ def _is_zero(scalar) -> bool:
 
 
 def power_scalar(a: Tensor, scalar) -> Tensor:
+    """a ** scalar, elementwise."""
     return PowerScalar(scalar)(a)
 
 
@@ -175,6 +181,7 @@ class EWiseDiv(_InputRead):
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, elementwise; the two broadcast. Integers divide to floats."""
     return EWiseDiv()(a, b)
 
 
@@ -192,6 +199,7 @@ class DivScalar(_NoRead):
 
 
 def divide_scalar(a: Tensor, scalar) -> Tensor:
+    """a / scalar, elementwise."""
     return DivScalar(scalar)(a)
 
 
@@ -206,6 +214,7 @@ class Negate(_NoRead):
 
 
 def negate(a: Tensor) -> Tensor:
+    """-a, elementwise."""
     return Negate()(a)
 
 
@@ -222,6 +231,7 @@ class Log(_InputRead):
 
 
 def log(a: Tensor) -> Tensor:
+    """Natural logarithm, elementwise: -inf at 0, NaN below it."""
     return Log()(a)
 
 
@@ -238,6 +248,7 @@ class Exp(_OutputRead):
 
 
 def exp(a: Tensor) -> Tensor:
+    """e ** a, elementwise."""
     return Exp()(a)
 
 
@@ -252,6 +263,7 @@ class Sqrt(_OutputRead):
 
 
 def sqrt(a: Tensor) -> Tensor:
+    """Square root, elementwise: NaN below 0."""
     return Sqrt()(a)
 
 
@@ -266,6 +278,7 @@ class Sin(_InputRead):
 
 
 def sin(a: Tensor) -> Tensor:
+    """Sine, elementwise; a in radians."""
     return Sin()(a)
 
 
@@ -280,6 +293,7 @@ class Cos(_InputRead):
 
 
 def cos(a: Tensor) -> Tensor:
+    """Cosine, elementwise; a in radians."""
     return Cos()(a)
 
 
@@ -294,6 +308,7 @@ class Abs(_InputRead):
 
 
 def absolute(a: Tensor) -> Tensor:
+    """|a|, elementwise; its slope at 0 is 0."""
     return Abs()(a)
 
 
@@ -331,6 +346,7 @@ class ReLU(_InputRead):
 
 
 def relu(a: Tensor) -> Tensor:
+    """max(a, 0), elementwise; its slope at 0 is 0."""
     return ReLU()(a)
 
 
@@ -347,6 +363,7 @@ class Tanh(_OutputRead):
 
 
 def tanh(a: Tensor) -> Tensor:
+    """Hyperbolic tangent, elementwise."""
     return Tanh()(a)
 
 
@@ -363,6 +380,7 @@ class Sigmoid(_OutputRead):
 
 
 def sigmoid(a: Tensor) -> Tensor:
+    """1 / (1 + e^-a), elementwise."""
     return Sigmoid()(a)
 
 
@@ -383,6 +401,7 @@ class SiLU(_InputRead):
 
 
 def silu(a: Tensor) -> Tensor:
+    """a * sigmoid(a), elementwise. source: Elfwing et al. 2018, arXiv:1702.03118."""
     return SiLU()(a)
 
 
@@ -398,6 +417,7 @@ class Erf(_InputRead):
 
 
 def erf(a: Tensor) -> Tensor:
+    """The error function, elementwise."""
     return Erf()(a)
 
 
@@ -428,7 +448,7 @@ class GELU(_InputRead):
 
 
 def gelu(a: Tensor, approximate: str = "none") -> Tensor:
-    """Gaussian error linear unit; approximate: "none" (erf) or "tanh"."""
+    """Gaussian error linear unit, elementwise; approximate: "none" (a Phi(a), by erf) or "tanh". raises: ValueError for another."""
     return GELU(approximate)(a)
 
 
@@ -447,6 +467,7 @@ class Maximum(_InputRead):
 
 
 def maximum(a: Tensor, b: Tensor) -> Tensor:
+    """The larger of a and b, elementwise; the two broadcast. Where they are equal, each gets half of the gradient."""
     return Maximum()(a, b)
 
 
@@ -464,6 +485,7 @@ class AsType(_NoRead):
 
 
 def astype(a: Tensor, dtype) -> Tensor:
+    """The values in another dtype (``a`` itself if it has it); the gradient comes back in the old one."""
     return a if a.dtype == dt.name_of(dtype) else AsType(dtype)(a)
 
 
@@ -488,6 +510,10 @@ class Summation(_NoRead):
 
 
 def summation(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
+    """Sum over ``axes``: an int, several, or None for all, which gives shape (1,).
+
+    keepdims: leave these axes, with length 1. raises: ShapeError for an axis that is not there.
+    """
     return Summation(axes, keepdims)(a)
 
 
@@ -511,6 +537,7 @@ class Mean(_NoRead):
 
 
 def mean(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
+    """Arithmetic mean over ``axes``: an int, several, or None for all, which gives shape (1,). keepdims: as in ``summation``."""
     return Mean(axes, keepdims)(a)
 
 
@@ -535,6 +562,11 @@ class Max(TensorOp):
 
 
 def max(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
+    """Maximum over ``axes``: an int, several, or None for all, which gives shape (1,). NaN wins.
+
+    keepdims: leave these axes, with length 1. Equal maxima share the gradient.
+    raises: ShapeError for an axis that is not there or has no elements.
+    """
     return Max(axes, keepdims)(a)
 
 
@@ -582,6 +614,10 @@ class MatMul(_InputRead):
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Matrix product: (..., m, k) @ (..., k, n) -> (..., m, n), leading axes broadcast; 1-D as in numpy.
+
+    raises: ShapeError if the inner lengths differ.
+    """
     return MatMul()(a, b)
 
 
@@ -629,5 +665,5 @@ class Linear(_InputRead):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight, plus bias if there is one. Weights are (in, out)."""
+    """x (..., in) @ weight (in, out), plus bias (out,) or (1, out) if there is one. raises: ShapeError if they do not fit."""
     return matmul(x, weight) if bias is None else Linear()(x, weight, bias)

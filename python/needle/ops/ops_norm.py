@@ -43,5 +43,8 @@ class LayerNorm(TensorTupleOp):
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """x normalized over its last axis, times weight, plus bias."""
+    """x (..., C) with mean 0 and variance 1 over its last axis, times weight (C,), plus bias (C,).
+
+    The variance is the biased one, and ``eps`` is added to it. raises: ShapeError if weight or bias does not fit, DTypeError.
+    """
     return tuple_get_item(LayerNorm(eps)(x, weight, bias), 0)

@@ -31,4 +31,9 @@ class Dropout(TensorOp):
 
 
 def dropout(x: Tensor, p: float, seed: int, offset: int = 0) -> Tensor:
+    """x / (1 - p) with probability 1 - p, else 0: what ``nn.SeededDropout`` calls.
+
+    p: 0 to 1. seed, offset: the same ones give the same mask on every device; a call uses ceil(x.size / 4) offsets.
+    raises: ValueError for another p, DTypeError for integers.
+    """
     return Dropout(p, seed, offset)(x)

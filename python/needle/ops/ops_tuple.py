@@ -8,6 +8,8 @@ from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp
 
 
 class MakeTensorTuple(TensorTupleOp):
+    """Its inputs as a TensorTuple."""
+
     reads_inputs = False
     reads_output = False
 
@@ -19,6 +21,7 @@ class MakeTensorTuple(TensorTupleOp):
 
 
 def make_tuple(*args: Tensor) -> TensorTuple:
+    """Tensors as one value of the graph."""
     return MakeTensorTuple()(*args)
 
 
@@ -72,4 +75,5 @@ class FusedAddScalars(TensorTupleOp):
 
 
 def fused_add_scalars(x: Tensor, c0: float, c1: float) -> TensorTuple:
+    """(x + c0, x + c1)."""
     return FusedAddScalars(c0, c1)(x)

@@ -37,6 +37,7 @@ class Corpus:
         self.test = self.tokenize(os.path.join(base_dir, "test.txt"), max_lines)
 
     def tokenize(self, path: str, max_lines: int | None = None) -> list[int]:
+        """Ids of the words of a file, new words getting new ids. raises: DataError if it cannot be read."""
         ids = []
         try:
             with open(path) as file:
