@@ -20,7 +20,7 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize(
-    "code, printed", re.findall(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", README, re.S), ids=["first", "leak"]
+    "code, printed", re.findall(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", README, re.S), ids=["first", "network", "leak"]
 )
 def test_python(code, printed):
     done = run("-c", code)
@@ -28,7 +28,7 @@ def test_python(code, printed):
 
 
 def test_every_python_block_is_run():
-    assert README.count("```python\n") == 2
+    assert README.count("```python\n") == 3
 
 
 def test_the_plan():
