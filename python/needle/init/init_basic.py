@@ -1,7 +1,7 @@
 """Constant and random Tensors. Random numbers come from numpy's global stream, one call each, as in the course.
 
-Shapes are given as numbers: ``rand(2, 3)``. device: default ``cpu()``. dtype: default float32 (``randb``: bool). requires_grad:
-default False.
+Shapes are given as numbers, ``rand(2, 3)``, or as one tuple. device: default ``cpu()``. dtype: default float32 (``randb``: bool).
+requires_grad: default False.
 """
 
 from __future__ import annotations
