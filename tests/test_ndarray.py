@@ -182,6 +182,7 @@ def test_errors_name_what_was_wrong(host):
     for wrong in (lambda: a.reshape((-4, -5, 6)), lambda: full((-2, -3), 1.0), lambda: b[:1].broadcast_to((-2, 3))):
         with pytest.raises(ShapeError, match="has a length below"):
             wrong()
+    a.permute((0, 1, 2))  # which a cache must not take (0.0, 1, 2) for
     for wrong in (lambda: a.sum(1.0), lambda: a.max("a"), lambda: a.flip(0.5), lambda: a.permute((0.0, 1, 2))):
         with pytest.raises(ShapeError, match="is no whole number"):
             wrong()

@@ -467,7 +467,10 @@ class NDArray:
     def permute(self, new_axes) -> NDArray:
         """The axes in another order, numpy's transpose. Shares memory."""
         shape, strides = self._shape, self._strides
-        axes = _axis_order(tuple(new_axes), len(shape)) if isinstance(new_axes, Iterable) else None
+        try:  # before the cache, to which (0.0, 1) is (0, 1)
+            axes = _axis_order(tuple(map(operator.index, new_axes)), len(shape)) if isinstance(new_axes, Iterable) else None
+        except TypeError:
+            raise ShapeError(f"[permute] an axis of {new_axes} is no whole number") from None
         if axes is None:
             raise ShapeError(f"[permute] {new_axes} is not an order of the axes of {shape}")
         return self._view(tuple([shape[a] for a in axes]), tuple([strides[a] for a in axes]))
