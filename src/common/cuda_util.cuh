@@ -28,8 +28,7 @@ void dispatch_ids(const Array& ids, const char* op, F&& f) {
                               " (int32, int64)");
 }
 
-// --- launch shapes
-// ------------------------------------------------------------------------------------------------
+// --- launch shapes -------------------------------------------------------------------------------
 
 NEEDLE_HD constexpr int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
@@ -60,8 +59,7 @@ LaunchConfig grid_with_shared(int64_t work_items, int block, int64_t shared_byte
 __device__ inline int64_t first_index() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t index_step() { return int64_t(gridDim.x) * blockDim.x; }
 
-// --- vectors: N elements moved by one instruction
-// -------------------------------------------------------------------
+// --- vectors: N elements moved by one instruction ------------------------------------------------
 
 template <class T, int N>
 struct alignas(sizeof(T) * N) Vec {
@@ -127,8 +125,7 @@ void dispatch_bytes(int64_t bytes, F&& f) {
   }
 }
 
-// --- walking strided operands
-// ------------------------------------------------------------------------------------------
+// --- walking strided operands --------------------------------------------------------------------
 
 constexpr int kMaxDims = 12;
 
@@ -213,8 +210,7 @@ template <int N>
   return walk;
 }
 
-// --- reductions
-// ---------------------------------------------------------------------------------------------------------------
+// --- reductions ----------------------------------------------------------------------------------
 
 // Combines the values of the `Lanes` neighbouring threads (32: a warp; more: the whole block of
 // that many threads) and gives the result to each. `combine` must be commutative; the order is

@@ -73,19 +73,18 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
                          const Array& rstd, const Array& dx, const Array& dweight,
                          const Array& dbias, const Array& workspace, int64_t rows, int64_t cols);
 
-// --- rotary embedding (GPT-NeoX halves)
-// ------------------------------------------------------------ x: (B, H, T, D) with strides
-// x_strides (4) and offset, out contiguous or strided likewise; the first `rot` of D are rotated:
-// with h = rot/2, (x[i], x[i+h]) -> (x[i] c - x[i+h] s, x[i+h] c + x[i] s), i < h. cos, sin: (>= T,
-// rot/2) float32, row t for position t. inverse rotates back (the gradient).
+// --- rotary embedding (GPT-NeoX halves) ----------------------------------------------------------
+// x: (B, H, T, D) with strides x_strides (4) and offset, out contiguous or strided likewise; the
+// first `rot` of D are rotated: with h = rot/2, (x[i], x[i+h]) -> (x[i] c - x[i+h] s, x[i+h] c +
+// x[i] s), i < h. cos, sin: (>= T, rot/2) float32, row t for position t. inverse rotates back (the
+// gradient).
 void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array& cos,
             const Array& sin, const Array& out, const Dims& out_strides, int64_t B, int64_t H,
             int64_t T, int64_t D, int64_t rot, bool inverse);
 
-// --- embedding: one_hot(ids) @ weight
-// --------------------------------------------------------------- weight (vocab, dim), ids (n)
-// int32 or int64, out (n, dim). CPU: IndexError names the first bad id. cuda: sets the device's
-// error flag, read at the next sync; the row is filled with NaN.
+// --- embedding: one_hot(ids) @ weight ------------------------------------------------------------
+// weight (vocab, dim), ids (n) int32 or int64, out (n, dim). CPU: IndexError names the first bad
+// id. cuda: sets the device's error flag, read at the next sync; the row is filled with NaN.
 void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
                        int64_t vocab, int64_t dim);
 // dweight (vocab, dim) += or = the sum of dy rows by id, in ascending position order.
@@ -96,10 +95,9 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
 // out (n, depth) of any dtype; ids int32 or int64; an id outside 0..depth-1 is an IndexError.
 void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth);
 
-// --- cross entropy
-// ----------------------------------------------------------------------------------- logits (rows,
-// cols), targets (rows) int32 or int64, loss and lse (rows) float32 (float64 for float64). A row
-// whose target is ignore_index has loss 0 and gradient 0.
+// --- cross entropy -------------------------------------------------------------------------------
+// logits (rows, cols), targets (rows) int32 or int64, loss and lse (rows) float32 (float64 for
+// float64). A row whose target is ignore_index has loss 0 and gradient 0.
 void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss,
                            const Array& lse, int64_t rows, int64_t cols, int64_t ignore_index);
 // dlogits = (softmax(logits) - one_hot(targets)) * dloss[row]; dlogits may be logits (in place).
@@ -107,8 +105,7 @@ void cross_entropy_backward(const Array& logits, const Array& targets, const Arr
                             const Array& dloss, const Array& dlogits, int64_t rows, int64_t cols,
                             int64_t ignore_index);
 
-// --- optimizer
-// ------------------------------------------------------------------------------------------
+// --- optimizer -----------------------------------------------------------------------------------
 // Decoupled weight decay (Loshchilov & Hutter 2019), in place on param, m, v. m, v float32 (float64
 // for float64). grad_scale: one float32 on the device that multiplies every gradient (clipping,
 // unscaling).
@@ -119,15 +116,14 @@ void adamw_step(const Array& param, const Array& grad, const Array& m, const Arr
 // grad.
 void unscale(const Array& grad, double factor, const Array& nonfinite);
 
-// --- attention over a block layout
-// ------------------------------------------------------------------------- softmax(scale * q k^T +
-// mask) v without a T x S array. q, out: (B, H, T, D); k, v: (B, H, S, D); last axis contiguous,
-// the other three strides are given as (B, H, T). lse: (B, H, T) float32 (float64 for float64). The
-// layout names the key blocks of each query block: for head h (h % layout_heads), query block i,
-// the entries row_ptr[hh * nq + i] .. row_ptr[hh * nq + i + 1] of col_idx (int32, ascending), with
-// partial (uint8) = 1 where elements must be masked by `key <= q_start + query`. nq = ceil(T /
-// block), nk = ceil(S / block); tails are cut. Queries with no key at all give out = 0 and lse =
-// -inf.
+// --- attention over a block layout ---------------------------------------------------------------
+// softmax(scale * q k^T + mask) v without a T x S array. q, out: (B, H, T, D); k, v: (B, H, S, D);
+// last axis contiguous, the other three strides are given as (B, H, T). lse: (B, H, T) float32
+// (float64 for float64). The layout names the key blocks of each query block: for head h (h %
+// layout_heads), query block i, the entries row_ptr[hh * nq + i] .. row_ptr[hh * nq + i + 1] of
+// col_idx (int32, ascending), with partial (uint8) = 1 where elements must be masked by `key <=
+// q_start + query`. nq = ceil(T / block), nk = ceil(S / block); tails are cut. Queries with no key
+// at all give out = 0 and lse = -inf.
 void attention_forward(const Array& q, const Dims& q_strides, const Array& k, const Dims& k_strides,
                        const Array& v, const Dims& v_strides, const Array& out,
                        const Dims& out_strides, const Array& lse, const Array& row_ptr,
@@ -160,9 +156,8 @@ void attention_decode(const Array& q, const Dims& q_strides, const Array& k, con
                       const Array& row_ptr, const Array& col_idx, int64_t B, int64_t H, int64_t S,
                       int64_t D, int64_t layout_heads, int64_t block, double scale);
 
-// --- block-sparse products
-// ----------------------------------------------------------------------------------- A
-// block-sparse (m, n) matrix is blocks (batch, nnz, block, block) and an index. Batch item b uses
+// --- block-sparse products -----------------------------------------------------------------------
+// A block-sparse (m, n) matrix is blocks (batch, nnz, block, block) and an index. Batch item b uses
 // layout head b % layout_heads. Head hh owns blocks row_ptr[hh * nb_rows] .. row_ptr[(hh + 1) *
 // nb_rows] (entries of heads follow each other in one numbering, 0 .. nnz_total-1); the blocks of
 // batch item b are stored at blocks[b, e - first(hh)] with nnz the largest number of entries of any
@@ -187,9 +182,9 @@ void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool tra
                      const Array& entry, int64_t batch, int64_t m, int64_t n, int64_t k,
                      int64_t nnz, int64_t layout_heads, int64_t block);
 
-// --- counter-based random numbers: Philox 4x32-10 (Salmon et al. 2011)
-// ------------------------------------------ Element i depends on (seed, offset + i / 4, i % 4)
-// alone, so any device and any split gives the same bits.
+// --- counter-based random numbers: Philox 4x32-10 (Salmon et al. 2011) ---------------------------
+// Element i depends on (seed, offset + i / 4, i % 4) alone, so any device and any split gives the
+// same bits.
 void random_uniform(const Array& out, uint64_t seed,
                     uint64_t offset);  // [0, 1), 24 bits (53 in float64)
 void random_normal(const Array& out, uint64_t seed, uint64_t offset);  // Box-Muller on pairs

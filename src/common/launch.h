@@ -1,18 +1,18 @@
-// The one header a kernel file includes. Under nvcc it is CUDA plus thin wrappers; under g++ or
-// clang (-x c++) it is the emulator of cuda_sim/, and the same source runs on a machine without a
-// GPU.
+// The one header a kernel file includes (most do through cuda_util.cuh). Under nvcc it is CUDA plus
+// thin wrappers; under g++ or clang (-x c++) it is the emulator of cuda_sim/, and the same source
+// runs on a machine without a GPU.
 //
 //   template <class T>
 //   __global__ void scale_kernel(T* x, T factor, int64_t n) {
-//     NEEDLE_SHARED(float, tile, 16, 17);      // __shared__ float tile[16][17]; without dims: one
-//     float NEEDLE_DYNAMIC_SHARED(float, scratch);   // float* scratch: the config.smem bytes of
-//     this launch
+//     NEEDLE_SHARED(float, tile, 16, 17);      // __shared__ float tile[16][17]
+//     NEEDLE_SHARED(float, sum);               // __shared__ float sum
+//     NEEDLE_DYNAMIC_SHARED(float, scratch);   // float* scratch, of the launch's smem_bytes
 //     ...
 //   }
-//   launch<scale_kernel<float>>({grid, block}, x, 2.0f, n);                 // throws CudaError,
-//   naming the kernel launch<scale_kernel<float>>({grid, block, smem_bytes, stream}, x, 2.0f, n);
-//   allow_dynamic_shared<scale_kernel<float>>(smem_bytes);                  // once, before asking
-//   for more than 48 KB
+//
+//   launch<scale_kernel<float>>({grid, block}, x, 2.0f, n);  // a CudaError names the kernel
+//   launch<scale_kernel<float>>({grid, block, smem_bytes, stream()}, x, 2.0f, n);
+//   allow_dynamic_shared<scale_kernel<float>>(smem_bytes);   // once, before more than 48 KB
 //
 // Kernels contain no #ifdef and no inline PTX: ptx.h has mma, ldmatrix and cp.async as functions. A
 // __device__ function in a header is `inline` or a template. Loops of barriers, shuffles and

@@ -182,8 +182,7 @@ class LaneSums {
   bool started_ = false;
 };
 
-// --- forward
-// ---------------------------------------------------------------------------------------
+// --- forward -------------------------------------------------------------------------------------
 
 // One run's scores S^T (n, begin .. width) become exp(s - max) against the new running maximum; sum
 // and, unless this is the first run, out follow.
@@ -270,8 +269,7 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
   transpose_tile(s.out_lanes, kTile, D, nq, out.row(first), out.stride);
 }
 
-// --- backward
-// --------------------------------------------------------------------------------------
+// --- backward ------------------------------------------------------------------------------------
 
 // scores (n, begin .. width) raw products -> p; dscores likewise dp -> ds. lse and delta
 // belong to the lanes (queries along the lanes) or to the rows (keys along the lanes). Masked are

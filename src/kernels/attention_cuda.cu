@@ -168,8 +168,7 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
   }
 }
 
-// --- backward
-// ------------------------------------------------------------------------------------------------------------
+// --- backward ------------------------------------------------------------------------------------
 
 template <class T>
 __global__ void attention_delta_kernel(AttentionArguments<T> g) {
@@ -338,8 +337,7 @@ __global__ void __launch_bounds__(kBlock) attention_dkdv_kernel(AttentionArgumen
   }
 }
 
-// --- launchers: tiles as large as 48 KB of shared memory allow, down to 16 x 16
-// ------------------------------------------
+// --- launchers: tiles as large as 48 KB of shared memory allow, down to 16 x 16 ------------------
 
 template <class F>
 void dispatch_head_dim(int64_t D, F&& f) {

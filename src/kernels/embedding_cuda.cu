@@ -27,8 +27,7 @@ __global__ void embedding_forward_kernel(const T* weight, const Id* ids, T* out,
   }
 }
 
-// --- gradient: `ends` (vocab + 1) and `positions` (n) lie in the workspace
-// ------------------------------------------
+// --- gradient: `ends` (vocab + 1) and `positions` (n) lie in the workspace -----------------------
 
 template <class Id>
 __global__ void embedding_count_kernel(const Id* ids, int32_t* counts, int64_t n, int64_t vocab,

@@ -10,8 +10,7 @@
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
-// --- the table as types: apply() is the row's expression, kind says which dtypes it takes
-// ------------------------
+// --- the table as types: apply() is the row's expression, kind says which dtypes it takes --------
 
 enum class Kind { ANY, NUM, FLT, TEST, CMP, LOGIC };
 constexpr bool gives_bool(Kind kind) {
@@ -62,8 +61,7 @@ __device__ accum_t<T> load(const T* p, int64_t i) {
   return accum_t<T>(p[i]);
 }
 
-// --- kernels
-// ------------------------------------------------------------------------------------------------------------
+// --- kernels -------------------------------------------------------------------------------------
 
 // Both kernels: in vectors of N elements where every operand is contiguous and aligned for them,
 // and what is left, or all of it, one by one.
@@ -130,8 +128,7 @@ __global__ void where_kernel(const bool* condition, const B* a, const B* b, B* o
   }
 }
 
-// --- launchers
-// --------------------------------------------------------------------------------------------------------------
+// --- launchers -----------------------------------------------------------------------------------
 
 template <class T>
 constexpr int vector_length() {

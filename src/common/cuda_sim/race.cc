@@ -152,8 +152,7 @@ void access(const void* start, size_t bytes, bool write, bool atomic, const void
   if (!initialized) report_uninitialized(block, thread, start, now);
 }
 
-// --- what the scheduler tells
-// ---------------------------------------------------------------------------------------
+// --- what the scheduler tells --------------------------------------------------------------------
 
 void begin_launch() { ++launch_number; }
 
@@ -189,8 +188,7 @@ const bool installed = (race_hooks = &hooks) != nullptr;
 
 }  // namespace needle::sim
 
-// --- what instrumented code calls
-// -----------------------------------------------------------------------------------
+// --- what instrumented code calls ----------------------------------------------------------------
 
 #define PC __builtin_return_address(0)
 #define HOOK extern "C" __attribute__((visibility("hidden")))

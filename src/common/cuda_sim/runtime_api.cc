@@ -157,8 +157,7 @@ void enqueue(cudaStream_t stream, std::function<std::string()> work) {
 
 using namespace needle::sim;
 
-// --- memory
-// ---------------------------------------------------------------------------------------------------------
+// --- memory --------------------------------------------------------------------------------------
 
 // Exact sizes, so that AddressSanitizer sees the first byte past the end; 0xff, so that what nobody
 // wrote is NaN.
@@ -216,8 +215,7 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   return cudaSuccess;
 }
 
-// --- streams and events
-// ---------------------------------------------------------------------------------------------
+// --- streams and events --------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   std::lock_guard<std::recursive_mutex> lock(mutex);
@@ -302,8 +300,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
   return cudaSuccess;
 }
 
-// --- the device
-// -----------------------------------------------------------------------------------------------------
+// --- the device ----------------------------------------------------------------------------------
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;

@@ -120,8 +120,7 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
   return std::move(fault_);
 }
 
-// --- threads and fibers
-// ---------------------------------------------------------------------------------------------
+// --- threads and fibers --------------------------------------------------------------------------
 
 // A fiber takes thread after thread while nobody waits: a kernel without barriers is one fiber in a
 // loop.
@@ -215,8 +214,7 @@ uint64_t Block::random() {
   return random_state_ >> 11;
 }
 
-// --- barriers and warp operations
-// -----------------------------------------------------------------------------------
+// --- barriers and warp operations ----------------------------------------------------------------
 
 int Block::barrier(Thread& thread, BarrierKind kind, int predicate, Site site) {
   if (n_at_barrier_ == 0) {
@@ -301,8 +299,7 @@ __attribute__((noinline)) bool Block::complete_collective(Warp& warp, uint32_t m
   return true;
 }
 
-// --- shared memory
-// --------------------------------------------------------------------------------------------------
+// --- shared memory -------------------------------------------------------------------------------
 
 // The first thread to arrive at a declaration reserves the variable and fills it with NaN.
 char* Block::shared(const void* declaration, const char* name, size_t bytes, size_t alignment) {
@@ -331,8 +328,7 @@ char* Block::shared(const void* declaration, const char* name, size_t bytes, siz
   return address;
 }
 
-// --- faults
-// ---------------------------------------------------------------------------------------------------------
+// --- faults --------------------------------------------------------------------------------------
 
 std::string Block::place_of(uint64_t block, unsigned rank) const {
   return "block " + text(unflatten(block, grid_dim)) + ", thread " +
@@ -418,8 +414,7 @@ void Block::fault(Thread& thread, const std::string& what, Site site, bool list_
   leave_context(thread.context, main_);
 }
 
-// --- what kernels call
-// ----------------------------------------------------------------------------------------------
+// --- what kernels call ---------------------------------------------------------------------------
 
 int block_barrier(BarrierKind kind, int predicate, Site site) {
   Thread& thread = self();
