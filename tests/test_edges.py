@@ -185,6 +185,14 @@ def test_uint8_under_a_minus_does_not_wrap_around_before_it_is_widened(device):
     np.testing.assert_array_equal((5 - small).numpy(), [2, 61])  # as numpy's uint8
 
 
+@pytest.mark.parametrize("op", [ops.erf, ops.gelu, lambda x: ops.gelu(x, "tanh"), ops.silu, ops.tanh, ops.absolute])
+def test_functions_of_a_0_d_array(device, op):
+    (slope,) = gradients(op, device, 0.5)
+    assert op(leaf(0.5, device)).shape == slope.shape == ()
+    np.testing.assert_allclose(slope, gradients(op, device, [0.5])[0][0], rtol=1e-6)
+    np.testing.assert_array_equal(abs(array([True, False], device, "bool")).numpy(), [True, False])
+
+
 # --- exchange ---
 
 

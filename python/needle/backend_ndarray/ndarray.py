@@ -705,7 +705,7 @@ class NDArray:
         return self._unary("ewise_negate") if self._dtype != "bool" else self * -1
 
     def __abs__(self):
-        return self._unary("ewise_abs")
+        return self._unary("ewise_abs") if self._dtype != "bool" else self.copy()
 
     def maximum(self, other):
         """The larger of each two elements, NaN if one of them is; ``other``: an array that broadcasts, or a number."""

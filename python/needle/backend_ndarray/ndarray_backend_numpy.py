@@ -133,7 +133,7 @@ _SQRT_2_OVER_PI = math.sqrt(2.0 / math.pi)
 
 
 def _real_erf(x):
-    return _erf(x.astype(np.float64)).astype(x.dtype)
+    return np.asarray(_erf(x.astype(np.float64))).astype(x.dtype)  # a 0-d array comes back as a Python float
 
 
 def _sigmoid(x):
