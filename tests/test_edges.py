@@ -302,6 +302,8 @@ def test_arguments_of_ops(device):
         with pytest.raises(ValueError, match=r"\[dropout\] seed is"):
             ops.dropout(x, 0.5, seed, offset)
     assert ops.make_tuple(x, x * 2)[np.int64(-1)].numpy()[0, 0, 0, 0] == 2
+    with pytest.raises(DTypeError, match="condition is of type ndarray"):
+        ops.where(np.ones(1), x, 0.0)
     with pytest.raises(DTypeError, match="complex"):
         x + np.array([1j])
     with pytest.raises(DeviceError, match="cross_entropy"):
@@ -362,6 +364,14 @@ def test_adamw_updates_floats_alone(device):
         kernels.adamw_step(array([1], device, "int32"), one, one.copy(), one.copy(), one, 0.1, 0.9, 0.9, 1e-8, 0.0, 1)
 
 
+def test_the_first_step_of_adam_is_its_learning_rate(device):
+    """What float32 has of 1 - beta is as good as beta: else the first steps are off by some 1e-5."""
+    p = nn.Parameter(leaf([0, 0], device))
+    p.grad = leaf([2, -3], device)
+    Adam([p], lr=1.0, eps=0.0).step()
+    np.testing.assert_allclose(p.numpy(), [-1, 1], rtol=5e-7)
+
+
 def test_a_shared_parameter_is_updated_once(device):
     layer = nn.Linear(2, 2, bias=False, device=device)
     model = nn.Sequential(layer, nn.ReLU(), layer)
@@ -378,6 +388,8 @@ def test_a_loaded_state_is_a_copy(device):
     before = other.weight.numpy()
     one.weight.realize_cached_data().fill(7.0)
     np.testing.assert_array_equal(other.weight.numpy(), before)
+    other.load_state_dict({"weight": [[1, 2], [3, 4]], "bias": np.zeros((1, 2))})
+    np.testing.assert_array_equal(other.weight.numpy(), [[1, 2], [3, 4]])
 
 
 def test_dropout_of_everything(device):

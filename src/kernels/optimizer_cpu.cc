@@ -14,12 +14,12 @@ namespace {
 
 template <class P, class G, class A = accum_t<P>>
 void adamw_range(P* __restrict param, const G* __restrict grad, A* __restrict m, A* __restrict v,
-                 int64_t n, A scale, A lr, A beta1, A beta2, A eps, A decay, A correction1,
-                 A correction2) {
+                 int64_t n, A scale, A lr, A beta1, A beta2, A rest1, A rest2, A eps, A decay,
+                 A correction1, A correction2) {
   for (int64_t i = 0; i < n; ++i) {
     const A g = A(grad[i]) * scale;
-    const A mean = beta1 * m[i] + (A(1) - beta1) * g;
-    const A square = beta2 * v[i] + (A(1) - beta2) * g * g;
+    const A mean = beta1 * m[i] + rest1 * g;
+    const A square = beta2 * v[i] + rest2 * g * g;
     m[i] = mean;
     v[i] = square;
     param[i] = P(A(param[i]) * decay -
@@ -55,8 +55,9 @@ void adamw_step(const Array& param, const Array& grad, const Array& m, const Arr
         A *means = m.data<A>(), *squares = v.data<A>();
         parallel_ranges(param.size(), 32768, [&](int64_t begin, int64_t end) {
           adamw_range(params + begin, grads + begin, means + begin, squares + begin, end - begin,
-                      A(scale), A(lr), A(beta1), A(beta2), A(eps), A(1 - lr * weight_decay),
-                      A(1 / (1 - std::pow(beta1, step))), A(1 / (1 - std::pow(beta2, step))));
+                      A(scale), A(lr), A(beta1), A(beta2), A(1 - beta1), A(1 - beta2), A(eps),
+                      A(1 - lr * weight_decay), A(1 / (1 - std::pow(beta1, step))),
+                      A(1 / (1 - std::pow(beta2, step))));
         });
       } else {
         throw std::invalid_argument(std::string("[adamw] gradient has a bad dtype: ") +

@@ -91,8 +91,8 @@ class Module:
             missing, extra = sorted(set(mine) - set(state)), sorted(set(state) - set(mine))
             raise CheckpointError(f"[load_state_dict] names differ: missing {missing[:5]}, unexpected {extra[:5]}")
         for name, p in mine.items():
-            if tuple(state[name].shape) != p.shape:
-                raise CheckpointError(f"[load_state_dict] {name} is {tuple(state[name].shape)} (accepted: {p.shape})")
+            if np.shape(state[name]) != p.shape:
+                raise CheckpointError(f"[load_state_dict] {name} is {np.shape(state[name])} (accepted: {p.shape})")
         for name, p in mine.items():
             values = state[name]
             if isinstance(values, Tensor):  # a Tensor of a Tensor would share its memory

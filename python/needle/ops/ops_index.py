@@ -8,7 +8,7 @@ from .. import dtype as dt
 from ..autograd import NDArray, Tensor, TensorOp, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError
 from .ops_shape import reshape
 
 
@@ -195,6 +195,8 @@ class Where(TensorOp):
 
 def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
     """a where condition is not zero, else b; the three broadcast. A number widens the other as in ``+``; two are float32."""
+    if not isinstance(condition, Tensor):
+        raise DTypeError(f"[where] condition is of type {type(condition).__name__} (accepted: a Tensor)")
     wide = condition.device.default_float
     dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), wide)
 
