@@ -218,7 +218,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
 def say_held_out(say, held: float, unigram: float) -> None:
     say(
         f"held-out loss {held:.3f} nats, perplexity {math.exp(min(held, 50)):,.1f}; "
-        f"{unigram - held:.3f} below token frequencies alone ({unigram:.3f})"
+        f"{abs(unigram - held):.3f} {'below' if held <= unigram else 'above'} token frequencies alone ({unigram:.3f})"
     )
 
 
