@@ -34,7 +34,7 @@ BUILD = ROOT / "build" / "gpu"
 LOG = BUILD / "log.txt"
 CORES = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2, 16)
 CHUNK = 48  # tests in one process
-BENCHMARKS_S = 150  # that the tests leave for the benchmarks
+BENCHMARKS_S = 180  # that the tests leave for the benchmarks
 SANITIZED = re.compile(r"test_parity\[.*float32.*(softmax|matmul|layer_norm|attention_sparse|dsd)|_on_tensor_cores\[.*bfloat16")
 STAGES = ("build", "ready", "instructions", "parity", "benchmarks", "sanitizer")
 PROGRAMS = ["tensor_cores", "semantics"]
@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--no-build", action="store_true", help="the modules are there already")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help=f"of {', '.join(STAGES)} (default: all)")
     parser.add_argument("--tests", default="", help="only tests whose name has this regular expression")
-    parser.add_argument("--minutes", type=float, default=8, help="begin nothing after so long (default: 8)")
+    parser.add_argument("--minutes", type=float, default=9, help="begin nothing after so long (default: 9)")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON lines")
     options = parser.parse_args(argv)
     if options.build_only and options.device == "cuda" and not options.arch:

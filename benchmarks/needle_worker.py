@@ -33,8 +33,8 @@ def _case(step: Callable[[], float | None], device, **facts) -> Case:
     return Case(finished_step, versions, device.num_threads(), lambda: device.memory_stats()["peak"], facts)
 
 
-def _array(rng, shape, device, requires_grad: bool = False) -> ndl.Tensor:
-    return ndl.Tensor(rng.standard_normal(shape, dtype=np.float32), device=device, requires_grad=requires_grad)
+def _array(rng, shape, device, requires_grad: bool = False, dtype: str = "float32") -> ndl.Tensor:
+    return ndl.Tensor(rng.standard_normal(shape, dtype=np.float32), device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def pythia_step(
@@ -105,13 +105,14 @@ def attention(
     density: float = 1,
     batch_size: int = 1,
     pattern: str | None = None,
+    dtype: str = "float32",
 ) -> Case:
     """Causal attention over ``density`` of the causal blocks, or those of ``pattern``; with ``backward``, all gradients too."""
     where = _device(device)
     rng = np.random.default_rng(0)
     shape = (batch_size, heads, seq_len, head_dim)
-    q, k, v = (_array(rng, shape, where, requires_grad=backward) for _ in range(3))
-    grad = _array(rng, shape, where)
+    q, k, v = (_array(rng, shape, where, requires_grad=backward, dtype=dtype) for _ in range(3))
+    grad = _array(rng, shape, where, dtype=dtype)
     layout = PythiaConfig().with_sparse(pattern).layout(seq_len) if pattern else _causal_layout(seq_len, density)
 
     def step() -> None:
@@ -122,14 +123,14 @@ def attention(
     return _case(step, where, blocks=layout.nnz_total)
 
 
-def product(kind: str, size: int, density: float, block: int = 64, device: str = "cpu") -> Case:
+def product(kind: str, size: int, density: float, block: int = 64, device: str = "cpu", dtype: str = "float32") -> Case:
     """One of sdd, dsd, dds of (size, size) matrices, the sparse one with ``density`` of its blocks."""
     where = _device(device)
     rng = np.random.default_rng(0)
     n = size // block
     layout = BlockLayout(rng.permutation(n * n).reshape(n, n) < density * n * n, block)
-    blocks = _array(rng, (1, layout.nnz, block, block), where)
-    a, b = (_array(rng, (1, size, size), where) for _ in range(2))
+    blocks = _array(rng, (1, layout.nnz, block, block), where, dtype=dtype)
+    a, b = (_array(rng, (1, size, size), where, dtype=dtype) for _ in range(2))
     calls = {
         "sdd": lambda: ops.sdd(a, b, layout), "dsd": lambda: ops.dsd(blocks, b, layout), "dds": lambda: ops.dds(a, blocks, layout)
     }  # fmt: skip
@@ -169,11 +170,11 @@ def loss(rows: int, vocab_size: int, dense: bool = False, width: int = 512, devi
     return _case(step, where)
 
 
-def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
-    """(m, k) @ (k, n) in float32."""
+def gemm(m: int, k: int, n: int, device: str = "cpu", dtype: str = "float32") -> Case:
+    """(m, k) @ (k, n)."""
     where = _device(device)
     rng = np.random.default_rng(0)
-    a, b = _array(rng, (m, k), where), _array(rng, (k, n), where)
+    a, b = _array(rng, (m, k), where, dtype=dtype), _array(rng, (k, n), where, dtype=dtype)
 
     def step() -> None:
         ops.matmul(a, b)

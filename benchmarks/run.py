@@ -31,17 +31,17 @@ def _step(batch_size: int, seq_len: int, vocab_size: int, **more) -> Row:
     return Row("pythia_step", args, tokens=batch_size * seq_len)
 
 
-def _attention(seq_len: int, backward: bool, density: float = 1) -> Row:
-    args = {"seq_len": seq_len, "backward": backward, "density": density}
+def _attention(seq_len: int, backward: bool, density: float = 1, **more) -> Row:
+    args = {"seq_len": seq_len, "backward": backward, "density": density, **more}
     return Row("attention", args, tokens=seq_len, settle=1, steps=3)
 
 
-def _gemm(m: int, k: int, n: int) -> Row:
-    return Row("gemm", {"m": m, "k": k, "n": n}, ops=2 * m * k * n, settle=1, steps=5)
+def _gemm(m: int, k: int, n: int, **more) -> Row:
+    return Row("gemm", {"m": m, "k": k, "n": n, **more}, ops=2 * m * k * n, settle=1, steps=5)
 
 
-def _product(kind: str, size: int, density: float) -> Row:
-    return Row("product", {"kind": kind, "size": size, "density": density}, settle=1, steps=5)
+def _product(kind: str, size: int, density: float, **more) -> Row:
+    return Row("product", {"kind": kind, "size": size, "density": density, **more}, settle=1, steps=5)
 
 
 def _generation(prompt: int, vocab_size: int = 10000, batch_size: int = 1, **more) -> Row:
@@ -57,6 +57,7 @@ LOCAL = {"pattern": "local"}  # own block and the one before it
 SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the blocks, beside all of them
 ATTENTION = [_attention(seq_len, backward) for seq_len in (2048, 8192) for backward in (False, True)]
 LAYERS = 6  # of Pythia-70M
+BF16 = {"dtype": "bfloat16"}  # on a GPU, tensor cores
 GROUPS: dict[str, list[Row]] = {
     "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
     "long": [_step(2, 512, 10000), _step(1, 2048, 10000), _step(1, 8192, 10000)],
@@ -72,12 +73,17 @@ GROUPS: dict[str, list[Row]] = {
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
     "gemm": [_gemm(1024, 512, 50304), _gemm(1024, 512, 2048), _gemm(1024, 2048, 512), _gemm(512, 512, 512)],
     "gpu_step": [_step(*shape, 50304, pattern=pattern) for shape in ((8, 2048), (32, 512)) for pattern in (None, "local")],
-    "gpu_gemm": [_gemm(16384, 512, 50304), _gemm(16384, 512, 2048), _gemm(4096, 4096, 4096), _gemm(512, 512, 512)],
-    "gpu_attention": ATTENTION,
-    "gpu_products": [_product(kind, 4096, 1) for kind in ("sdd", "dsd", "dds")],
+    "gpu_gemm": [
+        _gemm(*shape, **more)
+        for more in ({}, BF16)
+        for shape in ((16384, 512, 50304), (16384, 512, 2048), (4096, 4096, 4096), (512, 512, 512))
+    ],
+    "gpu_attention": [*ATTENTION, *(replace(row, args={**row.args, **BF16}) for row in ATTENTION)],
+    "gpu_products": [_product(kind, 4096, 1, **more) for more in ({}, BF16) for kind in ("sdd", "dsd", "dds")],
     "smoke": [
-        _step(1, 192, 512, pattern="local", model_size="14m"), _gemm(64, 64, 64),
-        _attention(128, True, 1 / 2), *(_product(kind, 128, 1 / 2) for kind in ("sdd", "dsd", "dds")),
+        _step(1, 192, 512, pattern="local", model_size="14m"), _gemm(64, 64, 64), _gemm(64, 64, 64, **BF16),
+        _attention(128, True, 1 / 2), _attention(128, True, 1 / 2, **BF16),
+        *(_product(kind, 128, 1 / 2) for kind in ("sdd", "dsd", "dds")), _product("sdd", 128, 1 / 2, **BF16),
     ],
 }  # fmt: skip
 

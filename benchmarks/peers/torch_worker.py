@@ -73,16 +73,26 @@ def read(megabytes: float, device: str = "cpu") -> Case:
     return _case(lambda: x.sum().item(), device)
 
 
-def attention(seq_len: int, backward: bool, device: str = "cpu", heads: int = 8, head_dim: int = 64, density: float = 1) -> Case:
+def _array(rng, shape: tuple[int, ...], device: str, dtype: str) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32)).to(device, getattr(torch, dtype))
+
+
+def attention(
+    seq_len: int,
+    backward: bool,
+    device: str = "cpu",
+    heads: int = 8,
+    head_dim: int = 64,
+    density: float = 1,
+    dtype: str = "float32",
+) -> Case:
     """Dense causal attention, B 1; with ``backward``, the gradients of q, k and v too.
 
     Dense whatever ``density`` says: it is what needle's block-sparse attention is compared with.
     """
     device = _place(device)
     rng = np.random.default_rng(0)
-    q, k, v, grad = (
-        torch.from_numpy(rng.standard_normal((1, heads, seq_len, head_dim), dtype=np.float32)).to(device) for _ in range(4)
-    )
+    q, k, v, grad = (_array(rng, (1, heads, seq_len, head_dim), device, dtype) for _ in range(4))
 
     def forward() -> None:
         with torch.no_grad():
@@ -133,11 +143,11 @@ def loss(rows: int, vocab_size: int, width: int = 512, device: str = "cpu") -> C
     return _case(step, device)
 
 
-def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
-    """(m, k) @ (k, n) in float32, without TF32."""
+def gemm(m: int, k: int, n: int, device: str = "cpu", dtype: str = "float32") -> Case:
+    """(m, k) @ (k, n); float32 without TF32."""
     device = _place(device)
     rng = np.random.default_rng(0)
-    a, b = (torch.from_numpy(rng.standard_normal(s, dtype=np.float32)).to(device) for s in ((m, k), (k, n)))
+    a, b = (_array(rng, shape, device, dtype) for shape in ((m, k), (k, n)))
 
     def step() -> None:
         a @ b
@@ -145,9 +155,9 @@ def gemm(m: int, k: int, n: int, device: str = "cpu") -> Case:
     return _case(step, device)
 
 
-def product(kind: str, size: int, density: float, block: int = 64, device: str = "cpu") -> Case:
+def product(kind: str, size: int, density: float, block: int = 64, device: str = "cpu", dtype: str = "float32") -> Case:
     """The dense product that a block-sparse one of any ``kind`` and ``density`` is compared with."""
-    return gemm(size, size, size, device)
+    return gemm(size, size, size, device, dtype)
 
 
 if __name__ == "__main__":
