@@ -158,10 +158,14 @@ class Op:
         raise NotImplementedError
 
     def gradient(self, out_grad: Any, node: Any):
-        """The gradient for each input, given that of the output: a Tensor, or a tuple with one item per input."""
+        """The gradient of each input, given that of the output: a Tensor, or a tuple with one item per input (None: no gradient).
+
+        node: the op's output; ``node.inputs`` and ``node.input_shapes`` are what it was made of.
+        """
         raise NotImplementedError
 
     def gradient_as_tuple(self, out_grad: Any, node: Any) -> tuple:
+        """``gradient``, as a tuple in any case."""
         result = self.gradient(out_grad, node)
         if isinstance(result, tuple):
             return result
@@ -171,6 +175,7 @@ class Op:
 
     @property
     def name(self) -> str:
+        """What traces, plans and errors call it."""
         return type(self).__name__
 
 
@@ -430,7 +435,7 @@ class Tensor(Value):
     array: a Tensor (shares its data if device and dtype agree), or anything ``NDArray`` takes (copied).
     device: default: that of a Tensor or NDArray, else the default device.
     dtype: default: that of a Tensor or NDArray; float32 for the rest, integers included (numpy's own with NEEDLE_BACKEND=np).
-    requires_grad: whether ``backward`` shall give it a gradient.
+    requires_grad: whether ``backward`` shall give it a gradient. Other keywords are ignored, as in the course.
     raises: DTypeError, DeviceError.
     """
 

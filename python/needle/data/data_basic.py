@@ -29,7 +29,11 @@ class Dataset:
 
 
 class DataLoader:
-    """Batches of a data set as Tensors; the last may be short. ``shuffle`` draws one permutation per pass from numpy's stream."""
+    """Batches of a data set as tuples of Tensors, float32 on the default device, without gradient; the last may be short.
+
+    The data set is asked for all items of a batch at once, by an array of indices. shuffle: draw one permutation per pass from
+    numpy's global stream.
+    """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False):
         self.dataset = dataset

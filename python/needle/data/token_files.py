@@ -233,10 +233,12 @@ class TokenWriter:
 
     @property
     def tokens(self) -> int:
+        """Written so far."""
         return self._state["tokens"]
 
     @property
     def documents(self) -> int:
+        """Ended so far."""
         return self._state["documents"]
 
     def write(self, ids: np.ndarray, ends: Sequence[int] | np.ndarray = ()) -> None:
@@ -286,6 +288,7 @@ class TokenWriter:
         publish(self.folder, prefix)
 
     def close(self) -> None:
+        """Closes the files; what was flushed can be gone on with."""
         for file in self._files.values():
             with contextlib.suppress(OSError):  # of the bytes that found no room; flush has said so
                 file.close()
