@@ -1,6 +1,8 @@
 """The course's array layer, line by line, on every device: the functions of a device module, devices, and NDArray."""
 
 import inspect
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -132,6 +134,15 @@ def test_devices():
     for missing in ("__name__", "no_such_function"):
         with pytest.raises(AttributeError):
             getattr(nd.cpu(), missing)
+
+
+def test_why_there_is_no_gpu(monkeypatch):
+    """In CUDA's words: a driver that is too old looks like none otherwise."""
+    for why, said in (("the driver is too old", "the driver is too old"), ("", "the driver names none")):
+        module = SimpleNamespace(device_count=lambda: 0, why_absent=lambda why=why: why)
+        monkeypatch.setitem(sys.modules, "needle.backend_ndarray.absent", module)
+        device = nd.BackendDevice("cuda", "absent")
+        assert not device.enabled() and device.why_absent() == f"no usable GPU was found: {said}"
 
 
 def test_what_a_device_makes(device):
