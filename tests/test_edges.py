@@ -45,6 +45,19 @@ def test_a_shape_is_of_whole_numbers_from_0_on(device, shape):
             make()
 
 
+def test_more_elements_than_can_be_counted(device):
+    for make in (lambda: ndarray.empty((2**40, 2**40), device=device), lambda: array([1.0], device).broadcast_to((2**32, 2**31))):
+        with pytest.raises(ShapeError, match="elements or more"):
+            make()
+
+
+def test_any_and_all_of_nothing(device):
+    empty = array(np.zeros((2, 0)), device)
+    for axis in (None, 1):
+        assert not empty.any(axis=axis).numpy().any() and empty.all(axis=axis).numpy().all()
+    assert empty.any(axis=1, keepdims=True).shape == (2, 1) and empty.all(axis=1).dtype == "bool"
+
+
 def test_as_strided_stays_within_its_memory(device):
     a = array(range(12), device)[2:]
     np.testing.assert_array_equal(a.as_strided((3, 2), (3, 1)).numpy(), [[2, 3], [5, 6], [8, 9]])

@@ -85,6 +85,8 @@ def _as_shape(shape: Any, least: int = 0) -> tuple[int, ...]:
         raise ShapeError(f"[shape] {shape!r} is no shape (accepted: a whole number, or several)") from None
     if lengths and min(lengths) < least:
         raise ShapeError(f"[shape] {lengths} has a length below {least}")
+    if math.prod(lengths) >= 2**63:
+        raise ShapeError(f"[shape] {lengths} has 2**63 elements or more")
     return lengths
 
 
@@ -382,7 +384,9 @@ class NDArray:
 
     def is_broadcast(self) -> bool:
         """Whether one element in memory stands for several, as broadcast_to makes it."""
-        return 0 not in self._shape and any(stride == 0 and n > 1 for n, stride in zip(self._shape, self._strides))
+        if 0 not in self._strides or 0 in self._shape:
+            return False
+        return any(stride == 0 and n > 1 for n, stride in zip(self._shape, self._strides))
 
     def _check_writable(self) -> None:
         if self.is_broadcast():
@@ -786,7 +790,7 @@ class NDArray:
 
     # --- reductions -----------------------------------------------------------------------------------------------
 
-    def _reduce(self, op: str, axis, keepdims: bool, dtype: str | None = None) -> NDArray:
+    def _reduce(self, op: str, axis, keepdims: bool, dtype: str | None = None, of_nothing: bool | None = None) -> NDArray:
         if isinstance(axis, (tuple, list)) and not axis:
             raise ShapeError(f"[{op}] axis () names no axis (accepted: None, an int, or a tuple of ints)")
         axes = normalize_axes(axis, self.ndim, op)
@@ -806,6 +810,8 @@ class NDArray:
             x, outer, inner = self.permute(others + list(axes)), math.prod(self._shape[i] for i in others), 1
         length = math.prod(self._shape[i] for i in axes)
         if length == 0 and op not in ("reduce_sum", "reduce_prod", "reduce_sumsq"):
+            if of_nothing is not None:
+                return full(shape, of_nothing, dtype or self._dtype, self._device)
             raise ShapeError(f"[{op}] nothing to reduce: axes {axes} of {self._shape} have no elements")
         out = _new(shape, dtype or self._dtype, self._device)
         getattr(self._device.require(), op)(x.contiguous_handle(), out._handle, outer, length, inner)
@@ -839,12 +845,12 @@ class NDArray:
         return mean.astype("float16") if self._dtype == "float16" else mean
 
     def any(self, axis=None, keepdims=False) -> NDArray:
-        """Whether an element is not zero, as bool."""
-        return self.astype("bool", copy=False)._reduce("reduce_max", axis, keepdims)
+        """Whether an element is not zero, as bool; False over none."""
+        return self.astype("bool", copy=False)._reduce("reduce_max", axis, keepdims, of_nothing=False)
 
     def all(self, axis=None, keepdims=False) -> NDArray:
-        """Whether every element is not zero, as bool."""
-        return self.astype("bool", copy=False)._reduce("reduce_min", axis, keepdims)
+        """Whether every element is not zero, as bool; True over none."""
+        return self.astype("bool", copy=False)._reduce("reduce_min", axis, keepdims, of_nothing=True)
 
     def argmax(self, axis: int | None = None, keepdims=False) -> NDArray:
         """Index of the first maximum, int64; NaN counts as largest."""
