@@ -5,9 +5,9 @@
     python benchmarks/gpu_check.py --arch 90 --build-only            # compile for a GPU that is elsewhere
     python benchmarks/gpu_check.py --device cuda_sim --no-build      # the same road on the emulated device, in tiny shapes
 
-Uses this machine's own Python packages: numpy, pybind11 (or its headers, which torch has), cmake, pytest; torch where it is. Every
-row is appended to benchmarks/results as it is found, and everything said to build/gpu/log.txt; after --minutes what is left is not
-begun. What failed is printed last and decides the exit code: 0, 1, or 2 where it cannot run at all.
+Uses this machine's own Python packages: numpy, ml_dtypes, pybind11 (or its headers, which torch has), cmake, pytest; torch where it
+is. Every row is appended to benchmarks/results as it is found, and everything said to build/gpu/log.txt; after --minutes what is
+left is not begun. What failed is printed last and decides the exit code: 0, 1, or 2 where it cannot run at all.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class Check:
         has, build = importlib.util.find_spec, not self.options.no_build
         wanted = {
             "numpy": has("numpy"),
+            "ml_dtypes (bfloat16 in numpy)": has("ml_dtypes") or self.options.build_only,
             "pytest": has("pytest") or self.options.build_only,
             "pybind11 (or torch, which has its headers)": has("pybind11") or has("torch") or not build,
             "cmake": self.tool("cmake") or not build,
