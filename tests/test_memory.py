@@ -348,7 +348,7 @@ def test_numbers_of_a_plan_and_where_it_is_drawn(tmp_path, capsys):
     small = ["plan", "--model", "14m", "--vocab_size", "500", "--batch_size", "1", "--seq_len", "64"]
     (tmp_path / "file").write_text("")
     assert main([*small, "--html", str(tmp_path / "file" / "x.html")]) == 2
-    assert re.fullmatch(r"needle: error: \[html\] cannot draw .*: File exists \(.*\)\n", capsys.readouterr().err)
+    assert re.fullmatch(r"needle: error: \[html\] cannot draw .*: Not a directory \(.*\)\n", capsys.readouterr().err)
     assert main([*small, "--accumulation_steps", "2"]) == 0
     two = capsys.readouterr().out
     assert main([*small, "--accumulation_steps", str(1 << 20)]) == 0  # which is not the work of so many

@@ -590,6 +590,15 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(main, tmp_
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [f"pythia-14m-NOW{n}" for n in ("", "-2", "-3")]
 
 
+def test_a_home_folder_in_a_file(main, tmp_path, monkeypatch):
+    """Where no shell has replaced its sign."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "flags.yaml").write_text("checkpoint_dir: ~/run\nmax_steps: 1\n")
+    assert main("--config=~/flags.yaml") == (0, [])
+    assert (tmp_path / "run" / "step-000001").is_dir() and not (ROOT / "~").exists()
+    assert main("--load_checkpoint=~/run", "--eval_only") == (0, [])
+
+
 def test_interrupted_while_evaluating(main, tmp_path, monkeypatch):
     """What is saved already is not saved again."""
     from pythia_app.trainer import Trainer

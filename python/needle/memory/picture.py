@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .. import files
 from ..backend_ndarray.host_memory import FREED
 from .trace import trace
 from .units import readable
@@ -25,7 +24,7 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
     """Writes an HTML page to ``path`` that shows ``traced``: bytes by category after each event, stacked; what each event was (op,
     module, bytes, line) under the pointer; the peak and the trace's marks. Needs plotly.
 
-    raises: ModuleNotFoundError without plotly; OSError where there is no room.
+    raises: ModuleNotFoundError without plotly; OSError where it cannot be written.
     """
     from pathlib import Path
 
@@ -75,8 +74,7 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
         legend={"orientation": "h", "y": -0.2},
     )
     target = Path(path)
-    with files.write_atomically(target) as file:
-        file.write(figure.to_html(include_plotlyjs=True, full_html=True).encode())
+    figure.write_html(target, include_plotlyjs=True, full_html=True)
     return target
 
 
