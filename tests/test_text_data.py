@@ -76,6 +76,21 @@ def test_two_files_hold_out_the_smaller(tmp_path):
     assert [p.path.name for p in corpus.train + corpus.heldout] == ["b.txt", "a.txt"]
 
 
+@pytest.mark.parametrize("books", [1, 3])
+def test_a_licence_beside_books_is_not_all_that_is_held_out(tmp_path, books):
+    for i in range(books):
+        (tmp_path / f"{i}.txt").write_text(make_text(i, 1000 + i))
+    (tmp_path / "LICENSE").write_text("all rights reserved\n")
+    corpus = load_corpus(str(tmp_path), cache_dir=tmp_path)
+    assert [piece.path.name for piece in corpus.heldout] == ["LICENSE", "0.txt"]
+    assert 0.04 < corpus.heldout_bytes / (corpus.train_bytes + corpus.heldout_bytes) < (0.06 if books == 1 else 0.35)
+    whole = sorted(make_text(i, 1000 + i) for i in range(books))
+    assert sorted(map(len, whole)) == sorted(
+        sum(piece.stop - piece.start for piece in corpus.train + corpus.heldout if piece.path.name == f"{i}.txt")
+        for i in range(books)
+    )
+
+
 @pytest.mark.parametrize("text", [make_text(3), "ein Wort über Größe " * 500, "é" * 5001], ids=["lines", "words", "é"])
 def test_one_file_holds_out_its_end(tmp_path, text):
     file = tmp_path / "book.txt"

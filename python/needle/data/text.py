@@ -26,7 +26,7 @@ from .text_files import read_tokens, write_tokens
 from .text_tokenizer import SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
 from .token_files import TOKENIZER_ENDING, find_token_file, read_token_file, sample
 
-_FORMAT = "3"  # part of the cache key: change it when the same input would give other tokens
+_FORMAT = "4"  # part of the cache key: change it when the same input would give other tokens
 _ORDER = 2  # part of a saved position: change it when the same seed would give another order
 _LOOKED_AT_TOKENS = 1 << 24  # of a token file, which may have more than can be read before every run
 _MOST_HELDOUT_TOKENS = 10_000_000

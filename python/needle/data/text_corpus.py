@@ -84,7 +84,7 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
 
     ``wikitext-2`` is looked for in ``data_dir/wikitext-2`` and comes from the Hub otherwise (through ``datasets``, kept
     under ``cache_dir``). A folder that has a training and a validation file under WikiText's usual names is split as
-    they say; of any other folder some whole files are held out, of a single file its end.
+    they say; of any other folder some whole files are held out, of a single large file its end.
 
     raises: DataError for an unknown name, and for text that is missing, empty, binary or unreadable.
     """
@@ -151,7 +151,7 @@ def _download_wikitext(wanted: Path, cache_dir: Path) -> Path:
 
 
 def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = False) -> Corpus:
-    """A corpus of whole files (held out: some of them), or of one file (held out: its end)."""
+    """A corpus of files."""
     digests: dict[str, Path] = {}  # by content: a copy of a held-out file must not be trained on
     pieces = {file: Piece(file, 0, file.stat().st_size) for file in files}
     skipped = 0
@@ -166,32 +166,34 @@ def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = Fa
     if not digests:
         raise DataError(f"[{name}] no text: {len(files)} files, {skipped} of them binary or closed (a non-empty UTF-8 text file)")
     pieces = {file: pieces[file] for file in digests.values()}
-    if len(pieces) == 1:
-        train, heldout = _cut(next(iter(pieces.values())), name)
-        return Corpus(name, (train,), (heldout,), _key(list(digests)), skipped)
     # An order by hash of name is fixed, and unlike the alphabet makes every prefix a fair sample of the whole.
     order = sorted(pieces, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
-    held = _held_out_files(order, pieces)
+    train, heldout = _split([pieces[file] for file in order], name)
     digest_of = {file: digest for digest, file in digests.items()}
-    return Corpus(
-        name,
-        tuple(pieces[file] for file in order if file not in held),
-        tuple(pieces[file] for file in order if file in held),
-        _key([digest_of[file] for file in order]),
-        skipped,
-    )
+    return Corpus(name, train, heldout, _key([digest_of[file] for file in order]), skipped)
 
 
-def _held_out_files(order: list[Path], pieces: dict[Path, Piece]) -> set[Path]:
-    """Files in ``order`` until the fraction is reached, without those so large that one would be most of it."""
-    target = HELDOUT_FRACTION * sum(piece.stop for piece in pieces.values())
-    held: set[Path] = set()
+def _split(pieces: list[Piece], name: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
+    """Held out are files in their order until the fraction is reached, without those so large that one would be most of it. Where
+    the others are next to nothing, as a licence beside a book, the smallest large one as well, or of a single large one its end.
+    """
+    target = HELDOUT_FRACTION * sum(piece.stop for piece in pieces)
+    train: list[Piece] = []
+    heldout: list[Piece] = []
     held_bytes = 0
-    for file in order:
-        if held_bytes < target and pieces[file].stop <= target / 4:
-            held.add(file)
-            held_bytes += pieces[file].stop
-    return held or {min(order, key=lambda file: pieces[file].stop)}
+    for piece in pieces:
+        fits = held_bytes < target and piece.stop <= target / 4
+        (heldout if fits else train).append(piece)
+        held_bytes += piece.stop * fits
+    if held_bytes < target / 4:
+        smallest = min(train, key=lambda piece: piece.stop)
+        if len(train) > 1:
+            train.remove(smallest)
+            heldout.append(smallest)
+        else:
+            train[0], end = _cut(smallest, name)
+            heldout.append(end)
+    return tuple(train), tuple(heldout)
 
 
 def _cut(piece: Piece, name: str) -> tuple[Piece, Piece]:
