@@ -247,6 +247,15 @@ def test_differentiable_gradients_far_out(device, op):
     assert np.isfinite(x.grad.numpy()).all()
 
 
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "bool"])
+def test_the_slope_of_cutting_off_is_0(device, dtype):
+    (slope,) = gradients(lambda x: ops.astype(ops.astype(x, dtype), "float32") * 3 + x, device, [0.5, 1.5])
+    np.testing.assert_array_equal(slope, [1, 1])
+    whole = leaf([1, 2], device, "int32")
+    (ops.astype(whole, "float32") * 3).backward()
+    assert whole.grad.dtype == "int32" and whole.grad.numpy().tolist() == [3, 3]
+
+
 def test_logsumexp_where_all_is_minus_infinity(device):
     x = [[-np.inf, -np.inf], [0, -np.inf]]
     np.testing.assert_array_equal(gradients(lambda x: ops.logsumexp(x, axes=(1,)), device, x)[0], [[0, 0], [1, 0]])

@@ -472,7 +472,7 @@ def maximum(a: Tensor, b: Tensor) -> Tensor:
 
 
 class AsType(_NoRead):
-    """The values in another dtype; the gradient comes back in the old one."""
+    """The values in another dtype; the gradient comes back in the old one, 0 from floats cut off to integers or bools."""
 
     def __init__(self, dtype):
         self.dtype = dt.name_of(dtype)
@@ -481,7 +481,10 @@ class AsType(_NoRead):
         return a.astype(self.dtype)
 
     def gradient(self, out_grad, node):
-        return astype(out_grad, node.inputs[0].dtype)
+        a = node.inputs[0]
+        if dt.is_float(a.dtype) and not dt.is_float(self.dtype):
+            return Tensor.make_const(array_api.full(a.shape, 0, dtype=a.dtype, device=a.device))
+        return astype(out_grad, a.dtype)
 
 
 def astype(a: Tensor, dtype) -> Tensor:
