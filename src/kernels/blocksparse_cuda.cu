@@ -162,7 +162,7 @@ void run(const SparseArguments<typename Product::T>& g) {
 template <Mode mode, class T>
 bool fits_tensor_cores(const SparseArguments<T>& g) {
   const int64_t lda = g.trans_a ? g.m : g.k, ldb = g.trans_b ? g.k : g.n;
-  return has_tensor_cores() && copies_in_chunks(g.dense_a, mode == Mode::dsd ? ldb : lda) &&
+  return may_use_tensor_cores() && copies_in_chunks(g.dense_a, mode == Mode::dsd ? ldb : lda) &&
          copies_in_chunks(mode == Mode::sdd ? g.dense_b : g.blocks,
                           mode == Mode::sdd ? ldb : g.block);
 }

@@ -76,7 +76,7 @@ LaunchConfig config_of(const MatmulArguments<T>& g) {
 
 template <class T>
 bool fits_tensor_cores(const MatmulArguments<T>& g) {
-  bool fits = has_tensor_cores() && copies_in_chunks(g.a + g.batch.offset[0], g.lda) &&
+  bool fits = may_use_tensor_cores() && copies_in_chunks(g.a + g.batch.offset[0], g.lda) &&
               copies_in_chunks(g.b + g.batch.offset[1], g.ldb);
   for (int d = 0; d < g.batch.ndim; ++d)
     fits = fits && g.batch.strides[0][d] % kChunk == 0 && g.batch.strides[1][d] % kChunk == 0;

@@ -11,6 +11,14 @@
 
 namespace needle::NEEDLE_DEVICE {
 
+// Code for sm_75 alone runs on later GPUs too, and has no tensor-core kernels there.
+#if defined(__CUDA_ARCH_LIST__)
+constexpr int kNewestCompiled = std::max({0, __CUDA_ARCH_LIST__});
+#else
+constexpr int kNewestCompiled = 900;
+#endif
+inline bool may_use_tensor_cores() { return kNewestCompiled >= 800 && has_tensor_cores(); }
+
 constexpr int kChunk = 8;  // 16-bit elements of the 16 bytes that ldmatrix and cp.async move
 
 // Where chunk `chunk` of row `row` lies, in chunks, when a row has Chunks (a power of two).
