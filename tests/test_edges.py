@@ -10,7 +10,7 @@ import needle as ndl
 from needle import amp, init, nn, ops
 from needle.backend_ndarray import kernels, ndarray
 from needle.backend_ndarray.ndarray import NDArray, from_dlpack, full, where
-from needle.errors import DeviceError, DTypeError, ShapeError
+from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.optim import SGD, Adam, AdamW
 
 
@@ -402,6 +402,17 @@ def test_a_shared_parameter_is_updated_once(device):
     layer.weight.grad = leaf(np.ones((2, 2)), device)
     SGD(model.parameters(), lr=0.5).step()
     np.testing.assert_allclose(layer.weight.numpy(), before - 0.5, rtol=1e-6)
+
+
+def test_a_parameter_stays_one_when_it_is_written(device):
+    p = nn.Parameter(leaf([1, 2], device))
+    with pytest.raises(GraphError, match="Parameter is a leaf"):
+        p[0] = 5.0
+    with ndl.no_grad():
+        p[0] = 5.0
+    (p * 2).sum().backward()
+    SGD([p], lr=1.0).step()
+    np.testing.assert_array_equal(p.numpy(), [3, 0])
 
 
 def test_a_loaded_state_is_a_copy(device):

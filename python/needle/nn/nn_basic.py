@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from .. import init, ops
-from ..autograd import Tensor, rematerialize
+from ..autograd import Tensor, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
-from ..errors import CheckpointError, ShapeError
+from ..errors import CheckpointError, GraphError, ShapeError
 
 
 class Parameter(Tensor):
@@ -20,6 +20,12 @@ class Parameter(Tensor):
     def _setup(self, data, requires_grad: bool) -> None:
         super()._setup(data, requires_grad)
         data.category = PARAMETER
+
+    def __setitem__(self, index, value) -> None:
+        """Writes into the array. raises: GraphError while a graph is recorded: this would become a result, which nobody trains."""
+        if self.requires_grad and is_grad_enabled():
+            raise GraphError("[setitem] a Parameter is a leaf (accepted: under no_grad, which writes into its array)")
+        super().__setitem__(index, value)
 
 
 def _unpack_params(value: object) -> list[Tensor]:
