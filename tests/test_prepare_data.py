@@ -20,6 +20,7 @@ from needle.data import prepare as module
 from needle.data import text_blocks
 from needle.data.prepare import prepare
 from needle.data.text import load_text
+from needle.data.text_tokenizer import TextTokenizer, load_tokenizer
 from needle.data.token_files import read_token_file
 from needle.errors import DataError
 
@@ -177,7 +178,7 @@ TOKEN = {"id": 900, "content": "a b", "single_word": False, "lstrip": False, "rs
     ids=["gpt-2", "llama 3", "prefix", "prepend", "one word", "token", "rstrip", "lstrip"],
 )
 def test_where_cutting_changes_nothing(tokenizer, change, anywhere, after_letters):
-    made = variant(tokenizer, change)
+    made = TextTokenizer(variant(tokenizer, change))
     assert module._cutting_changes_nothing(made, text_blocks.Cutter(True)) == anywhere
     assert module._cutting_changes_nothing(made, text_blocks.Cutter(True, True)) == after_letters
 
@@ -207,6 +208,20 @@ def test_texts_are_whole_even_where_the_tokenizer_would_cut_them_off(tmp_path, t
     (tmp_path / "x.txt").write_text(make_text(0, 100))
     prepare([tmp_path / "x.txt"], tmp_path / "out", tokenizer=tmp_path / "cuts.json")
     assert found(tmp_path / "out") == expected(tokenizer, [make_text(0, 100)])
+
+
+def test_a_tokenizer_that_knows_some_words_alone(tmp_path):
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(tmp_path / "words.json"))
+    (tmp_path / "known.txt").write_text("a b b")
+    (tmp_path / "other.txt").write_text("a b c")
+    prepare([tmp_path / "known.txt"], tmp_path / "out", tokenizer=tmp_path / "words.json")
+    assert found(tmp_path / "out") == [[0, 1, 1, 2]]
+    with pytest.raises(DataError, match=r"\[tokenizer\] no ids for a text: .*Missing \[UNK\] token"):
+        prepare([tmp_path / "other.txt"], tmp_path / "out2", tokenizer=tmp_path / "words.json")
+    with pytest.raises(DataError, match=r"\[tokenizer\] no ids for a text: .*Missing \[UNK\] token"):
+        load_tokenizer(tmp_path / "words.json").encode("c")
 
 
 def test_a_tokenizer_is_trained_on_a_sample(tmp_path, monkeypatch):

@@ -300,12 +300,12 @@ class _Encoder(Cutter):
     """Tokenizes blocks; many threads may call it at once."""
 
     def __init__(self, tokenizer: TextTokenizer, end: int | None, sources: list[Source], key: str, skip_invalid: bool):
-        self._tokenizer = tokenizer.tokenizer
+        self._tokenizer = tokenizer
         self._sources, self._key, self._skip_invalid = sources, key, skip_invalid
         self._end = end
         self._dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.int32
-        wide = _cutting_changes_nothing(self._tokenizer, Cutter(True))
-        super().__init__(wide or _cutting_changes_nothing(self._tokenizer, Cutter(True, True)), after_letters=not wide)
+        wide = _cutting_changes_nothing(tokenizer, Cutter(True))
+        super().__init__(wide or _cutting_changes_nothing(tokenizer, Cutter(True, True)), after_letters=not wide)
 
     def __call__(self, block: Block) -> _Encoded:
         texts: list[str] = []
@@ -320,14 +320,14 @@ class _Encoder(Cutter):
                     continue
                 cut += self._take_apart(document, texts)
                 documents.append((len(texts), source.lines or piece.at.offset == 0, source.lines or piece.last))
-        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        found = self._tokenizer.encode_batch(texts)
         ids: list[int] = []
         ends: list[int] = []
         empty = first = 0
         for last, begins, stops in documents:
             before = len(ids)
             for i in range(first, last):
-                ids += encodings[i].ids
+                ids += found[i]
             first = last
             if begins and stops and len(ids) == before:
                 empty += 1
@@ -348,11 +348,12 @@ class _Encoder(Cutter):
         return badly_cut
 
 
-def _cutting_changes_nothing(tokenizer: Any, cutter: Cutter) -> bool:
+def _cutting_changes_nothing(text_tokenizer: TextTokenizer, cutter: Cutter) -> bool:
     """Tries it: around every kind of character and white space, and around each token that stands for itself.
 
     Words must come out the same, not only ids: of all the words that a vocabulary has whole, these are few.
     """
+    tokenizer = text_tokenizer.tokenizer
     if tokenizer.pre_tokenizer is None:
         return False
     befores = "a Z 7 12 don't . , \" ) ... - _ é ß 中 。 \u0301 👍 … &".split()
@@ -374,8 +375,10 @@ def _cutting_changes_nothing(tokenizer: Any, cutter: Cutter) -> bool:
 
     if any(words(left) + words(right) != words(left + right) for left, right in pairs):
         return False
-    encode = lambda texts: [e.ids for e in tokenizer.encode_batch(texts, add_special_tokens=False)]  # noqa: E731
-    lefts, rights, wholes = (encode(list(t)) for t in (*zip(*pairs), [a + b for a, b in pairs]))
+    try:
+        lefts, rights, wholes = (text_tokenizer.encode_batch(list(t)) for t in (*zip(*pairs), [a + b for a, b in pairs]))
+    except DataError:  # it knows some words alone
+        return False
     return all(left + right == whole for left, right, whole in zip(lefts, rights, wholes))
 
 

@@ -33,7 +33,14 @@ class TextTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) int64."""
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        return np.array(self.encode_batch([text])[0], dtype=np.int64)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Ids of each text. raises: DataError for text that the tokenizer has no ids for."""
+        try:
+            return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # tokenizers raises bare Exception
+            raise DataError(f"[tokenizer] no ids for a text: {files.reason(error)} (text that the tokenizer knows)") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ``ids``; an id that only fills up the model's vocabulary gives nothing."""
@@ -47,8 +54,8 @@ class TextTokenizer:
         """Ids of each part of each document, and ``end_of_text`` after a document."""
         for parts in documents:
             for part in parts:
-                for encoding in self.tokenizer.encode_batch(_at_lines(part), add_special_tokens=False):
-                    yield np.array(encoding.ids, dtype=np.int64)
+                for ids in self.encode_batch(_at_lines(part)):
+                    yield np.array(ids, dtype=np.int64)
             if self.end_of_text is not None:
                 yield np.array([self.end_of_text], dtype=np.int64)
 
