@@ -79,6 +79,19 @@ void copy_from_host(const void* from, const Array& to) {
 [[gnu::visibility("hidden")]] void matmul_tiled(const Array& a, const Array& b, const Array& out,
                                                 int64_t m, int64_t n, int64_t p);
 
+#ifdef NEEDLE_LEVELS
+// The level of x86-64 (GCC's and Clang's -march=x86-64-v3, v4) whose build of this module the
+// processor can run; empty for this one.
+std::string best_level() {
+  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                  __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512vl");
+  return v3 && v4 ? "v4" : v3 ? "v3" : "";
+}
+#endif
+
 }  // namespace needle::cpu
 
 PYBIND11_MODULE(NEEDLE_MODULE, m) {
@@ -89,4 +102,7 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
   m.def("matmul_tiled", &Bound<&matmul_tiled>::call);
   m.attr("__tile_size__") = 8;
   m.attr("__gemm__") = gemm_library();
+#ifdef NEEDLE_LEVELS
+  m.def("best_level", &best_level);
+#endif
 }

@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+import sys
+from types import ModuleType
 
 import numpy as np
 import pytest
 
 import needle as ndl
 from needle import dtype as dt
+from needle.backend_ndarray import device as device_module
 from needle.backend_ndarray.ndarray import NDArray, asarray, empty, from_dlpack, full, matmul, where
 from needle.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
 from needle.models import Pythia, PythiaConfig
@@ -133,6 +136,17 @@ def test_devices_by_name(device):
     a = NDArray(X, device=device.name)
     assert a.device is device and a.to(device.name) is a and ndl.init.zeros(2, device=device.name).device is device
     assert ndl.Tensor(X, device=device.name).device is device and ndl.as_device() is ndl.cpu()
+
+
+@pytest.mark.parametrize("level", ["", "v4"])
+def test_a_wheel_takes_its_build_for_the_processor(level, monkeypatch):
+    plain, fast = ModuleType("plain"), ModuleType("fast")
+    plain.Array = fast.Array = list
+    plain.best_level = lambda: level
+    monkeypatch.setattr(device_module, "when_loaded", None)
+    for name, module in (("some", plain), ("some_v4", fast)):
+        monkeypatch.setitem(sys.modules, f"needle.backend_ndarray.{name}", module)
+    assert device_module.BackendDevice("some", "some").mod is (fast if level else plain)
 
 
 def test_copies(host):

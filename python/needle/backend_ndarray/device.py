@@ -84,6 +84,8 @@ class BackendDevice:
         full_name = f"{__package__}.{self._source}"
         try:
             mod = importlib.import_module(full_name)
+            if hasattr(mod, "best_level") and mod.best_level():  # a wheel's
+                mod = importlib.import_module(f"{full_name}_{mod.best_level()}")
         except ModuleNotFoundError as error:
             if error.name != full_name:
                 raise
