@@ -272,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument("--no-build", action="store_true", help="the modules are there already")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help=f"of {', '.join(STAGES)} (default: all)")
     parser.add_argument("--tests", default="", help="only tests whose name has this regular expression")
-    parser.add_argument("--minutes", type=float, default=9, help="begin nothing after so long (default: 9)")
+    parser.add_argument("--minutes", type=float, default=8, help="begin nothing after so long (default: 8)")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results", help="folder for the JSON lines")
     options = parser.parse_args(argv)
     if options.build_only and options.device == "cuda" and not options.arch:
