@@ -39,6 +39,10 @@ def test_tensor_indexing_drops_integer_axes(host):
     t = ndl.Tensor(X, device=host)
     for index in (np.s_[1], np.s_[-1, :, 2], np.s_[..., 0], np.s_[None, 2, 1:3, None, -1]):
         np.testing.assert_array_equal(t[index].numpy(), X[index])
+    assert [row.shape for row in t] == [(5, 6)] * 4
+    with pytest.raises(ShapeError, match="0-d"):
+        list(ndl.Tensor(1.0, device=host))
+    assert (t[0, 0] * np.array([[2.0]])).shape == (1, 6) and (t[0, 0] * np.array([2.0])).shape == (6,)
     with pytest.raises(IndexError, match="out of range for axis 0 of length 4"):
         t[4]
     with pytest.raises(IndexError, match="too many indices"):
@@ -78,10 +82,10 @@ def test_reductions_over_any_axes(device, op, axis):
         np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8"])
+@pytest.mark.parametrize(("dtype", "end"), [("bool", 2), ("uint8", 256), ("int32", 2**31)])
 @pytest.mark.parametrize("shape", [(70000,), (3, 2500), (300, 41)], ids=str)
-def test_small_integers_sum_to_int64_without_a_wider_copy(device, dtype, shape):
-    x = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 256, shape).astype(dtype)
+def test_integers_sum_to_int64_without_a_wider_copy(device, dtype, end, shape):
+    x = np.random.default_rng(0).integers(0, end, shape).astype(dtype)
     ones = np.where(np.arange(x.size) % 997 < 5, 3, 1).reshape(shape).astype(dtype)
     for axis in (None, 0, -1):
         for op, values in (("sum", x), ("prod", ones)):

@@ -634,7 +634,7 @@ class Tensor(Value):
         if isinstance(other, Tensor):
             return other
         if isinstance(other, (np.ndarray, NDArray)):
-            if other.size != 1 or isinstance(other, NDArray):
+            if other.size != 1 or other.ndim > 1 or isinstance(other, NDArray):  # the course has (1,) as a number
                 return Tensor(other, device=self.device, requires_grad=False)
         if isinstance(other, (np.ndarray, np.generic)):
             other = other.item()
@@ -696,6 +696,11 @@ class Tensor(Value):
 
     def __neg__(self):
         return ops.Negate()(self)
+
+    def __iter__(self):
+        if not self.shape:
+            raise ShapeError("[iter] a 0-d tensor has no parts")
+        return (self[i] for i in range(self.shape[0]))
 
     def __getitem__(self, index) -> Tensor:
         """numpy's basic indexing (int, slice, None, ...), with gradient."""

@@ -114,3 +114,22 @@ def with_scalar(name: str, scalar: Any, default_float: str) -> str:
     if isinstance(scalar, (int, np.integer)):
         return "int64" if kind == "b" else name
     return default_float
+
+
+# The least and the greatest value of the integer dtypes.
+LIMITS = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "uint8": (0, 255)}
+
+
+def checked_number(op: str, value: Any, dtype: str) -> int | float:
+    """``value`` as the Python number that every element of an array of ``dtype`` is to be set to; a fraction is cut off.
+
+    raises: DTypeError for what is no number; OverflowError where the dtype ends before it.
+    """
+    if hasattr(value, "item"):  # numpy's scalars, arrays of one element
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise DTypeError(f"[{op}] {value!r} is no real number")
+    limits = LIMITS.get(dtype)
+    if limits is not None and not limits[0] - 1 < value < limits[1] + 1:
+        raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
+    return value

@@ -99,6 +99,7 @@ def logsumexp(x: NDArray) -> NDArray:
 
 
 def logsumexp_backward(x: NDArray, lse: NDArray, dlse: NDArray) -> NDArray:
+    """exp(x - lse) dlse: x (..., C), one lse and dlse per row; 0 where lse is -inf."""
     rows, cols = _rows_cols("logsumexp", x)
     dx = _new(x._shape, x._dtype, x._device)
     x._device.logsumexp_backward(x.contiguous_handle(), lse.contiguous_handle(), dlse.contiguous_handle(), dx._handle, rows, cols)

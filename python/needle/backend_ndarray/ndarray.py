@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError
 from .device import BackendDevice, all_devices, as_device, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
 from .host_memory import DATA
+from .shapes import as_shape, axis_order, broadcast_shape, compact_strides, is_contiguous, normalize_axes, prod, reach
 
 __all__ = [
     "NDArray", "BackendDevice", "cpu", "cuda", "cuda_sim", "cpu_numpy", "meta", "default_device", "all_devices",
@@ -29,95 +30,6 @@ __all__ = [
 # write_stamp() is the next tick of the clock that orders in-place writes and the making of graph nodes.
 write_stamp: Callable[[], int] = itertools.count(1).__next__
 _SCALARS = (int, float, bool, np.number, np.bool_)
-
-
-# The least and the greatest value of the integer dtypes.
-_LIMITS = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "uint8": (0, 255)}
-
-
-def _storable(op: str, value: Any, dtype: str) -> int | float:
-    """``value`` as the Python number that every element of an array of ``dtype`` is to be set to; a fraction is cut off.
-
-    raises: DTypeError for what is no number; OverflowError where the dtype ends before it.
-    """
-    if hasattr(value, "item"):  # numpy's scalars, arrays of one element
-        value = value.item()
-    if not isinstance(value, (int, float)):
-        raise DTypeError(f"[{op}] {value!r} is no real number")
-    limits = _LIMITS.get(dtype)
-    if limits is not None and not limits[0] - 1 < value < limits[1] + 1:
-        raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
-    return value
-
-
-def prod(x: Iterable[int]) -> int:
-    """The product of some numbers; 1 for none."""
-    return reduce(operator.mul, x, 1)
-
-
-# A program has few shapes and asks for their strides at every op.
-@lru_cache(maxsize=4096)
-def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a row-major array of ``shape``."""
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
-    return tuple(strides)
-
-
-@lru_cache(maxsize=4096)
-def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = 1
-    for n, stride in zip(reversed(shape), reversed(strides)):
-        if n == 0:
-            return True
-        if n != 1 and stride != expected:
-            return False
-        expected *= n
-    return True
-
-
-def _as_shape(shape: Any, least: int = 0) -> tuple[int, ...]:
-    """The length, or the lengths, as a tuple. raises: ShapeError for one that is no whole number of at least ``least``."""
-    try:
-        lengths = (operator.index(shape),) if hasattr(shape, "__index__") else tuple([operator.index(n) for n in shape])
-    except TypeError:
-        raise ShapeError(f"[shape] {shape!r} is no shape (accepted: a whole number, or several)") from None
-    if lengths and min(lengths) < least:
-        raise ShapeError(f"[shape] {lengths} has a length below {least}")
-    if math.prod(lengths) >= 2**63:
-        raise ShapeError(f"[shape] {lengths} has 2**63 elements or more")
-    return lengths
-
-
-@lru_cache(maxsize=1024)
-def _axis_order(axes: tuple[int, ...], ndim: int) -> tuple[int, ...] | None:
-    """``axes`` counted from the front; None if they are no order of all axes. raises: ShapeError for one out of range."""
-    found = tuple([normalize_axis(a, ndim, "permute") for a in axes])
-    return found if sorted(found) == list(range(ndim)) else None
-
-
-def normalize_axis(axis: Any, ndim: int, op: str) -> int:
-    """``axis`` counted from the front. raises: ShapeError if it is no whole number or outside -ndim..ndim-1."""
-    try:
-        axis = operator.index(axis)
-    except TypeError:
-        raise ShapeError(f"[{op}] axis {axis!r} is no whole number") from None
-    if not -ndim <= axis < ndim:
-        raise ShapeError(f"[{op}] axis {axis} is out of range for {ndim} dimensions")
-    return axis + ndim if axis < 0 else axis
-
-
-def normalize_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:
-    """The axes, counted from the front, ascending; None means all. raises: ShapeError for repeated or outside ones."""
-    if axes is None:
-        return tuple(range(ndim))
-    if not isinstance(axes, Iterable) or isinstance(axes, str):
-        return (normalize_axis(axes, ndim, op),)
-    found = sorted(normalize_axis(a, ndim, op) for a in axes)
-    if len(set(found)) != len(found):
-        raise ShapeError(f"[{op}] repeated axis in {tuple(axes)}")
-    return tuple(found)
 
 
 class NDArray:
@@ -161,7 +73,7 @@ class NDArray:
     def make(shape, strides=None, device=None, handle=None, offset=0, dtype=None) -> NDArray:
         """An array of ``shape``, uninitialised unless ``handle`` gives its memory."""
         self = NDArray.__new__(NDArray)
-        self._shape = shape = _as_shape(shape)
+        self._shape = shape = as_shape(shape)
         self._device = device = as_device(device)
         self._offset = offset
         if strides is None:
@@ -169,7 +81,7 @@ class NDArray:
             self._contiguous = True
         else:
             self._strides = tuple(strides)
-            self._contiguous = _is_contiguous(shape, self._strides)
+            self._contiguous = is_contiguous(shape, self._strides)
         if handle is None:
             handle = _allocate(device, math.prod(shape), dtype or "float32")
         self._handle = handle
@@ -395,7 +307,7 @@ class NDArray:
     def fill(self, value) -> None:
         """Sets every element in place."""
         self._check_writable()
-        value = _storable("fill", value, self._dtype)
+        value = dt.checked_number("fill", value, self._dtype)
         self._device.require().strided_fill(self._handle, self._strides, self._offset, self._shape, value)
         self.mark_written()
 
@@ -403,11 +315,11 @@ class NDArray:
 
     def as_strided(self, shape, strides) -> NDArray:
         """The same memory seen with any shape and strides, from the same offset. raises: ShapeError if it ends before that."""
-        shape, strides = _as_shape(shape), tuple(strides)
+        shape, strides = as_shape(shape), tuple(strides)
         if len(strides) != len(shape):
             raise ShapeError(f"[as_strided] shape {shape} and strides {strides} differ in length")
         view = self._view(shape, strides)
-        first, last = view._reach()
+        first, last = reach(view._shape, view._strides, view._offset)
         if first < 0 or last >= self._handle.size:
             raise ShapeError(
                 f"[as_strided] shape {shape} with strides {strides} reaches elements {first} to {last} (accepted: 0 to "
@@ -419,20 +331,8 @@ class NDArray:
         """Whether this view and another one of the same buffer may share elements without being the same view."""
         if (self._offset, self._shape, self._strides) == (other._offset, other._shape, other._strides):
             return False
-        (first, last), (other_first, other_last) = self._reach(), other._reach()
+        (first, last), (other_first, other_last) = (reach(x._shape, x._strides, x._offset) for x in (self, other))
         return first <= other_last and other_first <= last
-
-    def _reach(self) -> tuple[int, int]:
-        """The first and the last element of the buffer that this view shows; (0, -1) for an empty one."""
-        if 0 in self._shape:
-            return 0, -1
-        first = last = self._offset
-        for n, stride in zip(self._shape, self._strides):
-            if stride < 0:
-                first += (n - 1) * stride
-            else:
-                last += (n - 1) * stride
-        return first, last
 
     def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None) -> NDArray:
         """``make`` on this memory, for those who have checked their arguments."""
@@ -443,7 +343,7 @@ class NDArray:
         view._device = self._device
         view._handle = self._handle
         view._dtype = self._dtype
-        view._contiguous = _is_contiguous(shape, strides)
+        view._contiguous = is_contiguous(shape, strides)
         return view
 
     @property
@@ -456,7 +356,7 @@ class NDArray:
 
         Shares memory when this view is contiguous. raises: ShapeError if the sizes differ or it is not contiguous.
         """
-        shape = _as_shape((new_shape, *more) if more else new_shape, least=-1)
+        shape = as_shape((new_shape, *more) if more else new_shape, least=-1)
         if -1 in shape:
             known = -math.prod(shape)
             if shape.count(-1) > 1 or known <= 0 or self.size % known:
@@ -472,7 +372,7 @@ class NDArray:
         """The axes in another order, numpy's transpose. Shares memory."""
         shape, strides = self._shape, self._strides
         try:  # before the cache, to which (0.0, 1) is (0, 1)
-            axes = _axis_order(tuple(map(operator.index, new_axes)), len(shape)) if isinstance(new_axes, Iterable) else None
+            axes = axis_order(tuple(map(operator.index, new_axes)), len(shape)) if isinstance(new_axes, Iterable) else None
         except TypeError:
             raise ShapeError(f"[permute] an axis of {new_axes} is no whole number") from None
         if axes is None:
@@ -486,7 +386,7 @@ class NDArray:
 
     def broadcast_to(self, new_shape) -> NDArray:
         """The array repeated along axes of length 1 and new leading axes, by stride 0. Shares memory."""
-        shape = _as_shape(new_shape)
+        shape = as_shape(new_shape)
         if shape == self._shape:
             return self
         extra = len(shape) - len(self._shape)
@@ -564,7 +464,7 @@ class NDArray:
         view = self.__getitem__(idxs)
         mod = self._device.require()
         if isinstance(other, _SCALARS):
-            other = _storable("setitem", other, self._dtype)
+            other = dt.checked_number("setitem", other, self._dtype)
             mod.strided_fill(self._handle, view._strides, view._offset, view._shape, other)
         else:
             if isinstance(other, NDArray):
@@ -651,7 +551,7 @@ class NDArray:
         dtype = dt.with_scalar(a._dtype, value, a._device.default_float)
         if to_float and not dt.is_float(dtype):
             dtype = a._device.default_float
-        limits = _LIMITS.get(dtype)
+        limits = dt.LIMITS.get(dtype)
         if limits is not None and not limits[0] <= value <= limits[1]:
             if not to_bool:
                 raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
@@ -819,14 +719,14 @@ class NDArray:
 
     def _sum_dtype(self) -> str:
         """What sums and products come in. The kernels widen one element at a time."""
-        return "int64" if self._dtype in ("bool", "uint8") else self._dtype
+        return self._dtype if dt.is_float(self._dtype) else "int64"
 
     def sum(self, axis=None, keepdims=False) -> NDArray:
-        """Sum over one axis, several, or all (None). bool and uint8 sum to int64."""
+        """Sum over one axis, several, or all (None). Integers and bool sum to int64."""
         return self._reduce("reduce_sum", axis, keepdims, self._sum_dtype())
 
     def prod(self, axis=None, keepdims=False) -> NDArray:
-        """Product over one axis, several, or all (None). bool and uint8 give int64."""
+        """Product over one axis, several, or all (None). Integers and bool give int64."""
         return self._reduce("reduce_prod", axis, keepdims, self._sum_dtype())
 
     def max(self, axis=None, keepdims=False) -> NDArray:
@@ -916,18 +816,6 @@ def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArr
     return out
 
 
-def broadcast_shape(a: tuple[int, ...], b: tuple[int, ...], op: str) -> tuple[int, ...]:
-    """The shape that both broadcast to. raises: ShapeError if there is none."""
-    if a == b or not b:
-        return a
-    shape = []
-    for n, m in itertools.zip_longest(reversed(a), reversed(b), fillvalue=1):
-        if n != m and n != 1 and m != 1:
-            raise ShapeError(f"[{op}] shapes do not broadcast: {a} and {b}")
-        shape.append(m if n == 1 else n)
-    return tuple(reversed(shape))
-
-
 def _matrix_form(x: NDArray) -> tuple[NDArray, int, bool]:
     """(x or a compact copy, leading stride, transposed): how the last two axes lie in memory."""
     rows, cols = x._shape[-2:]
@@ -997,13 +885,13 @@ def empty(shape, dtype="float32", device=None) -> NDArray:
     """An uninitialised array."""
     device = as_device(device)
     device.require()
-    return _new(_as_shape(shape), dt.name_of(dtype or "float32"), device)
+    return _new(as_shape(shape), dt.name_of(dtype or "float32"), device)
 
 
 def full(shape, fill_value, dtype="float32", device=None) -> NDArray:
     """An array of ``fill_value``."""
     out = empty(shape, dtype, device)
-    out._device.mod.fill(out._handle, _storable("full", fill_value, out._dtype))  # type: ignore[union-attr]
+    out._device.mod.fill(out._handle, dt.checked_number("full", fill_value, out._dtype))  # type: ignore[union-attr]
     return out
 
 

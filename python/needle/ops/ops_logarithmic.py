@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api
+from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api, is_grad_enabled
 from ..backend_ndarray import kernels
-from ..backend_ndarray.ndarray import full, normalize_axes
+from ..backend_ndarray.shapes import normalize_axes
 from .ops_index import where
 from .ops_mathematic import exp, summation
 from .ops_shape import broadcast_to, reshape
@@ -40,10 +40,15 @@ class LogSumExp(TensorOp):
     def gradient(self, out_grad, node):
         Z = node.inputs[0]
         axes = normalize_axes(self.axes, Z.ndim, "logsumexp")
+        if not is_grad_enabled():
+            array, order = Z.realize_cached_data(), [i for i in range(Z.ndim) if i not in axes] + list(axes)
+            dx = kernels.logsumexp_backward(_last(array, axes), node.realize_cached_data(), out_grad.realize_cached_data())
+            moved = dx.reshape([array.shape[i] for i in order])
+            return Tensor.make_const(moved.permute([order.index(i) for i in range(Z.ndim)]))
         kept = tuple(1 if i in axes else n for i, n in enumerate(Z.shape))
         # Where all is -inf so is y, and the slope is 0 rather than exp(-inf + inf).
         lowest = Tensor.make_const(node.realize_cached_data() == -math.inf)
-        y = where(lowest, Tensor.make_const(full((1,), 0, node.dtype, node.device)), node)
+        y = where(lowest, 0, node)
         return broadcast_to(reshape(out_grad, kept), Z.shape) * exp(Z - broadcast_to(reshape(y, kept), Z.shape))
 
 

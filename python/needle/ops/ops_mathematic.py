@@ -7,7 +7,7 @@ import math
 from .. import dtype as dt
 from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value, array_api, is_grad_enabled
 from ..backend_ndarray.ndarray import matmul as _matmul
-from ..backend_ndarray.ndarray import normalize_axes
+from ..backend_ndarray.shapes import normalize_axes
 from ..errors import ShapeError
 from .ops_shape import broadcast_to, reshape, transpose
 

@@ -7,7 +7,8 @@ from functools import reduce
 
 from .. import dtype as dt
 from ..autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
-from ..backend_ndarray.ndarray import NDArray, empty, full, normalize_axes, normalize_axis
+from ..backend_ndarray.ndarray import NDArray, empty, full
+from ..backend_ndarray.shapes import normalize_axes, normalize_axis
 from ..errors import DeviceError, ShapeError
 from .ops_tuple import make_tuple
 

@@ -1,0 +1,107 @@
+"""Shapes, strides and axes, without an array. Strides and offsets count elements."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable
+from functools import lru_cache, reduce
+from typing import Any
+
+from ..errors import ShapeError
+
+
+def prod(x: Iterable[int]) -> int:
+    """The product of some numbers; 1 for none."""
+    return reduce(operator.mul, x, 1)
+
+
+# A program has few shapes and asks for their strides at every op.
+@lru_cache(maxsize=4096)
+def compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a row-major array of ``shape``."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return tuple(strides)
+
+
+@lru_cache(maxsize=4096)
+def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for n, stride in zip(reversed(shape), reversed(strides)):
+        if n == 0:
+            return True
+        if n != 1 and stride != expected:
+            return False
+        expected *= n
+    return True
+
+
+def as_shape(shape: Any, least: int = 0) -> tuple[int, ...]:
+    """The length, or the lengths, as a tuple. raises: ShapeError for one that is no whole number of at least ``least``."""
+    try:
+        lengths = (operator.index(shape),) if hasattr(shape, "__index__") else tuple([operator.index(n) for n in shape])
+    except TypeError:
+        raise ShapeError(f"[shape] {shape!r} is no shape (accepted: a whole number, or several)") from None
+    if lengths and min(lengths) < least:
+        raise ShapeError(f"[shape] {lengths} has a length below {least}")
+    if math.prod(lengths) >= 2**63:
+        raise ShapeError(f"[shape] {lengths} has 2**63 elements or more")
+    return lengths
+
+
+@lru_cache(maxsize=1024)
+def axis_order(axes: tuple[int, ...], ndim: int) -> tuple[int, ...] | None:
+    """``axes`` counted from the front; None if they are no order of all axes. raises: ShapeError for one out of range."""
+    found = tuple([normalize_axis(a, ndim, "permute") for a in axes])
+    return found if sorted(found) == list(range(ndim)) else None
+
+
+def normalize_axis(axis: Any, ndim: int, op: str) -> int:
+    """``axis`` counted from the front. raises: ShapeError if it is no whole number or outside -ndim..ndim-1."""
+    try:
+        axis = operator.index(axis)
+    except TypeError:
+        raise ShapeError(f"[{op}] axis {axis!r} is no whole number") from None
+    if not -ndim <= axis < ndim:
+        raise ShapeError(f"[{op}] axis {axis} is out of range for {ndim} dimensions")
+    return axis + ndim if axis < 0 else axis
+
+
+def normalize_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:
+    """The axes, counted from the front, ascending; None means all. raises: ShapeError for repeated or outside ones."""
+    if axes is None:
+        return tuple(range(ndim))
+    if not isinstance(axes, Iterable) or isinstance(axes, str):
+        return (normalize_axis(axes, ndim, op),)
+    found = sorted(normalize_axis(a, ndim, op) for a in axes)
+    if len(set(found)) != len(found):
+        raise ShapeError(f"[{op}] repeated axis in {tuple(axes)}")
+    return tuple(found)
+
+
+def broadcast_shape(a: tuple[int, ...], b: tuple[int, ...], op: str) -> tuple[int, ...]:
+    """The shape that both broadcast to. raises: ShapeError if there is none."""
+    if a == b or not b:
+        return a
+    shape = []
+    for n, m in itertools.zip_longest(reversed(a), reversed(b), fillvalue=1):
+        if n != m and n != 1 and m != 1:
+            raise ShapeError(f"[{op}] shapes do not broadcast: {a} and {b}")
+        shape.append(m if n == 1 else n)
+    return tuple(reversed(shape))
+
+
+def reach(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> tuple[int, int]:
+    """The first and the last element of a buffer that a view of it shows; (0, -1) for an empty view."""
+    if 0 in shape:
+        return 0, -1
+    first = last = offset
+    for n, stride in zip(shape, strides):
+        if stride < 0:
+            first += (n - 1) * stride
+        else:
+            last += (n - 1) * stride
+    return first, last
