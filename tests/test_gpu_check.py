@@ -93,6 +93,8 @@ def test_only_tests_of_the_device_are_found(gpu_check):
 def test_stages_can_be_chosen(gpu_check, monkeypatch, tmp_path):
     said = []
     monkeypatch.setattr(gpu_check, "BUILD", tmp_path)
+    monkeypatch.setattr(gpu_check, "LOG", tmp_path / "log.txt")
+    monkeypatch.setattr(gpu_check.Check, "requirements", lambda self: None)  # of those who test there is no CMake
     for name in gpu_check.STAGES:
         monkeypatch.setattr(gpu_check.Check, name, lambda self, name=name: said.append(name))
     for arguments, expected in (
