@@ -576,7 +576,7 @@ class Tensor(Value):
         """A leaf of the same kind on a copy of the array: for ``copy.deepcopy`` of modules. raises: GraphError for no leaf."""
         if self.op is not None:
             raise GraphError("[deepcopy] this tensor was made by an op (accepted: leaves; detach() gives one)")
-        memo[id(self)] = copy = type(self).__new__(type(self))
+        copy = type(self).__new__(type(self))
         copy._setup(deepcopy(self._data, memo), self._requires_grad)
         copy._grad = deepcopy(self._grad, memo)
         return copy

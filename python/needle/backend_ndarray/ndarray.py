@@ -237,7 +237,7 @@ class NDArray:
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict) -> NDArray:
-        return memo.setdefault(id(self), self.copy())
+        return self.copy()
 
     def __reduce__(self):
         raise TypeError("[pickle] arrays are not pickled (accepted: .numpy(); files: needle.checkpoints)")
@@ -740,7 +740,7 @@ class NDArray:
     def mean(self, axis=None, keepdims=False) -> NDArray:
         """Arithmetic mean over one axis, several, or all (None). The sum behind it has the range of float32 or int64 at least."""
         axes = normalize_axes(axis, self.ndim, "mean")
-        wide = {"float16": "float32", "int32": "int64"}.get(self._dtype, self._dtype)
+        wide = "float32" if self._dtype == "float16" else self._dtype
         mean = self.astype(wide, copy=False).sum(axis, keepdims) / math.prod(self._shape[i] for i in axes)
         return mean.astype("float16") if self._dtype == "float16" else mean
 

@@ -502,8 +502,7 @@ class Summation(_NoRead):
         self.keepdims = keepdims
 
     def compute(self, a):
-        axes = tuple(self.axes) if isinstance(self.axes, list) else self.axes
-        return a.sum(axis=axes, keepdims=self.keepdims)
+        return a.sum(axis=self.axes, keepdims=self.keepdims)
 
     def gradient(self, out_grad, node):
         shape = node.inputs[0].shape
@@ -520,23 +519,16 @@ def summation(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
     return Summation(axes, keepdims)(a)
 
 
-class Mean(_NoRead):
+class Mean(Summation):
     """Arithmetic mean over one axis, several, or all (None); shapes as those of Summation."""
-
-    autocast = "float32"
-
-    def __init__(self, axes=None, keepdims: bool = False):
-        self.axes = axes
-        self.keepdims = keepdims
 
     def compute(self, a):
         return a.mean(axis=self.axes, keepdims=self.keepdims)
 
     def gradient(self, out_grad, node):
         shape = node.inputs[0].shape
-        axes = normalize_axes(self.axes, len(shape), "mean")
-        kept = tuple(1 if i in axes else n for i, n in enumerate(shape))
-        return broadcast_to(reshape(out_grad / math.prod(shape[i] for i in axes), kept), shape)
+        count = math.prod(shape[i] for i in normalize_axes(self.axes, len(shape), "mean"))
+        return super().gradient(out_grad / count, node)
 
 
 def mean(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
