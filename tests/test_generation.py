@@ -1,5 +1,6 @@
 """Generation: the cache equals the full forward pass, choices follow their options, memory stays where it is."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -219,6 +220,16 @@ def test_repetition_penalty_by_hand():
     assert pick(1.0) == 0 and pick(1.3) == 0 and pick(1.4) == 1
 
 
+@pytest.mark.filterwarnings("error")
+def test_the_largest_and_the_smallest_values_overflow_nothing():
+    logits = np.array([1e38, -1e38, 3.0, -4.0], np.float32)
+    seen, rng = np.array([True, True, False, True]), np.random.default_rng(0)
+    for temperature, penalty in itertools.product((1e-100, 1e100), repeat=2):
+        config = GenerationConfig(do_sample=True, temperature=temperature, repetition_penalty=penalty)
+        assert generation.choose(logits, seen, config, rng) in range(4)
+    assert generation.choose(logits, seen, GenerationConfig(repetition_penalty=1e100), rng) == 2
+
+
 def test_draws_follow_the_distribution():
     config, rng = GenerationConfig(do_sample=True, temperature=0.7, top_k=4), np.random.default_rng(0)
     drawn = np.bincount([generation.choose(LOGITS, np.zeros(5, bool), config, rng) for _ in range(4000)], minlength=5) / 4000
@@ -258,9 +269,10 @@ def test_generation_is_planned_to_the_byte(pattern):
 WRONG = [
     ({"max_new_tokens": 0}, "max_new_tokens is 0"),
     ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
-    ({"temperature": 0}, "temperature is 0 .accepted: above 0; do_sample=False takes the likeliest"),
+    ({"temperature": 0}, "temperature is 0 .accepted: 1e-100 to 1e100; do_sample=False takes the likeliest"),
     ({"temperature": float("nan")}, "temperature is nan"),
     ({"temperature": "hot"}, "temperature is 'hot'"),
+    ({"temperature": 5e-324}, "temperature is 5e-324"),
     ({"top_k": -1}, "top_k is -1"),
     ({"top_p": 0}, "top_p is 0"),
     ({"top_p": 1.5}, "top_p is 1.5"),
@@ -294,9 +306,10 @@ def test_ids_outside_the_vocabulary(cpu):
 
 def test_broken_weights_are_said(cpu):
     model = small(device=cpu)
-    model.embed_out.cached_data.fill(float("nan"))
-    with pytest.raises(FloatingPointError, match="logits are not numbers"):
-        model.generate([[1]])
+    for broken in ("nan", "inf"):
+        model.embed_out.cached_data.fill(float(broken))
+        with pytest.raises(FloatingPointError, match="logits are infinite or NaN"):
+            model.generate([[1]])
 
 
 def test_layouts_of_patterns_stay_what_decoding_assumes():

@@ -54,10 +54,10 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         self._check("max_new_tokens", Integral, "1 to 2147483647", lambda n: 1 <= n < 1 << 31)  # positions are int32
-        self._check("temperature", Real, "above 0; do_sample=False takes the likeliest", lambda x: 0 < x < math.inf)
+        self._check("temperature", Real, "1e-100 to 1e100; do_sample=False takes the likeliest", lambda x: 1e-100 <= x <= 1e100)
         self._check("top_k", Integral, "at least 1, or 0 for all", lambda n: n >= 0, optional=True)
         self._check("top_p", Real, "above 0, at most 1", lambda x: 0 < x <= 1)
-        self._check("repetition_penalty", Real, "above 0; 1 is none", lambda x: 0 < x < math.inf)
+        self._check("repetition_penalty", Real, "1e-100 to 1e100; 1 is none", lambda x: 1e-100 <= x <= 1e100)
         self._check("pad_token_id", Integral, "an id", lambda n: n >= 0, optional=True)
         self._check("seed", Integral, "0 or more", lambda n: n >= 0)
         if any(not isinstance(i, Integral) or i < 0 for i in self.eos_ids):
@@ -88,7 +88,7 @@ class GenerationConfig:
 def choose(logits: np.ndarray, seen: np.ndarray, config: GenerationConfig, rng: np.random.Generator) -> int:
     """The next id of one sequence from its logits (V,). seen: (V,) of bool, the ids that are there already."""
     if config.repetition_penalty != 1:
-        penalty = np.float32(config.repetition_penalty)
+        logits, penalty = logits.astype(np.float64), float(config.repetition_penalty)
         logits = np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
     if not config.do_sample:
         return int(logits.argmax())
@@ -101,8 +101,8 @@ def distribution(logits: np.ndarray, config: GenerationConfig) -> tuple[np.ndarr
     ids = np.arange(len(logits))
     if config.top_k and config.top_k < len(logits):
         ids = np.flatnonzero(logits >= np.partition(logits, -config.top_k)[-config.top_k])
-    scores = logits[ids].astype(np.float64) / config.temperature
-    p = np.exp(scores - scores.max())
+    scores = logits[ids].astype(np.float64)
+    p = np.exp((scores - scores.max()) / config.temperature)
     p /= p.sum()
     if config.top_p < 1:
         order = np.argsort(-p, kind="stable")
@@ -248,8 +248,8 @@ def _tokens(model: Pythia, prompts: list[np.ndarray], config: GenerationConfig) 
     for left in reversed(range(config.max_new_tokens)):
         ids = np.full(B, config.pad_id)
         if model.device.name != "meta":  # there logits are no numbers, and every choice is as good
-            if np.isnan(logits).any():
-                raise FloatingPointError("[generate] the model's logits are not numbers (its weights may be broken)")
+            if not np.isfinite(logits).all():
+                raise FloatingPointError("[generate] the model's logits are infinite or NaN (its weights may be broken)")
             for b in np.flatnonzero(running):
                 ids[b] = choose(logits[b], seen[b], config, rngs[b])
         seen[np.arange(B), ids] |= running
