@@ -24,7 +24,7 @@ import needle as ndl
 from golden.formula import PythiaShape, parameter_shapes
 from needle.checkpoints import read_tensors, write_tensors
 from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
-from needle.errors import CheckpointError, DataError
+from needle.errors import CheckpointError, DataError, DTypeError
 from needle.models import SIZES, Pythia, PythiaConfig, published_state
 from needle.models.pretrained import parse_size
 
@@ -516,6 +516,8 @@ HOSTILE = {
     "heads do not divide": (change_config(num_attention_heads=5), "no multiple of 5 heads"),
     "eps is no number": (change_config(layer_norm_eps="1"), "layer_norm_eps"),
     "all is dropped": (change_config(hidden_dropout=1.0), "hidden_dropout"),
+    "rotary of three features": (change_config(rope_parameters={"partial_rotary_factor": 0.4}), "head's 8 features, not 3"),
+    "rotary of none": (change_config(rope_parameters={"partial_rotary_factor": 0.1}), "head's 8 features, not 0"),
     "rotary beyond the head": (change_config(rope_parameters={"partial_rotary_factor": 4}), "rotary_pct"),
     "a wrong pattern": (change_config(needle_attention={"pattern": "evil", "block": 16, "window": 1}), "needle_attention"),
     "a wrong block": (change_config(needle_attention={"pattern": "local", "block": 10**6, "window": 1}), "block"),
@@ -590,6 +592,18 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"\[save_pretrained\] cannot write .*file"):
         Pythia(TINY).save_pretrained(tmp_path / "file")
+
+
+def test_a_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Pythia(TINY).save_pretrained("~/model")
+    assert Pythia.from_pretrained("~/model").config == TINY and sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_parameters_are_floats(folder):
+    for dtype in ("int32", "bool"):
+        with pytest.raises(DTypeError, match=rf"\[pythia\] dtype is {dtype} \(accepted: floats\)"):
+            Pythia.from_pretrained(folder, dtype=dtype)
 
 
 @pytest.mark.parametrize("size, expected", [("5GB", 5 * 10**9), ("200MiB", 200 << 20), ("1.5 kb", 1500), (77, 77), ("12", 12)])

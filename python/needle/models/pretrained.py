@@ -98,7 +98,7 @@ def tokenizer_of(source: str | Path, revision: str | None = None) -> TextTokeniz
 def save(model: Pythia, folder: Path, tokenizer: TextTokenizer | None, max_shard_size: int | str) -> None:
     """``Pythia.save_pretrained``: all is written beside its place first, and then moved there."""
     limit = parse_size(max_shard_size)
-    partial = None
+    folder, partial = files.home(folder), None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))

@@ -161,9 +161,13 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
             "eps": float(eps),
             "dropout": float(dropout),
         }
-        return PythiaConfig(**sizes, **rest, **sparse)
+        config = PythiaConfig(**sizes, **rest, **sparse)
     except ShapeError as error:
         raise CheckpointError(f"[config.json] {error}") from None
+    rotated = int(config.head_width * config.rotary_fraction)
+    if rotated % 2 or not rotated:  # what an odd one means differs between versions of transformers
+        raise _wrong("rotary_pct", fraction, f"what rotates an even number of a head's {config.head_width} features, not {rotated}")
+    return config
 
 
 def _first(*places: tuple[Mapping[str, Any], str], default: float) -> Any:

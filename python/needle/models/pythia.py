@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .. import dtype as dt
 from .. import init, ops
 from ..autograd import Tensor
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.device import device_cache
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..backend_selection import as_device
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError
 from ..nn.nn_basic import LayerNorm, Module, Parameter, SeededDropout
 from ..nn.nn_remat import remat
 from ..nn.nn_sparse import causal_pattern
@@ -185,6 +186,8 @@ class Pythia(Module):
 
     def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int | None = 0):
         super().__init__()
+        if not dt.is_float(dt.name_of(dtype)):
+            raise DTypeError(f"[pythia] dtype is {dtype} (accepted: floats)")
         device = as_device(device)
         rng = None if seed is None else np.random.default_rng(seed)
         self.config, self.device, self.dtype = config, device, dtype
