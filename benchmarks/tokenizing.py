@@ -35,6 +35,8 @@ def documents(folder: Path) -> Iterator[str]:
     """Without end. Each time round some of the words are others, so that no cache knows them all."""
     raw = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt")))
     cuts = [raw[i : i + 4000] for i in range(0, len(raw), 4000)]
+    if not cuts:
+        sys.exit(f"no text in {folder} (a folder of .txt files)")
     words, rng = sorted(set(re.findall(r"[a-z]{4,}", raw))), random.Random(0)
     while True:
         for cut in cuts:

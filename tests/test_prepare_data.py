@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tokenizers
 
+from needle import files
 from needle.data import prepare as module
 from needle.data import text_blocks
 from needle.data.prepare import prepare
@@ -456,6 +457,11 @@ def test_two_runs_of_one_name(tmp_path, tokenizer, small):
         go_on.set()
         first.join()
     assert len(found(tmp_path / "x")) == 6
+    (tmp_path / ".y.partial").mkdir()
+    with files.alone_in(tmp_path / ".y.partial"):  # as by one that has just begun
+        with pytest.raises(DataError, match="another process is writing"):
+            prepare([tmp_path / "in"], tmp_path / "y", tokenizer=tokenizer)
+        assert (tmp_path / ".y.partial").is_dir()
 
 
 # ---- the app

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from .token_files import TOKENIZER_ENDING, TokenWriter, publish
 
 _FORMAT = 1  # of an unfinished run: change it when the same input would be cut or read in another way
 _PART_BYTES = 1 << 12  # of a document, encoded at a time; longer ones take more time per byte
+_TOGETHER = 1 << 8  # of such parts
 _AHEAD_BYTES = 64 << 20  # of blocks that wait to be written
 
 
@@ -109,15 +111,16 @@ def prepare(
         raise DataError(f"[output] cannot make {folder}: {files.reason(error)} (room in a writable folder)") from error
     try:
         with files.alone_in(folder):
-            if restart:
-                _empty(folder)
-            run = _Run(folder, prefix, sources, in_folders, settings, workers, skip_invalid, report)
-            return run.go(given, loaded, vocab_size, overwrite, save_every_s)
+            try:
+                if restart:
+                    _empty(folder)
+                run = _Run(folder, prefix, sources, in_folders, settings, workers, skip_invalid, report)
+                return run.go(given, loaded, vocab_size, overwrite, save_every_s)
+            finally:  # not where another process holds it, which may have put nothing there yet
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # if it is empty
     except BlockingIOError:
         raise DataError(f"[output] another process is writing {prefix} (another name)") from None
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # if nothing has been put there
 
 
 @dataclass(frozen=True)
@@ -254,7 +257,9 @@ class _Run:
             try:
                 block = next(blocks, None)
                 while block is not None or waiting:
-                    if block is not None and (not waiting or (len(waiting) < 2 * self.workers and ahead < _AHEAD_BYTES)):
+                    if block is not None and (
+                        not waiting or (len(waiting) < 2 * self.workers and ahead + block.nbytes < _AHEAD_BYTES)
+                    ):
                         waiting.append((block, pool.submit(encoder, block)))
                         ahead += block.nbytes
                         block = next(blocks, None)
@@ -320,22 +325,30 @@ class _Encoder(Cutter):
                     continue
                 cut += self._take_apart(document, texts)
                 documents.append((len(texts), source.lines or piece.at.offset == 0, source.lines or piece.last))
-        found = self._tokenizer.encode_batch(texts)
-        ids: list[int] = []
+        ids: list[np.ndarray] = []
         ends: list[int] = []
-        empty = first = 0
+        empty = first = count = 0
+        found = self._encode(texts)
         for last, begins, stops in documents:
-            before = len(ids)
-            for i in range(first, last):
-                ids += found[i]
+            before = count
+            for part in itertools.islice(found, last - first):
+                ids.append(part)
+                count += len(part)
             first = last
-            if begins and stops and len(ids) == before:
+            if begins and stops and count == before:
                 empty += 1
             elif stops:
                 if self._end is not None:
-                    ids.append(self._end)
-                ends.append(len(ids))
-        return _Encoded(np.array(ids, self._dtype), ends, empty, invalid, cut)
+                    ids.append(np.array([self._end], self._dtype))
+                    count += 1
+                ends.append(count)
+        return _Encoded(np.concatenate(ids or [np.empty(0, self._dtype)]), ends, empty, invalid, cut)
+
+    def _encode(self, texts: list[str]) -> Iterator[np.ndarray]:
+        """Some at a time: what `tokenizers` makes of a text, and a list of numbers, take many times the room of their ids."""
+        for first in range(0, len(texts), _TOGETHER):
+            for ids in self._tokenizer.encode_batch(texts[first : first + _TOGETHER]):
+                yield np.array(ids, self._dtype)
 
     def _take_apart(self, document: bytes, texts: list[str]) -> int:
         """How many cuts may have changed ids."""
