@@ -17,6 +17,7 @@ import json
 import re
 import sys
 import time
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -53,37 +54,47 @@ def run(options: argparse.Namespace) -> int:
     if not options.text and not options.lambada:
         raise DataError("[evaluate] nothing to evaluate on (--text FILE, --lambada FILE, or both)")
     where = device(options.device)
-    texts = [(path, read(path)) for path in options.text]
     endings = [(path, last_words(path)) for path in options.lambada]
     model, tokenizer = load_model(options.model, where)
+    texts = [(path, *tokens(path, tokenizer, options.max_tokens)) for path in options.text]
     window = options.window or model.config.max_seq_len
     stride = options.stride or max(window // 2, 1)
     if stride > window:
         raise ShapeError(f"[stride] is {stride} (accepted: at most the window, {window})")
-    for path, text in texts:
-        perplexity(path, text, model, tokenizer, window, stride, options)
+    for path, ids, text_bytes in texts:
+        perplexity(path, ids, text_bytes, model, window, stride, options)
     for path, examples in endings:
         words(path, examples, model, tokenizer, window, options)
     return 0
 
 
-def perplexity(path: str, text: str, model, tokenizer, window: int, stride: int, options: argparse.Namespace) -> None:
-    """A token for the beginning of a text, where the tokenizer has one, lets the first token be predicted too."""
-    ids = tokenizer.encode(text)[: options.max_tokens]
+def tokens(path: str, tokenizer, most: int | None) -> tuple[np.ndarray, int]:
+    """The ids of a text, ``most`` of them at most, and how many bytes all but the first of them are of.
+
+    A token for the beginning of a text, where the tokenizer has one, comes first and lets the text's first token be predicted, too.
+    """
     start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    if len(start) + len(ids) < 2:
-        raise DataError(f"[text] too short: {path} has {len(ids)} tokens (at least {2 - len(start)})")
-    predicted = ids if start else ids[1:]
-    text_bytes = len(tokenizer.decode(predicted).encode())
+    found, count, text_bytes = [np.array(start, np.int32)], 0, 0
+    for ids in tokenizer.encode_parts(read(path, "text")):
+        ids = ids[: None if most is None else most - count].astype(np.int32)
+        text_bytes += len(tokenizer.decode(ids if start or count else ids[1:]).encode())
+        found.append(ids)
+        count += len(ids)
+        if count == most:
+            break
+    if len(start) + count < 2:
+        raise DataError(f"[text] too short: {path} has {count} tokens (at least {2 - len(start)})")
+    return np.concatenate(found), text_bytes
+
+
+def perplexity(path: str, ids: np.ndarray, text_bytes: int, model, window: int, stride: int, options: argparse.Namespace) -> None:
     began = time.perf_counter()
     live = sys.stderr.isatty()
 
     def progress(done: int) -> None:
-        print(f"\r{path}: {done:,} of {len(predicted):,} tokens", end="", file=sys.stderr, flush=True)
+        print(f"\r{path}: {done:,} of {len(ids) - 1:,} tokens", end="", file=sys.stderr, flush=True)
 
-    score = score_text(
-        model, np.concatenate([start, ids]).astype(np.int64), window, stride, options.batch_size, progress if live else None
-    )
+    score = score_text(model, ids, window, stride, options.batch_size, progress if live else None)
     if live:
         print(file=sys.stderr)
     seconds = time.perf_counter() - began
@@ -105,19 +116,20 @@ def words(path: str, examples: list[tuple[str, str]], model, tokenizer, window: 
     )
 
 
-def read(path: str) -> str:
+def read(path: str, flag: str) -> Iterator[str]:
+    """The text of a file, some at a time."""
     try:
-        return files.home(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise DataError(f"[text] cannot read {path}: {error.strerror or error} (a text file)") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"[text] not UTF-8 text: {path}: {error}") from error
+        with open(files.home(path), encoding="utf-8-sig") as file:
+            while part := file.read(1 << 20):
+                yield part
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
+        raise DataError(f"[{flag}] cannot read {path}: {files.reason(error)} (a text file in UTF-8)") from error
 
 
 def last_words(path: str) -> list[tuple[str, str]]:
     """(all but the last word, the last word with the white space before it) of each line's text."""
     found = []
-    for number, line in enumerate(read(path).split("\n"), start=1):
+    for number, line in enumerate("".join(read(path, "lambada")).split("\n"), start=1):
         if not line.strip():
             continue
         try:

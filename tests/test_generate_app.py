@@ -1,5 +1,6 @@
 """apps/generate.py and apps/evaluate.py as a user runs them, on a model that apps/train_pythia.py has just made."""
 
+import contextlib
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -169,6 +171,21 @@ def test_a_byte_order_mark_is_no_text(made, tmp_path):
     assert shown["plain"] == shown["marked"] and len(shown["plain"]) == 2
 
 
+def test_of_a_long_text_no_more_is_read_than_asked_for(made, tmp_path):
+    os.mkfifo(tmp_path / "endless")
+
+    def write():
+        with contextlib.suppress(BrokenPipeError), open(tmp_path / "endless", "w") as file:
+            while True:
+                file.write("the quick brown fox\n" * 1000)
+
+    threading.Thread(target=write, daemon=True).start()
+    done = app(
+        made, "evaluate", "--model", made / "dense", "--text", tmp_path / "endless", "--max_tokens", 70, "--window", 64, timeout=100
+    )
+    assert done.returncode == 0 and " 70 tokens, window 64" in done.stdout, done.stderr
+
+
 def test_names_that_the_output_cannot_hold(made, tmp_path):
     path = tmp_path / "größe.txt"
     path.write_bytes((made / "words.txt").read_bytes()[:500])
@@ -243,7 +260,7 @@ WRONG = [
     ("evaluate", ["--text", "README.md", "--window", 8, "--stride", 9], "[stride] is 9"),
     ("evaluate", ["--lambada", "README.md"], "line 1 of README.md is no JSON object"),
     ("evaluate", ["--lambada", "/dev/null"], "no texts in /dev/null"),
-    ("evaluate", ["--text", sys.executable], "not UTF-8 text"),
+    ("evaluate", ["--text", sys.executable], "can't decode byte"),
     ("evaluate", ["--lambada", b'{"text": "a dog and a ca\\ud800t"}'], "line 1 of {file} is no JSON object"),
     ("evaluate", ["--lambada", b"[" * 100_000], "line 1 of {file} is no JSON object"),
 ]

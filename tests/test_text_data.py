@@ -1,5 +1,6 @@
 """Text to tokens to batches: what is held out, what is cached, what a batch holds, and what bad input says."""
 
+import json
 import math
 import os
 import sys
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from needle.data import text as text_module
+from needle.data import text_tokenizer
 from needle.data.text import TokenBatches, load_text, unigram_entropy
 from needle.data.text_corpus import load_corpus
 from needle.data.text_files import read_tokens, write_atomically, write_tokens
@@ -234,6 +236,35 @@ def test_cutting_text_for_parallel_encoding_changes_no_id(folder, tmp_path):
     np.testing.assert_array_equal(np.concatenate([tokenizer.encode(p) for p in parts]), tokenizer.encode(text))
 
 
+@pytest.mark.parametrize("size", [1, 7, 100])
+def test_a_text_that_comes_in_parts_has_the_ids_of_the_whole(folder, tmp_path, monkeypatch, size):
+    monkeypatch.setattr(_at_lines, "__defaults__", (20,))
+    tokenizer = load_text(str(folder), vocab_size=320, cache_dir=tmp_path).tokenizer
+    text = "alpha beta\n    gamma\n\n\tdelta Größe \n" * 20
+    parts = [text[i : i + size] for i in range(0, len(text), size)]
+    found = list(tokenizer.encode_parts(iter(parts)))
+    assert len(found) > 20
+    np.testing.assert_array_equal(np.concatenate(found), tokenizer.encode(text))
+    monkeypatch.setattr(text_tokenizer, "_LONGEST_LINE", 30)  # of a text without a line's end no more is held
+    found = list(tokenizer.encode_parts(["alpha beta "] * 50))
+    assert max(map(len, found)) <= 44 and tokenizer.decode(np.concatenate(found)) == "alpha beta " * 50
+
+
+def test_a_pipe_is_no_tokenizer(folder, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"cannot read .*: a pipe"):  # and does not wait for a writer
+        load_text(str(folder), tokenizer=tmp_path / "pipe", cache_dir=tmp_path)
+
+
+def test_a_tokenizer_that_its_library_panics_over(folder, tmp_path):
+    whole = json.loads(load_text(str(folder), vocab_size=320, cache_dir=tmp_path).tokenizer.to_json())
+    whole["decoder"] = {"type": "Strip", "content": "a", "start": 0, "stop": 5}
+    (tmp_path / "panics.json").write_text(json.dumps(whole))
+    tokenizer = load_tokenizer(tmp_path / "panics.json")
+    with pytest.raises(DataError, match=r"\[tokenizer\] no text for ids: .*index"):
+        tokenizer.decode([tokenizer.tokenizer.token_to_id("a")])
+
+
 def test_token_files_hold_large_ids(tmp_path):
     ids = np.array([0, 65_535, 65_536, 99_999])
     write_tokens(tmp_path / "x.bin", [ids[:2], ids[2:]], 100_000)
@@ -373,6 +404,12 @@ def test_a_saved_position_goes_on_with_the_next_window(resumed_batch_size):
     np.testing.assert_array_equal(got, next(whole)[0])
     with pytest.raises(DataError, match=r"saved position is in other data: seed 3 \(4\)"):
         TokenBatches(TOKENS, 8, 10, seed=4).load_state_dict(state)
+    with pytest.raises(DataError, match=r"saved position is in other data: crc32"):  # as many ids of a tokenizer made anew
+        TokenBatches(TOKENS[::-1], 8, 10, seed=3).load_state_dict(state)
+    for position in (-1, 1.5, "8", 1 << 70):
+        with pytest.raises(DataError, match="saved position is no position"):
+            resumed.load_state_dict({**state, "position_windows": position})
+    resumed.load_state_dict({name: value for name, value in state.items() if name != "crc32"})  # of an older version
     with pytest.raises(DataError, match="seq_len 10"):
         TokenBatches(TOKENS, 8, 20, seed=3).load_state_dict(state)
 

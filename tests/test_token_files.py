@@ -257,6 +257,11 @@ def test_damaged_pairs(tmp_path, spoil, message):
     assert "\n" not in str(info.value)
 
 
+def test_an_index_that_names_no_documents(tmp_path):
+    file = read_token_file(write_pair(tmp_path / "x", [[1, 2, 3], [4, 5], [6]], documents=[0]))
+    assert file.tokens.tolist() == [1, 2, 3, 4, 5, 6] and len(file) == 3
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_change_of_an_index_is_noticed_or_harmless(tmp_path_factory, data):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +27,11 @@ from .text_files import read_tokens, write_tokens
 from .text_tokenizer import SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
 from .token_files import TOKENIZER_ENDING, find_token_file, read_token_file, sample
 
-_FORMAT = "4"  # part of the cache key: change it when the same input would give other tokens
+_FORMAT = "5"  # part of the cache key: change it when the same input would give other tokens
 _ORDER = 2  # part of a saved position: change it when the same seed would give another order
 _LOOKED_AT_TOKENS = 1 << 24  # of a token file, which may have more than can be read before every run
 _MOST_HELDOUT_TOKENS = 10_000_000
+_CHECKED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def load_text(
     the training text. With it, ``vocab_size`` is the model's, which may be larger than the tokenizer's (the default).
     ``cache_dir``: default $NEEDLE_CACHE, or ~/.cache/needle. A cached file is complete or absent.
 
-    Of a token file the end is held out: a twentieth, at most 10 million tokens, from the first document that begins there. Its
+    Of a token file the end is held out: a twentieth, at most 10 million tokens, from the first sequence that begins there. Its
     tokenizer is PREFIX.tokenizer.json if none is given. Its ids are looked at in a sample of 16 million; batches check theirs.
 
     raises: DataError, in one line, for a data set, text, tokenizer or vocabulary that cannot be used.
@@ -189,6 +191,7 @@ class TokenBatches(Iterator):
                 f"[{name}] too short for one sequence: {len(self.tokens)} tokens "
                 f"({seq_len + 1} or more for a sequence length of {seq_len})"
             )
+        self._checksum = _checksum(self.tokens)
         self.position_windows = 0  # how many windows were given out since the start of epoch 0
 
     @property
@@ -222,9 +225,12 @@ class TokenBatches(Iterator):
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on where ``state`` was saved. raises: DataError if it belongs to other text, seed or sequence length."""
         for key, value in self._identity().items():
-            if state.get(key) != value:
-                raise DataError(f"[{self.name}] the saved position is in other data: {key} {state.get(key)} ({value})")
-        self.position_windows = int(state["position_windows"])
+            if state.get(key, value) != value:  # an older state may lack some
+                raise DataError(f"[{self.name}] the saved position is in other data: {key} {state[key]} ({value})")
+        position = state["position_windows"]
+        if type(position) is not int or not 0 <= position < 1 << 62:
+            raise DataError(f"[{self.name}] the saved position is no position: {position!r} (a count of windows)")
+        self.position_windows = position
 
     def _identity(self) -> dict[str, int]:
         return {
@@ -234,6 +240,7 @@ class TokenBatches(Iterator):
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "order": _ORDER,
+            "crc32": self._checksum,
         }
 
     def _window_starts(self, positions: np.ndarray) -> np.ndarray:
@@ -252,6 +259,12 @@ class TokenBatches(Iterator):
                 f"[{self.name}] token id outside the vocabulary: {block[bad][0]} at position {positions[bad][0]} "
                 f"(0 to {self.vocab_size - 1})"
             )
+
+
+def _checksum(tokens: np.ndarray) -> int:
+    """Of the first and the last ids: other text, or another tokenizer, hardly has the same."""
+    ends = (tokens[:_CHECKED_TOKENS], tokens[-_CHECKED_TOKENS:])
+    return zlib.crc32(b"".join(np.asarray(end, "<i8").tobytes() for end in ends))
 
 
 def unigram_entropy(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:

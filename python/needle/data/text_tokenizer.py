@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from .text_files import write_atomically
 END_OF_TEXT = "<|endoftext|>"  # GPT-NeoX's name for the token after each document
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 LARGEST_VOCABULARY = 1 << 20  # far above what is in use: ``tokenizers`` takes room for all of it before it looks at the text
+_LONGEST_LINE = 1 << 20  # characters that are held until they can be cut
 _FILE_BYTES = 128 << 20  # the largest that are published have 35 million
 
 
@@ -37,25 +39,36 @@ class TextTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Ids of each text. raises: DataError for text that the tokenizer has no ids for."""
-        try:
+        with _library_errors("no ids for a text", "text that the tokenizer knows"):
             return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-        except Exception as error:  # tokenizers raises bare Exception
-            raise DataError(f"[tokenizer] no ids for a text: {files.reason(error)} (text that the tokenizer knows)") from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ``ids``; an id that only fills up the model's vocabulary gives nothing."""
-        return self.tokenizer.decode([int(i) for i in ids if i < self.size], skip_special_tokens=False)
+        """The text of ``ids``; an id that only fills up the model's vocabulary gives nothing. raises: DataError."""
+        with _library_errors("no text for ids", "a tokenizer.json that is whole"):
+            return self.tokenizer.decode([int(i) for i in ids if i < self.size], skip_special_tokens=False)
 
     def to_json(self) -> str:
-        """The content of a tokenizer.json."""
-        return self.tokenizer.to_str()
+        """The content of a tokenizer.json. raises: DataError."""
+        with _library_errors("cannot be saved", "a tokenizer.json that is whole"):
+            return self.tokenizer.to_str()
+
+    def encode_parts(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        """The ids of one text that comes in parts, wherever those end: some at a time, so that little of it is held. Lines of more
+        than a million characters are cut where a part ends, and may have other ids there.
+        """
+        rest = ""
+        for part in parts:
+            *whole, rest = _at_lines(rest + part)
+            if len(rest) > _LONGEST_LINE:
+                whole, rest = [*whole, rest], ""
+            for ids in self.encode_batch(whole):
+                yield np.array(ids, dtype=np.int64)
+        yield self.encode(rest)
 
     def encode_documents(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
         """Ids of each part of each document, and ``end_of_text`` after a document."""
         for parts in documents:
-            for part in parts:
-                for ids in self.encode_batch(_at_lines(part)):
-                    yield np.array(ids, dtype=np.int64)
+            yield from self.encode_parts(parts)
             if self.end_of_text is not None:
                 yield np.array([self.end_of_text], dtype=np.int64)
 
@@ -94,13 +107,24 @@ def load_tokenizer(path: Path) -> TextTokenizer:
     """raises: DataError if ``tokenizers`` is missing, or ``path`` is absent or not in the format of tokenizer.json."""
     tokenizers = _import_tokenizers()
     try:
+        if path.is_fifo():  # it is read again, for its checksum
+            raise ValueError("a pipe")
         text = files.read_small(path, _FILE_BYTES).decode()
     except (OSError, ValueError) as error:
         raise DataError(f"[tokenizer] cannot read {path}: {files.reason(error)} (a tokenizer.json)") from error
-    try:
+    with _library_errors(f"not a tokenizer file: {path}", "a tokenizer.json"):
         return TextTokenizer(tokenizers.Tokenizer.from_str(text))
-    except Exception as error:  # tokenizers raises bare Exception for every malformed file
-        raise DataError(f"[tokenizer] not a tokenizer file: {path}: {error} (a tokenizer.json)") from error
+
+
+@contextlib.contextmanager
+def _library_errors(what: str, accepted: str) -> Iterator[None]:
+    """The package raises bare Exception, and, where a file was not thought of, Rust's PanicException, which is none."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"[tokenizer] {what}: {files.reason(error)} ({accepted})") from error
 
 
 def _import_tokenizers():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -82,9 +83,8 @@ def score_text(
             f"[score_text] window {window}, stride {stride}, batch_size {batch_size} (accepted: 1 <= stride <= window, at least 1)"
         )
     nats, counted = 0.0, 0
-    todo = list(windows(len(ids), window, stride))
-    for start in range(0, len(todo), batch_size):
-        part = todo[start : start + batch_size]
+    todo = windows(len(ids), window, stride)
+    while part := list(itertools.islice(todo, batch_size)):
         T = max(last - first for first, last, _ in part)
         inputs = np.zeros((len(part), T), np.int32)
         targets = np.full((len(part), T), IGNORE_INDEX, np.int32)
