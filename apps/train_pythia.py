@@ -26,6 +26,7 @@ from needle.checkpoints import CheckpointFolder
 from needle.data.text import TextData, load_text, unigram_entropy
 from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.models import PythiaConfig
+from needle.models.pretrained import TOKENIZER
 from pythia_app import checkpoint, config_file
 from pythia_app.command_line import exit_code, standard_streams
 from pythia_app.flops import peak_flops
@@ -69,7 +70,10 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         for sparse in kinds:
             Budget(options, options.vocab_size, where, sparse).show()
         return 0
-    text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=options.tokenizer)
+    tokenizer = options.tokenizer
+    if options.eval_only and tokenizer is None and saved is not None and (saved / TOKENIZER).is_file():
+        tokenizer = saved / TOKENIZER  # of other text than it was trained on, one made anew would have other ids
+    text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=tokenizer)
     unigram = unigram_entropy(text.train, text.heldout, text.vocab_size)
     said = (
         f"{text.name}: {len(text.train):,} training tokens, {len(text.heldout):,} held out, vocabulary {text.vocab_size:,}; "

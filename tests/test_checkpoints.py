@@ -164,7 +164,11 @@ def test_random_numbers_go_on():
     np.testing.assert_array_equal([other(x).numpy() for _ in range(3)], expected)
     model.eval()
     np.testing.assert_array_equal(model.a(x).numpy(), x.numpy())
-    for wrong in ({}, {**state, "drawn": [1]}, {**state, "drawn": ["a", 1]}, {**state, "numpy": {"bit_generator": "MT19937"}}):
+    beyond = {**state["numpy"], "state": {**state["numpy"]["state"], "pos": 625}}  # of 624 numbers
+    for wrong in (
+        {}, {**state, "drawn": [1]}, {**state, "drawn": ["a", 1]}, {**state, "drawn": [-1, 1]}, {**state, "numpy": beyond},
+        {**state, "numpy": {"bit_generator": "MT19937"}},
+    ):  # fmt: skip
         with pytest.raises(CheckpointError, match=r"\[random_state\]"):
             set_random_state(other, wrong)
 
@@ -301,6 +305,7 @@ def test_damaged_checkpoints_of_a_run(small_run):
         ("state.json", lambda c: b"[]", "no JSON object"),
         ("state.json", lambda c: c.replace(b'"step"', b'"steps"'), "'steps' comes twice"),
         ("optimizer.safetensors", lambda c: c.replace(b'"m.embed_in"', b'"m.embed_on"'), r"m\.embed_in in .* is absent"),
+        ("optimizer.safetensors", lambda c: c.replace(b'"F32"', b'"I32"'), r"int32 \(accepted: \(20, 16\) float32\)"),
         ("model.safetensors", lambda c: c.replace(b"gpt_neox.embed_in", b"gpt_neox.embed_on"), "names differ"),
     ],
 )

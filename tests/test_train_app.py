@@ -240,7 +240,8 @@ def test_a_state_that_no_run_has_saved(main, tmp_path):
     good, before = saved.read_text(), json.loads(sums.read_text())
     for change in (
         {"data": []}, {"data": {**json.loads(good)["data"], "position_windows": "x"}}, {"random": 3}, {"metrics": {"tokens": "x"}},
-        {"metrics": "x"}, {"step": "1"}, {"options": []}, {"options": {**json.loads(good)["options"], "lr": "x"}},
+        {"metrics": "x"}, {"step": "1"}, {"step": True}, {"steps": -1}, {"optimizer_steps": 10**30},
+        {"data": {**json.loads(good)["data"], "position_windows": -1}}, {"options": []}, {"options": {**json.loads(good)["options"], "lr": "x"}},
         {"options": {**json.loads(good)["options"], "batch_size": [1]}}, {"options": {**json.loads(good)["options"], "betas": 1}},
         {"options": {**json.loads(good)["options"], "seq_len": "64"}}, {"options": {**json.loads(good)["options"], "sparse": 1}},
     ):  # fmt: skip
@@ -248,13 +249,21 @@ def test_a_state_that_no_run_has_saved(main, tmp_path):
         content = saved.read_bytes()
         sums.write_text(json.dumps({**before, "state.json": {"bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}}))
         code, lines = main("--load_checkpoint", tmp_path)
-        assert code == 2 and len(lines) == 1 and ("load_checkpoint" in lines[0] or "random_state" in lines[0]), (change, lines)
+        said = ("load_checkpoint", "random_state", "saved position")
+        assert code == 2 and len(lines) == 1 and any(name in lines[0] for name in said), (change, lines)
 
 
 def test_accumulation_eval_only_and_comparison(text, tmp_path):
     assert run(text, "--max_steps", 2, "--accumulation-steps", 2, "--checkpoint_dir", tmp_path).returncode == 0
     only = run(text, "--load_checkpoint", tmp_path, "--eval_only")
     assert only.returncode == 0 and "held-out loss" in only.stdout
+    other = tmp_path / "other.txt"  # its own tokenizer would not be that of the model
+    other.write_text(text.read_text()[::-1])
+    shown = [
+        run(other, "--load_checkpoint", tmp_path, "--eval_only", *given).stdout.splitlines()[-1]
+        for given in ([], ["--tokenizer", tmp_path / "step-000002" / "tokenizer.json"])
+    ]
+    assert shown[0] == shown[1] and shown[0].startswith("held-out loss")
     table = run(text, "--compare_dense", "--max_steps", 2)
     assert table.returncode == 0, table.stderr
     assert "attention ms/step" in table.stdout and "dense" in table.stdout and "local" in table.stdout
@@ -338,6 +347,7 @@ WRONG = [
     (("--block_size", "40", "--sparse"), "[block_size]"),
     (("--max_steps", "0"), "[max_steps]"),
     (("--resume",), "--checkpoint_dir"),
+    (("--compare_dense", "--resume", "--checkpoint_dir", "no-such-run"), "trains from the start; resume was given"),
     (("--save_every", "-1"), "[save_every]"),
     (("--keep_last", "0"), "[keep_last]"),
     (("--dropout", "1"), "[dropout]"),

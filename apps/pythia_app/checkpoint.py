@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
+
 from needle import files
 from needle.backend_ndarray import NDArray
 from needle.backend_ndarray.host_memory import OPTIMIZER_STATE
@@ -55,9 +57,11 @@ def read_state(path: Path) -> dict:
     options = state.get("options")
     missing = KEYS - set(state)
     missing |= set(FIXED) - set(options) if isinstance(options, dict) else {"options"}
-    missing |= {name for name in ("step", "steps", "optimizer_steps") if not isinstance(state.get(name), int)}
     if missing:
         raise CheckpointError(f"[load_checkpoint] {path / STATE} lacks {', '.join(sorted(missing))}")
+    for name in ("step", "steps", "optimizer_steps"):
+        if type(state[name]) is not int or not 0 <= state[name] < 1 << 62:
+            raise CheckpointError(f"[load_checkpoint] {name} in {path / STATE} is {state[name]!r} (accepted: a count)")
     return state
 
 
@@ -70,9 +74,11 @@ def load(path: Path, model: Pythia, optimizer: AdamW | None) -> None:
     for name, p in model.named_parameters() if steps else ():
         for letter, kept in (("m", optimizer.m), ("v", optimizer.v)):
             values = moments.get(f"{letter}.{name}")
-            if values is None or values.shape != p.shape:
-                found = "absent" if values is None else values.shape
-                raise CheckpointError(f"[load_checkpoint] {letter}.{name} in {path / OPTIMIZER} is {found} (accepted: {p.shape})")
-            kept[p] = NDArray(values, device=p.device, dtype=str(values.dtype))
+            if values is None or values.shape != p.shape or values.dtype != np.float32:
+                found = "absent" if values is None else f"{values.shape} {values.dtype}"
+                raise CheckpointError(
+                    f"[load_checkpoint] {letter}.{name} in {path / OPTIMIZER} is {found} (accepted: {p.shape} float32)"
+                )
+            kept[p] = NDArray(values, device=p.device, dtype="float32")
             kept[p].category = OPTIMIZER_STATE
     optimizer.t = steps

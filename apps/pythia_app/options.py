@@ -176,8 +176,9 @@ def check(options: argparse.Namespace) -> None:
     for name in ("dataset", "tokenizer", "checkpoint_dir", "load_checkpoint"):
         if getattr(options, name) == "":
             raise DataError(f"[{name}] is empty (accepted: a name)")
-    if options.compare_dense and options.load_checkpoint is not None:
-        raise ShapeError("[compare_dense] trains from the start; load_checkpoint was given (accepted: one of the two)")
+    for name in ("load_checkpoint", "resume"):
+        if options.compare_dense and getattr(options, name):
+            raise ShapeError(f"[compare_dense] trains from the start; {name} was given (accepted: one of the two)")
     if options.resume and options.checkpoint_dir is None:
         raise ShapeError("[resume] needs to know where the run is (accepted: with --checkpoint_dir FOLDER)")
     if not 0 <= options.dropout < 1:

@@ -9,6 +9,8 @@ import numpy as np
 from ..errors import CheckpointError
 from ..nn.nn_basic import Module, SeededDropout
 
+_WORDS = 624  # of a Mersenne twister
+
 
 def random_state(model: Module) -> dict[str, Any]:
     """As JSON has it."""
@@ -22,9 +24,11 @@ def set_random_state(model: Module, state: dict[str, Any]) -> None:
     dropouts = _dropouts(model)
     try:
         numpy, drawn = state["numpy"], [int(count) for count in state["drawn"]]
-        key = np.array(numpy["state"]["key"], np.uint32)
-        if len(drawn) != len(dropouts):
-            raise ValueError(f"{len(drawn)} dropout layers ({len(dropouts)} are in the model)")
+        key, place = np.array(numpy["state"]["key"], np.uint32), numpy["state"]["pos"]
+        if key.shape != (_WORDS,) or not 0 <= place <= _WORDS:  # numpy would read memory that is not its own
+            raise ValueError(f"place {place} among {key.size} numbers ({_WORDS} of them)")
+        if len(drawn) != len(dropouts) or not all(0 <= count < 1 << 62 for count in drawn):
+            raise ValueError(f"masks drawn by dropout layers: {drawn} (a count for each of {len(dropouts)})")
         np.random.set_state({**numpy, "state": {**numpy["state"], "key": key}})
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"[random_state] not a state of this model: {error}") from error
