@@ -15,7 +15,7 @@ from pythia_app.trainer import learning_rate, make_config
 
 pytest.importorskip("yaml")
 ROOT = Path(__file__).parent.parent
-# Parameters and peak learning rate. source: Biderman et al. 2023, arXiv:2304.01373.
+# Parameters and peak learning rate. source: Biderman et al. 2023, arXiv:2304.01373; of 14m and 31m, EleutherAI's list of models.
 PUBLISHED = {
     "14m": (14_067_712, 1e-3), "31m": (30_494_720, 1e-3), "70m": (70_426_624, 1e-3), "160m": (162_322_944, 6e-4),
     "410m": (405_334_016, 3e-4),
