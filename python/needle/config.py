@@ -17,7 +17,7 @@ VARIABLES = {
     v.name: v
     for v in (
         Variable("NEEDLE_BACKEND", "nd", "nd, np", "the course's switch: needle's NDArray, or numpy's dtypes and shapes"),
-        Variable("NEEDLE_NUM_THREADS", "", "a positive integer", "size of the CPU thread pool; default: usable cores"),
+        Variable("NEEDLE_NUM_THREADS", "", "1 to 4096", "size of the CPU thread pool; default: usable cores"),
         Variable("NEEDLE_CACHE", "", "a folder", "where tokenizers and token files are kept; default: ~/.cache/needle"),
         Variable("NEEDLE_SIM_ORDER", "forward", "forward, reverse, random:SEED", "thread order of cuda_sim"),
         Variable("NEEDLE_SIM_CP_ASYNC", "late", "late, early", "when cuda_sim performs an asynchronous copy"),

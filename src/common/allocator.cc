@@ -5,6 +5,8 @@
 // of what was ever live: a request that would carry it past that first gives back what is kept.
 #include "allocator.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <utility>
@@ -12,10 +14,10 @@
 namespace needle {
 namespace {
 
-constexpr int64_t kLarge = 256 << 10;  // bytes from which blocks are cached
-constexpr int64_t kPage = 4096;
-constexpr int64_t kHeadroom =
-    8 << 20;  // how far reserved may exceed the peak of live, beside 1/32 of it
+constexpr int64_t kLarge = 256 << 10;         // bytes from which blocks are cached
+const int64_t kPage = sysconf(_SC_PAGESIZE);  // 4 KiB; up to 64 on ARM
+// How far reserved may exceed the peak of live, beside 1/32 of it.
+constexpr int64_t kHeadroom = 8 << 20;
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

@@ -25,12 +25,13 @@ namespace py = pybind11;
 // --- calling kernels -----------------------------------------------------------------------------
 
 // Lets other Python threads run during large work; for small work the hand-over costs more than the
-// kernel.
+// kernel. Python ends a daemon thread that comes back after the interpreter has gone, up to 3.13 by
+// unwinding it, which a destructor must let through.
 class Unlocked {
  public:
   explicit Unlocked(int64_t elements)
       : state_(elements >= kLargeElements ? PyEval_SaveThread() : nullptr) {}
-  ~Unlocked() {
+  ~Unlocked() noexcept(false) {
     if (state_) PyEval_RestoreThread(state_);
   }
   Unlocked(const Unlocked&) = delete;

@@ -95,12 +95,15 @@ inline pybind11::tuple dlpack_import(pybind11::capsule capsule, Allocator& alloc
   int64_t reach = 1, count = 1;
   for (size_t i = shape.size(); i-- > 0; count *= shape[i]) {
     strides[i] = t.strides ? t.strides[i] : count;
-    if (strides[i] < 0)
+    if (strides[i] < 0 && shape[i] > 1)
       throw std::invalid_argument("[from_dlpack] a negative stride (make the array contiguous)");
     reach += (shape[i] - 1) * strides[i];
   }
   if (count == 0) reach = 0;
   void* data = static_cast<char*>(t.data) + t.byte_offset;
+  if (reinterpret_cast<uintptr_t>(data) % dtype_size(dtype) != 0)
+    throw std::invalid_argument("[from_dlpack] memory that is not aligned to its elements of " +
+                                std::to_string(dtype_size(dtype)) + " bytes (make a copy)");
   auto release = [managed] {
     if (managed->deleter == nullptr) return;
     pybind11::gil_scoped_acquire locked;  // the producer may be a Python object

@@ -14,6 +14,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -72,7 +73,10 @@ void run_tasks(Job& job) {
 class Pool {
  public:
   explicit Pool(int threads) : threads_(threads) {
-    for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    try {
+      for (int i = 1; i < threads; ++i) workers_.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {  // no more threads to be had
+    }
   }
   ~Pool() {
     {
@@ -87,13 +91,13 @@ class Pool {
   int threads() const { return threads_; }
 
   void run(Job& job) {
-    const int helpers = int(std::min<int64_t>(threads_ - 1, job.n_tasks - 1));
+    const auto helpers = std::min(int64_t(workers_.size()), job.n_tasks - 1);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = &job;
       generation_.fetch_add(1, std::memory_order_release);
     }
-    for (int i = 0; i < helpers; ++i) wake_.notify_one();
+    for (int64_t i = 0; i < helpers; ++i) wake_.notify_one();
     run_tasks(job);
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -157,10 +161,20 @@ int usable_cores() {
   return std::max(cores, 1);
 }
 
+constexpr int kMaxThreads = 4096;
+
+int checked_threads(const char* op, const std::string& text) {
+  char* end = nullptr;
+  const long n = std::strtol(text.c_str(), &end, 10);
+  if (text.empty() || *end != '\0' || n < 1 || n > kMaxThreads)
+    throw std::invalid_argument(std::string("[") + op + "] no such number of threads: " + text +
+                                " (1 to " + std::to_string(kMaxThreads) + ")");
+  return int(n);
+}
+
 int default_threads() {
   const char* text = std::getenv("NEEDLE_NUM_THREADS");
-  const int wanted = text ? std::atoi(text) : 0;
-  return wanted > 0 ? wanted : usable_cores();
+  return text && *text ? checked_threads("NEEDLE_NUM_THREADS", text) : usable_cores();
 }
 
 using PoolPointer = std::shared_ptr<Pool>;
@@ -203,10 +217,8 @@ int num_threads() {
   return n;
 }
 
-void set_num_threads(int n) {
-  if (n < 1)
-    throw std::invalid_argument(
-        "[set_num_threads] no such number of threads: " + std::to_string(n) + " (1 or more)");
+void set_num_threads(int64_t wanted) {
+  const int n = checked_threads("set_num_threads", std::to_string(wanted));
   PoolPointer old;  // joined after the lock is gone, here or by whoever runs a job on it
   std::lock_guard<std::mutex> lock(pool_mutex);
   wanted_threads.store(n);

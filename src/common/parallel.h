@@ -7,9 +7,9 @@
 namespace needle::cpu {
 
 // Size of the pool, the caller included; set from NEEDLE_NUM_THREADS, else the cores this process
-// may use.
+// may use. Where the system gives fewer threads the pool does with those.
 int num_threads();
-void set_num_threads(int n);
+void set_num_threads(int64_t n);
 
 // Runs task(i) for 0 <= i < n_tasks, each once, on the pool; returns when all are done. The first
 // exception is rethrown here. Called from inside a task it runs in the calling thread.

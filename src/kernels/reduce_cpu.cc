@@ -170,8 +170,9 @@ void reduce_columns(const S* x, Out* out, int64_t outer, int64_t rows, int64_t i
     });
     for (int64_t unit = 0; unit < units; ++unit) {
       W* total = partial[unit * pieces];
+      const int64_t cols = std::min(kStrip, inner - unit % strips * kStrip);
       for (int64_t p = 1; p < pieces; ++p)
-        for (int64_t j = 0; j < kStrip && j < inner; ++j)
+        for (int64_t j = 0; j < cols; ++j)
           total[j] = Op::join(total[j], partial[unit * pieces + p][j]);
       store(unit, total);
     }

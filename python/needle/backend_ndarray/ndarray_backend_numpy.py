@@ -342,7 +342,8 @@ def _lse(x):
 def softmax_forward(x, y, rows, cols):
     x = _rows(x, rows, cols)
     with np.errstate(all="ignore"):
-        _put(y, np.exp(x - _lse(x)))
+        e = np.exp(x - x.max(axis=1, keepdims=True, initial=-np.inf))  # x - lse would lose the digits of a large x
+        _put(y, e / e.sum(axis=1, keepdims=True))
 
 
 def softmax_backward(y, dy, dx, rows, cols):

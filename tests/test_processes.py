@@ -1,0 +1,95 @@
+"""The CPU device in its process: several Python threads, children, the end of the interpreter, and how many threads it takes."""
+
+import functools
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle.backend_ndarray.ndarray import NDArray
+
+
+def run(program, preexec_fn=None, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(Path(ndl.__file__).parents[1]), **environment}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, preexec_fn=preexec_fn, capture_output=True, text=True, timeout=120)
+
+
+def test_several_python_threads_at_once(cpu):
+    """Products, reductions and copies large enough to let other threads run, with arrays made and freed all along."""
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((2, 300, 300), dtype=np.float32)
+    live, wrong = cpu.memory_stats()["live"], []
+
+    def work(scale):
+        a, b = NDArray(x, device=cpu) * scale, NDArray(y, device=cpu)
+        first = None
+        for _ in range(20):
+            found = ((a @ b).permute((1, 0)).compact() + a).sum(axis=0).numpy()
+            first = found if first is None else first
+            if not np.array_equal(found, first):
+                wrong.append(scale)
+        if not np.allclose(first, ((x * scale) @ y).T.sum(0) + (x * scale).sum(0), rtol=1e-3, atol=1e-2):
+            wrong.append(scale)
+
+    threads = [threading.Thread(target=work, args=(scale,)) for scale in (1, 2, 3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and cpu.memory_stats()["live"] == live
+
+
+def test_children_of_a_process_that_has_used_its_threads(cpu):
+    program = """
+import multiprocessing, numpy as np, needle as ndl
+a = ndl.Tensor(np.random.default_rng(0).standard_normal((300, 300)))
+expected = (a @ a).numpy()
+def same(_):
+    return np.array_equal((a @ a).numpy(), expected)
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    print(all(pool.map(same, range(4))) and same(0))
+"""
+    done = run(program, NEEDLE_NUM_THREADS="4")
+    assert done.returncode == 0 and done.stdout == "True\n", done.stdout + done.stderr
+
+
+def test_a_daemon_thread_may_compute_when_the_interpreter_ends(cpu):
+    program = """
+import threading, needle as ndl
+a, started = ndl.zeros(1000, 1000).cached_data, threading.Event()
+def work():
+    while True:
+        a + a
+        started.set()
+threading.Thread(target=work, daemon=True).start()
+started.wait()
+"""
+    done = run(program)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+
+
+COUNT = "import needle as ndl; print(float((ndl.ones(1000, 1000) * 2).sum()), ndl.cpu().num_threads())"
+
+
+@pytest.mark.parametrize("number", ["many", "-3", "0", "2.5", "99999999999"])
+def test_a_number_of_threads_that_is_none(cpu, number):
+    done = run(COUNT, NEEDLE_NUM_THREADS=number)
+    wanted = f"ValueError: [NEEDLE_NUM_THREADS] no such number of threads: {number} (1 to 4096)"
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == wanted
+    with pytest.raises(ValueError, match=r"\[set_num_threads\] no such number of threads: -1"):
+        cpu.set_num_threads(-1)
+
+
+def test_fewer_threads_than_asked_for(cpu):
+    """A thread's stack is as large as that of a process may grow: too large here for any thread."""
+    most = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    limit = functools.partial(resource.setrlimit, resource.RLIMIT_STACK, (1 << 40, most))
+    done = run(COUNT, preexec_fn=limit, NEEDLE_NUM_THREADS="4", OPENBLAS_NUM_THREADS="1")
+    assert done.returncode == 0 and done.stdout == "2000000.0 4\n", done.stderr
