@@ -1,16 +1,19 @@
 """What lies at the edges, on every device: impossible shapes, numbers outside a dtype, overlapping and empty arrays, infinities,
 and arguments that are none. Each is done right or is one clear error."""
 
+import gzip
+import pickle
+import struct
 import threading
 
 import numpy as np
 import pytest
 
 import needle as ndl
-from needle import amp, init, nn, ops
+from needle import amp, data, init, nn, ops
 from needle.backend_ndarray import kernels, ndarray
 from needle.backend_ndarray.ndarray import NDArray, from_dlpack, full, where
-from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
+from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, ShapeError
 from needle.optim import SGD, Adam, AdamW
 
 
@@ -218,10 +221,39 @@ def test_a_copy_is_a_copy(device):
     assert copy[0] == 1 and np.from_dlpack(a)[0] == 9
     with pytest.raises(BufferError, match="DLPack device"):
         a.__dlpack__(dl_device=(2, 0))
-    with pytest.raises(ValueError, match="copy"):
-        np.array(a, copy=False)
+    for x in (a, ndl.Tensor.make_const(a)):
+        with pytest.raises(ValueError, match="copy"):
+            np.array(x, copy=False)
     with pytest.raises(DTypeError, match="list"):
         from_dlpack([1.0])
+
+
+def test_memory_of_others_that_cannot_be_shared():
+    odd = np.zeros(17, np.uint8)[1:].view(np.float32)
+    with pytest.raises(ValueError, match="not aligned to its elements of 4 bytes"):
+        from_dlpack(odd)
+    with pytest.raises(ValueError, match="negative stride"):
+        from_dlpack(np.arange(3.0)[::-1])
+    assert from_dlpack(np.arange(3.0)[::-1][:1]).item() == 2  # which numpy takes for contiguous
+
+
+# --- functions of rows ---
+
+
+def test_softmax_of_large_numbers(device):
+    x = np.array([[1e38, 1e38, -1e38], [1e5, 1e5 + 1, 0], [-1e30, -3e38, -1e30]], np.float32)
+    e = np.exp(np.float64(x) - x.max(axis=1, keepdims=True))
+    np.testing.assert_allclose(ops.softmax(leaf(x, device)).numpy(), e / e.sum(axis=1, keepdims=True), rtol=1e-6)
+    nothing = ops.softmax(leaf([[-np.inf, -np.inf], [np.nan, 0]], device))
+    assert np.isnan(nothing.numpy()).all()
+    assert ops.softmax(leaf(np.zeros((2, 0)), device)).shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bool"])
+def test_columns_that_are_no_whole_number_of_strips(device, dtype):
+    x = np.random.default_rng(0).standard_normal((3000, 100)) > 0
+    for op in ("max", "min", "sum"):
+        np.testing.assert_array_equal(getattr(array(x, device, dtype), op)(axis=0).numpy(), getattr(x, op)(axis=0))
 
 
 # --- gradients ---
@@ -425,6 +457,67 @@ def test_a_loaded_state_is_a_copy(device):
     np.testing.assert_array_equal(other.weight.numpy(), [[1, 2], [3, 4]])
 
 
+def test_a_state_has_running_statistics(device):
+    def network():
+        return nn.Sequential(nn.Linear(3, 3, device=device), nn.Residual(nn.BatchNorm1d(3, device=device)))
+
+    x, (one, other) = leaf(np.random.default_rng(0).standard_normal((8, 3)), device), (network(), network())
+    one(x)
+    assert [name for name, _ in one.named_parameters()] == [
+        "modules.0.weight",
+        "modules.0.bias",
+        "modules.1.fn.weight",
+        "modules.1.fn.bias",
+    ]
+    assert len(one.parameters()) == 4
+    state = one.state_dict()
+    assert set(state) - dict(one.named_parameters()).keys() == {"modules.1.fn.running_mean", "modules.1.fn.running_var"}
+    other.load_state_dict(state)
+    np.testing.assert_array_equal(other.eval()(x).numpy(), one.eval()(x).numpy())
+    del state["modules.1.fn.running_var"]
+    with pytest.raises(CheckpointError, match=r"missing \['modules.1.fn.running_var'\]"):
+        other.load_state_dict(state)
+
+
+def test_a_parameter_of_two_names(device):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(5, 3, device=device), [nn.Linear(3, 5, bias=False, device=device)]
+            self.out[0].weight = self.embedding.weight
+
+    model, other = Tied(), Tied()
+    assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
+    assert list(model.state_dict()) == ["embedding.weight", "out.0.weight"]
+    other.load_state_dict(model.state_dict())
+    np.testing.assert_array_equal(other.out[0].weight.numpy(), model.embedding.weight.numpy())
+    assert other.out[0].weight is other.embedding.weight
+
+
+def test_what_an_optimizer_takes(device):
+    p, q = (nn.Parameter(leaf([1, 2], device)) for _ in range(2))
+    for kind in (SGD, Adam, AdamW):
+        with pytest.raises(ValueError, match=r"shape \(2,\) is there twice"):
+            kind([p, q, p])
+        for wrong in (p, {"weight": p}, None, [p, "weight"], [("weight", p)], [np.ones(2)], [p, {"params": [q]}]):
+            with pytest.raises(TypeError, match=r"\[optim\] params"):
+                kind(wrong)
+    for wrong in ({"lr": 0.1}, {"params": [q], "betas": (0.5, 0.5)}, q):
+        with pytest.raises(ValueError, match=r"\[AdamW\] a group"):
+            AdamW([{"params": [p]}, wrong])
+    with pytest.raises(ValueError, match="twice"):
+        AdamW([{"params": [p]}, {"params": [q, p], "lr": 0.1}])
+    with pytest.raises(TypeError, match="params holds a dict"):
+        SGD([{"params": [p]}])
+
+
+@pytest.mark.parametrize("wrong", [{"kernel_size": (3, 5)}, {"kernel_size": 0}, {"kernel_size": 3, "stride": (1, 2)}], ids=str)
+def test_kernels_and_strides_of_a_convolution(wrong):
+    with pytest.raises(ShapeError, match=r"\[Conv\] (kernel_size|stride) is"):
+        nn.Conv(2, 3, **wrong)
+    assert nn.Conv(2, 3, (3, 3), (2, 2)).stride == 2
+
+
 def test_dropout_of_everything(device):
     np.testing.assert_array_equal(nn.Dropout(1.0)(leaf([1, 2], device)).numpy(), [0, 0])
     for p in (-0.1, 1.5):
@@ -440,8 +533,15 @@ def test_shapes_of_sequences_and_images(device):
             with pytest.raises(ShapeError, match=layer.__name__):
                 model(leaf(x, device), None if h is None else wrap(leaf(np.ones(h), device)))
         model(leaf(X, device), wrap(leaf(np.ones((2, 2, 4)), device)))
+        with pytest.raises(ShapeError, match="num_layers is 0"):
+            layer(3, 4, num_layers=0)
     with pytest.raises(ShapeError, match="batch_norm"):
         nn.BatchNorm2d(2, device=device)(leaf(np.ones((1, 2, 3)), device))
+    for shape in ((2, 5, 5), (1, 3, 5, 5)):
+        with pytest.raises(ShapeError, match=r"\[Conv\] x is"):
+            nn.Conv(2, 3, 3, device=device)(leaf(np.ones(shape), device))
+    with pytest.raises(ShapeError, match=r"5 positions \(accepted: at most sequence_len, 4"):
+        nn.Transformer(4, 4, 1, num_head=1, dim_head=4, sequence_len=4, device=device)(leaf(np.ones((5, 1, 4)), device))
 
 
 def test_labels_that_do_not_fit_the_logits(device):
@@ -449,3 +549,74 @@ def test_labels_that_do_not_fit_the_logits(device):
     for labels in (0, [0], [[0], [1], [2]], [0, 1]):
         with pytest.raises(ShapeError, match="SoftmaxLoss"):
             nn.SoftmaxLoss()(logits, leaf(labels, device))
+
+
+# --- data ---
+
+
+class Pairs(data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return np.arange(12.0).reshape(6, 2)[index]
+
+
+def test_passes_over_a_loader_do_not_disturb_each_other():
+    loader = data.DataLoader(data.NDArrayDataset(np.arange(5)), 2)
+    pairs = [(x.numpy().tolist(), y.numpy().tolist()) for (x,) in loader for (y,) in loader]
+    assert len(pairs) == 9 and pairs[1] == ([0, 1], [2, 3]) and pairs[-1] == ([4], [4])
+    np.random.seed(0)
+    shuffled = iter(data.DataLoader(data.NDArrayDataset(np.arange(5)), 5, shuffle=True))
+    np.random.rand(7)  # the order is drawn when the pass begins
+    (found,) = next(shuffled)
+    np.random.seed(0)
+    assert found.numpy().tolist() == np.random.permutation(5).tolist()
+
+
+def test_what_a_loader_takes():
+    assert [x.shape for (x,) in data.DataLoader(Pairs(), 4)] == [(4, 2), (2, 2)]  # of one part, not of four
+    empty = data.DataLoader(data.NDArrayDataset(np.zeros((0, 3))), 4)
+    assert len(empty) == 0 and list(empty) == []
+    for wrong in (-1, 2.5, "a"):
+        with pytest.raises(ValueError, match=r"\[DataLoader\] batch_size"):
+            data.DataLoader(Pairs(), wrong)
+    for arrays in ((np.ones(3), np.ones(5)), ()):
+        with pytest.raises(DataError, match="NDArrayDataset"):
+            data.NDArrayDataset(*arrays)
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return type(self.path).touch, (self.path,)
+
+
+def test_files_that_are_no_cifar_10(tmp_path):
+    image, path = np.zeros((2, 3072), np.uint8), tmp_path / "test_batch"
+    for content in (
+        b"garbage", b"", [1, 2], {b"data": image}, {b"data": image[:, :9], b"labels": [0, 1]}, {b"data": image, b"labels": [0]},
+        Touch(tmp_path / "touched"),
+    ):  # fmt: skip
+        path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, protocol=2))
+        with pytest.raises(DataError, match=r"\[cifar10\] cannot read"):
+            data.CIFAR10Dataset(str(tmp_path), train=False)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_files_that_are_no_mnist_or_text(tmp_path):
+    def files(side, count, damage=lambda content: content):
+        images = gzip.compress(struct.pack(">IIII", 2051, count, side, side) + bytes(count * side * side))
+        (tmp_path / "x.gz").write_bytes(damage(images))
+        (tmp_path / "y.gz").write_bytes(gzip.compress(struct.pack(">II", 2049, count) + bytes(count)))
+        return str(tmp_path / "x.gz"), str(tmp_path / "y.gz")
+
+    assert len(data.MNISTDataset(*files(28, 4))) == 4
+    for names in (files(14, 4), files(28, 4, lambda content: content[:12] + b"\xff" * 8 + content[20:])):
+        with pytest.raises(DataError, match=r"\[mnist\]"):
+            data.MNISTDataset(*names)
+    (tmp_path / "train.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"\[ptb\] cannot read"):
+        data.Corpus(str(tmp_path))

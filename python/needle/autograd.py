@@ -551,7 +551,7 @@ class Tensor(Value):
         return self.realize_cached_data().numpy()
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return self.realize_cached_data().__array__(dtype)
+        return self.realize_cached_data().__array__(dtype, copy)
 
     def __dlpack__(self, **kwargs):
         return self.realize_cached_data().__dlpack__(**kwargs)

@@ -15,18 +15,27 @@ from .backend_ndarray.ndarray import full
 
 
 def _several(params: Any) -> list:
-    """raises: TypeError for one Tensor, whose rows would pass for parameters, and for what is no iterable."""
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    """raises: TypeError for one Tensor, whose rows would pass for parameters, for a dict, and for what is no iterable."""
+    if isinstance(params, (Tensor, dict)) or not isinstance(params, Iterable):
         kind = type(params).__name__
         raise TypeError(f"[optim] params is of type {kind} (accepted: several Tensors, such as model.parameters())")
     return list(params)
 
 
 class Optimizer:
-    """Holds the parameters that ``step`` updates in place; a parameter without a gradient is left as it is."""
+    """Holds the parameters that ``step`` updates in place; a parameter without a gradient is left as it is.
+
+    raises: TypeError for what is no Tensor; ValueError for a parameter that is there twice, which would take two steps.
+    """
 
     def __init__(self, params: Iterable[Tensor]):
         self.params: list[Tensor] = _several(params)
+        for p in self.params:
+            if not isinstance(p, Tensor):
+                raise TypeError(f"[optim] params holds a {type(p).__name__} (accepted: Tensors; AdamW: or groups, which are dicts)")
+        if len(set(self.params)) < len(self.params):
+            twice = next(p for p in self.params if self.params.count(p) > 1)
+            raise ValueError(f"[optim] a parameter of shape {twice.shape} is there twice (accepted: each once)")
 
     def step(self) -> None:
         """Updates the parameters by their gradients, which stay."""
@@ -146,6 +155,7 @@ class AdamW(_Moments):
     """Adam with decoupled weight decay: w -= lr (m' / (sqrt(v') + eps) + weight_decay w), one fused pass per parameter, in place.
 
     params: Tensors, or groups ``{"params": [...], "lr": ..., "weight_decay": ...}``. Moments are float32 (float64 for float64).
+    raises: ValueError for a group with other keys.
     source: Loshchilov & Hutter 2019, arXiv:1711.05101.
     """
 
@@ -153,6 +163,10 @@ class AdamW(_Moments):
         groups = _several(params)
         if not groups or not isinstance(groups[0], dict):
             groups = [{"params": groups}]
+        for g in groups:
+            if not isinstance(g, dict) or not {"params"} <= g.keys() <= {"params", "lr", "weight_decay"}:
+                found = f"has {', '.join(map(str, g))}" if isinstance(g, dict) else f"is a {type(g).__name__}"
+                raise ValueError(f"[AdamW] a group {found} (accepted: params, and if wanted lr and weight_decay)")
         self.groups: list[dict[str, Any]] = [
             {"lr": lr, "weight_decay": weight_decay, **g, "params": _several(g["params"])} for g in groups
         ]

@@ -31,33 +31,26 @@ class Dataset:
 class DataLoader:
     """Batches of a data set as tuples of Tensors, float32 on the default device, without gradient; the last may be short.
 
-    The data set is asked for all items of a batch at once, by an array of indices. shuffle: draw one permutation per pass from
-    numpy's global stream.
+    The data set is asked for all items of a batch at once, by an array of indices; what is no tuple or list is a batch of one part.
+    shuffle: draw one permutation per pass from numpy's global stream, when the pass begins.
+    raises: ValueError for a batch_size that is no whole number, or negative; None and 0 stand for 1.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False):
+        if batch_size is not None and (not hasattr(batch_size, "__index__") or batch_size < 0):
+            raise ValueError(f"[DataLoader] batch_size is {batch_size!r} (accepted: a whole number of at least 1)")
         self.dataset = dataset
         self.batch_size = batch_size or 1
         self.shuffle = shuffle
-        self.ordering: list[np.ndarray] = []
-        self._next = 0
 
-    def _order(self) -> None:
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         n = len(self.dataset)
         order = np.random.permutation(n) if self.shuffle else np.arange(n)
-        self.ordering = np.array_split(order, range(self.batch_size, n, self.batch_size))
+        return (self._batch(order[i : i + self.batch_size]) for i in range(0, n, self.batch_size))
 
-    def __iter__(self) -> Iterator:
-        self._order()
-        self._next = 0
-        return self
-
-    def __next__(self) -> tuple[Tensor, ...]:
-        if self._next >= len(self.ordering):
-            raise StopIteration
-        batch = self.dataset[self.ordering[self._next]]
-        self._next += 1
-        return tuple(Tensor(part, requires_grad=False) for part in batch)
+    def _batch(self, indices: np.ndarray) -> tuple[Tensor, ...]:
+        parts = self.dataset[indices]
+        return tuple(Tensor(part, requires_grad=False) for part in (parts if isinstance(parts, (tuple, list)) else (parts,)))
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)

@@ -28,6 +28,13 @@ class Parameter(Tensor):
         super().__setitem__(index, value)
 
 
+class Buffer(Tensor):
+    """A Tensor of a Module's state that is not trained, such as a running mean: in ``state_dict()``, not in ``parameters()``."""
+
+    def __init__(self, array: Any, **kwargs: Any):
+        super().__init__(array, requires_grad=False, **kwargs)
+
+
 def _unpack_params(value: object) -> list[Tensor]:
     if isinstance(value, Parameter):
         return [value]
@@ -50,8 +57,8 @@ def _child_modules(value: object) -> list[Module]:
     return []
 
 
-def _named(value: object, prefix: str) -> Iterator[tuple[str, Parameter]]:
-    if isinstance(value, Parameter):
+def _named(value: object, prefix: str = "") -> Iterator[tuple[str, Parameter | Buffer]]:
+    if isinstance(value, (Parameter, Buffer)):
         yield prefix, value
     elif isinstance(value, Module):
         yield from _named(value.__dict__, prefix)
@@ -66,33 +73,35 @@ def _named(value: object, prefix: str) -> Iterator[tuple[str, Parameter]]:
 class Module:
     """Something with parameters and a ``forward``, which a call of it runs; the layers of a network derive from it.
 
-    Parameters are found in attributes, in the order they were set. A subclass calls ``super().__init__()`` first. ``device`` and
-    ``dtype`` of the layers here: of their parameters, default ``cpu()`` and float32.
+    Parameters are found in attributes, in the order they were set. ``device`` and ``dtype`` of the layers here: of their
+    parameters, default ``cpu()`` and float32.
     """
 
+    training = True  # set by train() and eval()
     rematerialized = False  # set by nn.remat: calls keep no inner arrays for backward
-
-    def __init__(self) -> None:
-        self.training = True
 
     def parameters(self) -> list[Tensor]:
         """All parameters, also of modules in attributes, lists, tuples and dicts; one that several share is there once."""
         return list(dict.fromkeys(_unpack_params(self.__dict__)))
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """(dotted attribute path, parameter) in the order of ``parameters()``."""
-        return list(_named(self, ""))
+        """(dotted attribute path, parameter) for each of ``parameters()``; of several paths to one the first."""
+        paths: dict[Parameter, str] = {}
+        for path, t in _named(self):
+            if isinstance(t, Parameter):
+                paths.setdefault(t, path)
+        return [(path, p) for p, path in paths.items()]
 
     def _children(self) -> list[Module]:
         return _child_modules(self.__dict__)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """A copy of every parameter in numpy, by name."""
-        return {name: p.numpy() for name, p in self.named_parameters()}
+        """A copy of every Parameter and Buffer in numpy, by path; of one that several share by each."""
+        return {name: t.numpy() for name, t in _named(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Writes the arrays into the parameters of the same names. raises: CheckpointError if names or shapes differ."""
-        mine = dict(self.named_parameters())
+        """Writes the arrays into the Parameters and Buffers of these paths. raises: CheckpointError if paths or shapes differ."""
+        mine = dict(_named(self))
         if set(mine) != set(state):
             missing, extra = sorted(set(mine) - set(state)), sorted(set(state) - set(mine))
             raise CheckpointError(f"[load_state_dict] names differ: missing {missing[:5]}, unexpected {extra[:5]}")
@@ -218,8 +227,8 @@ class BatchNorm1d(Module):
         self.dim, self.eps, self.momentum = dim, eps, momentum
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
-        self.running_mean = init.zeros(dim, device=device, dtype=dtype)
-        self.running_var = init.ones(dim, device=device, dtype=dtype)
+        self.running_mean = Buffer(init.zeros(dim, device=device, dtype=dtype))
+        self.running_var = Buffer(init.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim != 2 or x.shape[1] != self.dim:
@@ -230,8 +239,8 @@ class BatchNorm1d(Module):
             centred = x - wide(mean)
             var = ops.summation(centred * centred, axes=(0,)) / x.shape[0]
             m = self.momentum
-            self.running_mean = (self.running_mean * (1 - m) + mean.detach() * m).detach()
-            self.running_var = (self.running_var * (1 - m) + var.detach() * m).detach()
+            self.running_mean = Buffer(self.running_mean * (1 - m) + mean.detach() * m)
+            self.running_var = Buffer(self.running_var * (1 - m) + var.detach() * m)
         else:
             centred, var = x - wide(self.running_mean), self.running_var
         return centred / ops.power_scalar(wide(var) + self.eps, 0.5) * wide(self.weight) + wide(self.bias)

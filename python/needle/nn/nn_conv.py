@@ -6,20 +6,30 @@ import math
 
 from .. import init, ops
 from ..autograd import Tensor
+from ..errors import ShapeError
 from .nn_basic import Module, Parameter
+
+
+def _side(name: str, value) -> int:
+    """The number, or the one that a tuple has throughout. raises: ShapeError for a tuple of several, and below 1."""
+    sides = set(value) if isinstance(value, tuple) else {value}
+    side = sides.pop()
+    if sides or side < 1:
+        raise ShapeError(f"[Conv] {name} is {value} (accepted: at least 1, the same along both axes)")
+    return side
 
 
 class Conv(Module):
     """2-D convolution of (N, in, H, W) -> (N, out, H', W'), padded so that a stride of 1 keeps H and W (odd kernels).
 
     weight: (K, K, in, out), Kaiming-uniform with fan-in in * K * K; bias: (out,), uniform +-1 / sqrt(in * K * K).
+    kernel_size, stride: a number, or a tuple of two equal ones. raises: ShapeError for others.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, stride=1, bias=True, device=None, dtype="float32"):
         super().__init__()
-        first = lambda x: x[0] if isinstance(x, tuple) else x  # noqa: E731
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size, self.stride = first(kernel_size), first(stride)
+        self.kernel_size, self.stride = _side("kernel_size", kernel_size), _side("stride", stride)
         k, fan_in = self.kernel_size, in_channels * self.kernel_size**2
         shape = (k, k, in_channels, out_channels)
         self.weight = Parameter(init.kaiming_uniform(fan_in, out_channels * k * k, shape=shape, device=device, dtype=dtype))
@@ -29,6 +39,8 @@ class Conv(Module):
             self.bias = Parameter(init.rand(out_channels, low=-bound, high=bound, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.ndim != 4 or x.shape[1] != self.in_channels:
+            raise ShapeError(f"[Conv] x is {x.shape} (accepted: (N, {self.in_channels}, H, W))")
         image = ops.permute(x, (0, 2, 3, 1))
         out = ops.conv(image, self.weight, stride=self.stride, padding=(self.kernel_size - 1) // 2)
         if self.bias is not None:

@@ -72,13 +72,20 @@ def _check_sequence(op: str, X: Tensor, input_size: int, layers: int, hidden_siz
             raise ShapeError(f"[{op}] a first state is {state.shape} (accepted: {(layers, X.shape[1], hidden_size)})")
 
 
+def _input_sizes(op: str, input_size: int, hidden_size: int, num_layers: int) -> list[int]:
+    """What comes into the cell of each layer. raises: ShapeError for no layers."""
+    if num_layers < 1:
+        raise ShapeError(f"[{op}] num_layers is {num_layers} (accepted: at least 1)")
+    return [input_size] + [hidden_size] * (num_layers - 1)
+
+
 class RNN(Module):
     """Layers of RNNCell over a sequence."""
 
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, nonlinearity="tanh", device=None, dtype="float32"):
         super().__init__()
         self.hidden_size, self.num_layers = hidden_size, num_layers
-        sizes = [input_size] + [hidden_size] * (num_layers - 1)
+        sizes = _input_sizes("RNN", input_size, hidden_size, num_layers)
         self.rnn_cells = [RNNCell(n, hidden_size, bias, nonlinearity, device, dtype) for n in sizes]
 
     def forward(self, X: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -120,7 +127,7 @@ class LSTM(Module):
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, device=None, dtype="float32"):
         super().__init__()
         self.hidden_size, self.num_layers = hidden_size, num_layers
-        sizes = [input_size] + [hidden_size] * (num_layers - 1)
+        sizes = _input_sizes("LSTM", input_size, hidden_size, num_layers)
         self.lstm_cells = [LSTMCell(n, hidden_size, bias, device, dtype) for n in sizes]
 
     def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:

@@ -7,6 +7,7 @@ import numpy as np
 from .. import init, ops
 from ..autograd import Tensor
 from ..backend_ndarray import ndarray
+from ..errors import ShapeError
 from .nn_basic import Dropout, LayerNorm1d, Linear, Module, ReLU, Sequential
 from .nn_sequence import Embedding
 
@@ -137,6 +138,8 @@ class Transformer(Module):
         if not self.batch_first:
             x = ops.transpose(x, (0, 1))
         B, T, C = x.shape
+        if T > self.positions.num_embeddings:
+            raise ShapeError(f"[Transformer] {T} positions (accepted: at most sequence_len, {self.positions.num_embeddings})")
         ids = init.arange(T, device=x.device)
         x = x + ops.broadcast_to(ops.reshape(self.positions(ids), (1, T, C)), x.shape)
         for layer in self.layers:

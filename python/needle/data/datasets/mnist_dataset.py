@@ -10,15 +10,17 @@ from ...errors import DataError
 from ..data_basic import Dataset
 
 IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
+SIDE = 28  # of an image, in pixels
 
 
 def _read(path: str) -> bytes:
     import gzip  # here, not above: few programs read MNIST, and all import this
+    import zlib
 
     try:
         with gzip.open(path, "rb") as file:
             return file.read()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"[mnist] cannot read {path}: {error} (a gzip-compressed MNIST file)") from error
 
 
@@ -29,7 +31,7 @@ def parse_mnist(image_filename: str, label_filename: str) -> tuple[np.ndarray, n
         raise DataError(f"[mnist] {image_filename} or {label_filename} is truncated")
     magic, n, rows, cols = struct.unpack(">IIII", images[:16])
     label_magic, label_count = struct.unpack(">II", labels[:8])
-    if magic != IMAGES_MAGIC or label_magic != LABELS_MAGIC or n != label_count:
+    if (magic, rows, cols) != (IMAGES_MAGIC, SIDE, SIDE) or label_magic != LABELS_MAGIC or n != label_count:
         raise DataError(f"[mnist] {image_filename} and {label_filename} are not images and labels of one MNIST set")
     if len(images) != 16 + n * rows * cols or len(labels) != 8 + n:
         raise DataError(f"[mnist] {image_filename} or {label_filename} is truncated")
@@ -43,7 +45,7 @@ class MNISTDataset(Dataset):
     def __init__(self, image_filename: str, label_filename: str, transforms: list | None = None):
         super().__init__(transforms)
         images, self.labels = parse_mnist(image_filename, label_filename)
-        self.images = images.reshape(-1, 28, 28, 1)
+        self.images = images.reshape(-1, SIDE, SIDE, 1)
 
     def __getitem__(self, index) -> tuple:
         images = self.images[index]

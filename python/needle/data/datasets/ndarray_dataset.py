@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+from ...errors import DataError
 from ..data_basic import Dataset
 
 
 class NDArrayDataset(Dataset):
-    """Arrays indexed together; the length is the first one's."""
+    """Arrays of one length, indexed together. raises: DataError if the lengths differ."""
 
     def __init__(self, *arrays):
         super().__init__()
+        lengths = [len(a) for a in arrays]
+        if len(set(lengths)) != 1:
+            raise DataError(f"[NDArrayDataset] the arrays' lengths are {lengths} (accepted: one array or more, of one length)")
         self.arrays = arrays
 
     def __len__(self) -> int:
-        return self.arrays[0].shape[0]
+        return len(self.arrays[0])
 
     def __getitem__(self, i) -> tuple:
         return tuple(a[i] for a in self.arrays)

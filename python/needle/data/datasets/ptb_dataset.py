@@ -40,12 +40,12 @@ class Corpus:
         """Ids of the words of a file, new words getting new ids. raises: DataError if it cannot be read."""
         ids = []
         try:
-            with open(path) as file:
+            with open(path, encoding="utf-8") as file:
                 for number, line in enumerate(file):
                     if max_lines is not None and number >= max_lines:
                         break
                     ids += [self.dictionary.add_word(word) for word in [*line.split(), "<eos>"]]
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"[ptb] cannot read {path}: {error}") from error
         return ids
 
