@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 
-sys.path.append("python/")
+sys.path += ["./python", "."]  # "." is the root, where a notebook looks for modules and a script does not
 import needle as ndl
 import needle.nn as nn
 from apps.models import *  # noqa: F403
@@ -122,7 +122,7 @@ def evaluate_ptb(model, data, seq_len=40, loss_fn=nn.SoftmaxLoss, device=None, d
 
 
 def loss_err(h, y):
-    """(softmax loss, number of wrong rows) of scores h (N, C) against classes y."""
+    """(softmax loss, share of wrong rows) of scores h (N, C) against classes y."""
     y_one_hot = np.zeros((y.shape[0], h.shape[-1]))
     y_one_hot[np.arange(y.size), y] = 1
-    return softmax_loss(h, ndl.Tensor(y_one_hot)).numpy(), np.sum(h.numpy().argmax(axis=1) != y)
+    return softmax_loss(h, ndl.Tensor(y_one_hot)).numpy(), np.mean(h.numpy().argmax(axis=1) != y)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DEVICES = {"asan": ["cpu", "cuda_sim"], "race": ["cuda_sim"], "tsan": ["cpu"]}
-SHARED_TESTS = ["test_parity.py", "test_ndarray.py"]
+SHARED_TESTS = ["test_parity.py", "test_array.py"]
 OWN_TESTS = {"cpu": ["test_fused_cpu.py"], "cuda_sim": ["test_cuda_smallest.py", "test_cuda_kernels.py"]}
 SMALLEST = {
     # Without optimization the address checks compile in a third of the time.

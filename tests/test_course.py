@@ -248,6 +248,45 @@ def test_language_model_learns():
     assert evaluate_ptb(model, data, seq_len=8, device=ndl.cpu())[0] > 0.9
 
 
+def test_loss_and_error():
+    from apps.simple_ml import loss_err
+
+    scores = ndl.Tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0], [5.0, 0.0]])
+    loss, error = loss_err(scores, np.array([0, 0, 0, 1], "uint8"))
+    np.testing.assert_allclose(loss, np.mean(np.log1p(np.exp([-2.0, 1.0, -3.0, 5.0]))), rtol=1e-6)
+    assert error == 0.5
+
+
+HOMEWORK_TESTS = (
+    "test_autograd_hw test_nn_and_optim test_data test_ndarray test_nd_backend test_conv test_cifar_ptb_data test_sequence_models "
+    "test_transformer"
+)
+
+
+def test_homeworks_fit_beside_these_tests(tmp_path):
+    """In tests/hwN, chosen by name from the root as their notebooks do. pytest refuses two files of one name."""
+    here = Path(__file__).parent
+    assert not set(HOMEWORK_TESTS.split()) & {path.stem for path in here.rglob("test_*.py")}
+    for name in ("pyproject.toml", "python", "apps"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "tests" / "hw1").mkdir(parents=True)
+    for name in ("conftest.py", "devices.py", "test_course.py"):
+        (tmp_path / "tests" / name).write_text((here / name).read_text())
+    (tmp_path / "tests" / "hw1" / "test_autograd_hw.py").write_text(
+        "from simple_ml import *\nimport pytest\n@pytest.mark.slow\n"
+        "def test_sum_forward(): assert ndl.backend_selection.BACKEND == 'np' and ndl.Tensor([1.0]).dtype == 'float64'\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "error", "-k", "forward"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "NEEDLE_BACKEND": "np"})
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_loops_are_found_from_the_root():
+    code = "import sys; sys.path[0] = './apps'; import simple_ml"  # a script has its own folder there, not the root
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_np_backend():
     """Homework 1 and 2's backend, which a process chooses when it starts."""
     code = Path(__file__).with_name("course_np_backend.py")

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import needle as ndl
 from golden.formula import PythiaShape, parameter_shapes
@@ -28,7 +26,8 @@ from needle.errors import CheckpointError, DataError, DTypeError
 from needle.models import SIZES, Pythia, PythiaConfig, published_state
 from needle.models.pretrained import parse_size
 
-safetensors = pytest.importorskip("safetensors")
+safetensors, hypothesis = pytest.importorskip("safetensors"), pytest.importorskip("hypothesis")
+st = hypothesis.strategies
 GOLDEN = Path(__file__).parent / "golden"
 PUBLISHED = GOLDEN / "pythia_tiny_published"  # written by transformers, in three shards
 TOLERANCE = 1e-4
@@ -397,8 +396,8 @@ def test_lying_headers(tmp_path, case):
     tracemalloc.stop()
 
 
-@settings(max_examples=300, deadline=None)
-@given(data=st.data())
+@hypothesis.settings(max_examples=300, deadline=None)
+@hypothesis.given(data=st.data())
 def test_whatever_safetensors_refuses_is_refused(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("mutant") / "x.safetensors"
     arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones(4, np.float16), "c": np.array(7, np.int64)}

@@ -11,8 +11,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from needle.data import text as text_module
 from needle.data import token_files
@@ -21,6 +19,9 @@ from needle.data.shuffle import shuffled
 from needle.data.text import TokenBatches, load_text, unigram_entropy
 from needle.data.token_files import TokenWriter, find_token_file, publish, read_token_file, sample
 from needle.errors import DataError
+
+hypothesis = pytest.importorskip("hypothesis")
+st = hypothesis.strategies
 
 
 def megatron_documents(prefix):
@@ -262,8 +263,8 @@ def test_an_index_that_names_no_documents(tmp_path):
     assert file.tokens.tolist() == [1, 2, 3, 4, 5, 6] and len(file) == 3
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.data())
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(st.data())
 def test_any_change_of_an_index_is_noticed_or_harmless(tmp_path_factory, data):
     path = write_pair(tmp_path_factory.mktemp("fuzz") / "x", [[1, 2, 3], [4, 5], [6]])
     index = bytearray(path.with_suffix(".idx").read_bytes())
@@ -351,8 +352,8 @@ def test_unigram_entropy_of_a_sample(monkeypatch):
 # ---- order
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
+@hypothesis.settings(max_examples=60, deadline=None)
+@hypothesis.given(st.integers(1, 3000), st.integers(0, 2**63 - 1), st.integers(0, 10**6))
 def test_shuffled_is_a_permutation_wherever_it_is_asked(count, seed, epoch):
     whole = shuffled(np.arange(count), count, seed, epoch)
     assert sorted(whole.tolist()) == list(range(count))
