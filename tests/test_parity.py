@@ -1,5 +1,6 @@
 """Every op on every device and dtype against its definition in numpy float64, and its gradient against finite differences."""
 
+import math
 import re
 from pathlib import Path
 
@@ -88,6 +89,17 @@ def test_elementwise_rows_on_special_values(device, dtype):
             inputs = (x[i],) if arity == "UNARY" else (x[i], y[i])
             wrong.append(f"{name}{tuple(map(float, inputs))} = {found[i]}, numpy {expected[i]}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_gelu_is_accurate_everywhere(device):
+    x = np.linspace(-12, 12, 4801, dtype=np.float32)
+    phi = np.array([math.erfc(-v / math.sqrt(2)) / 2 for v in x.tolist()])
+    density = np.exp(-(x.astype(np.float64) ** 2) / 2) / math.sqrt(2 * math.pi)
+    t = ndl.Tensor(x, device=device, requires_grad=True)
+    y = ops.gelu(t)
+    y.backward(ndl.ones_like(y))
+    assert (abs(y.numpy() - x * phi) <= 2e-7 * abs(x)).all()
+    assert abs(t.grad.numpy() - (phi + x * density)).max() < 5e-7
 
 
 @pytest.mark.parametrize("size", SIZES)
