@@ -139,19 +139,24 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
     def save() -> Path:
         return checkpoint.save(checkpoints, trainer.model, trainer.optimizer, trainer.state(), text.tokenizer)
 
+    def due() -> bool:
+        return bool(options.save_every) and trainer.step % options.save_every == 0 and trainer.step < trainer.steps
+
     def evaluate(saved: Path) -> tuple[float, str]:
         """The held-out loss and a sample, if ids are text. After saving, so that what is killed meanwhile has lost nothing."""
         held, prompt, sample = trainer.held_out_loss(text), "", ""
         if math.isfinite(held):
-            checkpoints.mark(saved, held)
             report.record({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
             if text.tokenizer is not None:
                 prompt, sample = sampled(trainer, text, options.seed)
                 report.record({"step": trainer.step, "prompt": prompt, "sample": sample})
+            checkpoints.mark(saved, held)
         return held, prompt + sample
 
     with Reporter(folder, about, first, tensorboard=options.tensorboard) as report:
         with StopRequest() as stop, LeakCheck() as leaks:
+            if kept is not None and due() and checkpoints.held_out_loss(saved) is None:
+                evaluate(saved)  # it was saved, and then the run was killed
             while trainer.step < trainer.steps and not stop.asked:
                 reset_peak(trainer.device)
                 before = time.perf_counter()
@@ -182,12 +187,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                     },
                     left,
                 )
-                if (
-                    options.save_every
-                    and trainer.step % options.save_every == 0
-                    and trainer.step < trainer.steps
-                    and not stop.asked
-                ):
+                if due() and not stop.asked:
                     saved, kept = save(), trainer.step
                     evaluate(saved)
             if saved is None or trainer.step != kept:

@@ -622,6 +622,26 @@ def test_interrupted_while_evaluating(main, tmp_path, monkeypatch):
     assert code == 130 and [path.name for path in tmp_path.glob("step-*")] == ["step-000002"]
 
 
+def test_an_evaluation_that_was_cut_short_is_made_up_for(main, tmp_path, monkeypatch):
+    from pythia_app.trainer import Trainer
+
+    def interrupted(self, text, tokens=64):
+        raise KeyboardInterrupt
+
+    def found(name):
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        kept = ("step", "loss", "held_out_loss", "sample")
+        return [[row.get(key) for key in kept] for row in rows], (tmp_path / name / "checkpoints.json").read_text()
+
+    flags = ("--max_steps", 4, "--save_every", 2, "--checkpoint_dir")
+    assert main(*flags, tmp_path / "whole")[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "held_out_loss", interrupted)
+        assert main(*flags, tmp_path / "parts")[0] == 130
+    assert main(*flags, tmp_path / "parts", "--resume")[0] == 0
+    assert found("parts") == found("whole") and "null" not in found("whole")[1]
+
+
 def test_interrupted_before_training(text, tmp_path):
     """While the tokenizer is trained: nothing is left, in the cache or the run's folder."""
     cache, folder = tmp_path / "cache", tmp_path / "run"

@@ -72,6 +72,10 @@ class CheckpointFolder:
             raise CheckpointError(f"[checkpoint] cannot write {self.path / INDEX}: {files.reason(error)}") from error
         self._tidy(None, True)
 
+    def held_out_loss(self, checkpoint: Path) -> float | None:
+        """What ``mark`` has said of it."""
+        return next((entry["held_out_loss"] for entry in self._entries() if entry["name"] == checkpoint.name), None)
+
     def newest(self) -> tuple[Path, list[str]] | None:
         """The newest checkpoint that is whole, and what is wrong with newer ones; None if there has never been one.
 
