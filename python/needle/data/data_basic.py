@@ -32,7 +32,8 @@ class DataLoader:
     """Batches of a data set as tuples of Tensors, float32 on the default device, without gradient; the last may be short.
 
     The data set is asked for all items of a batch at once, by an array of indices; what is no tuple or list is a batch of one part.
-    shuffle: draw one permutation per pass from numpy's global stream, when the pass begins.
+    shuffle: draw one permutation per pass from numpy's global stream, when the pass begins. As in the course the loader is its own
+    iterator: a pass that begins ends the one before.
     raises: ValueError for a batch_size that is no whole number, or negative; None and 0 stand for 1.
     """
 
@@ -42,14 +43,21 @@ class DataLoader:
         self.dataset = dataset
         self.batch_size = batch_size or 1
         self.shuffle = shuffle
+        self.ordering: list[np.ndarray] = []
+        self._next = 0
 
-    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+    def __iter__(self) -> DataLoader:
         n = len(self.dataset)
         order = np.random.permutation(n) if self.shuffle else np.arange(n)
-        return (self._batch(order[i : i + self.batch_size]) for i in range(0, n, self.batch_size))
+        self.ordering = [order[i : i + self.batch_size] for i in range(0, n, self.batch_size)]
+        self._next = 0
+        return self
 
-    def _batch(self, indices: np.ndarray) -> tuple[Tensor, ...]:
-        parts = self.dataset[indices]
+    def __next__(self) -> tuple[Tensor, ...]:
+        if self._next >= len(self.ordering):
+            raise StopIteration
+        parts = self.dataset[self.ordering[self._next]]
+        self._next += 1
         return tuple(Tensor(part, requires_grad=False) for part in (parts if isinstance(parts, (tuple, list)) else (parts,)))
 
     def __len__(self) -> int:
