@@ -369,6 +369,24 @@ def test_arguments_of_ops(device):
         (x * 2).backward(leaf(np.ones(x.shape), ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()))
 
 
+def test_gradients_that_do_not_fit(device):
+    class First(ndl.autograd.TensorOp):
+        def compute(self, a):
+            return a[:1]
+
+        def gradient(self, out_grad, node):
+            return out_grad
+
+    x = leaf([1, 2, 3], device)
+    with pytest.raises(GraphError, match=r"a leaf of shape \(3,\) got a gradient of shape \(1,\)"):
+        First()(x).backward()
+    with pytest.raises(DTypeError, match="cannot assign ndarray"):
+        x.grad = np.ones(3)
+    for missing, make in (("First", ndl.autograd.TensorOp), ("Network", nn.Module)):
+        with pytest.raises(NotImplementedError, match=rf"\[{missing}\] has no"):
+            type(missing, (make,), {})()(x)
+
+
 def test_no_grad_holds_for_its_thread_alone(device):
     x, inside, outside, seen = leaf([1, 2], device), threading.Event(), threading.Event(), []
 
@@ -445,6 +463,17 @@ def test_a_parameter_stays_one_when_it_is_written(device):
     (p * 2).sum().backward()
     SGD([p], lr=1.0).step()
     np.testing.assert_array_equal(p.numpy(), [3, 0])
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    before, weight = layer.weight.numpy(), layer.weight
+    with ndl.no_grad():
+        layer.weight -= 0.5
+        layer.weight *= leaf([2, 4], device)
+        layer.weight /= 2
+        layer.weight += layer.weight
+    assert layer.weight is weight and layer.parameters() == [weight]
+    np.testing.assert_allclose(weight.numpy(), (before - 0.5) * [2, 4], rtol=1e-6)
+    with pytest.raises(GraphError, match="Parameter is a leaf"):
+        layer.weight += 1.0
 
 
 def test_a_loaded_state_is_a_copy(device):

@@ -155,14 +155,14 @@ class Op:
 
     def compute(self, *args: NDArray):
         """The op on arrays."""
-        raise NotImplementedError
+        raise NotImplementedError(f"[{self.name}] has no compute")
 
     def gradient(self, out_grad: Any, node: Any):
         """The gradient of each input, given that of the output: a Tensor, or a tuple with one item per input (None: no gradient).
 
         node: the op's output; ``node.inputs`` and ``node.input_shapes`` are what it was made of.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"[{self.name}] has no gradient")
 
     def gradient_as_tuple(self, out_grad: Any, node: Any) -> tuple:
         """``gradient``, as a tuple in any case."""
@@ -535,6 +535,8 @@ class Tensor(Value):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
+        if value is not None and not isinstance(value, Tensor):
+            raise DTypeError(f"[grad] cannot assign {type(value).__name__} (accepted: a Tensor, or None)")
         self._grad = value
 
     def retain_grad(self) -> Tensor:

@@ -33,6 +33,11 @@ def set_gradients(tensor: Tensor, out_grad: Tensor | None, retain_graph: bool, a
         handle = leaf.live_handle()
         if not isinstance(handle, Tensor) or grad is handle._grad:  # the sum has been made there
             continue
+        if grad.shape != handle.shape:
+            raise GraphError(
+                f"[backward] a leaf of shape {handle.shape} got a gradient of shape {grad.shape}: that of an op which it went into "
+                "does not fit its input"
+            )
         if accumulate and handle._grad is not None:
             grad = _accumulated(handle._grad, grad, create_graph)
         elif not create_graph:

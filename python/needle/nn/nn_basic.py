@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,21 @@ from ..backend_ndarray.host_memory import PARAMETER
 from ..errors import CheckpointError, GraphError, ShapeError
 
 
+def _in_place(operation: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Any]:
+    """``p -= lr * p.grad``, which without this would put another Tensor in the place of the Parameter."""
+
+    def write(self, other):
+        self[...] = operation(self, other)
+        return self
+
+    return write
+
+
 class Parameter(Tensor):
     """A Tensor that a Module's ``parameters()`` finds. Its memory counts as ``parameter``."""
+
+    __iadd__, __isub__ = _in_place(operator.add), _in_place(operator.sub)
+    __imul__, __itruediv__ = _in_place(operator.mul), _in_place(operator.truediv)
 
     def _setup(self, data, requires_grad: bool) -> None:
         super()._setup(data, requires_grad)
@@ -128,7 +142,7 @@ class Module:
         return self
 
     def forward(self, *args, **kwargs):
-        raise NotImplementedError
+        raise NotImplementedError(f"[{type(self).__name__}] has no forward")
 
     def __call__(self, *args, **kwargs):
         if self.rematerialized:
