@@ -166,11 +166,11 @@ def section_logits() -> Iterator[str]:
         f"`chunk_bytes` of {readable(LOGITS_CHUNK)} ({readable(DEFAULT_CHUNK_BYTES)} if not asked), "
         "measured on the CPU up to 2^16 tokens:\n"
     )
-    table = [["batch", "logits", "hidden, weight, their gradients", "planned peak", "beyond them", "measured"]]
+    table = [["batch", "logits", "hidden, weight, their gradients, targets", "planned peak", "beyond them", "measured"]]
     for batch, seq_len in ((512, 512), (256, 256), (128, 256), (64, 256), (32, 256)):
         tokens = batch * seq_len
         planned = memory.peak_bytes(head(tokens, vocab_size, width), steps=1)
-        needed = 2 * 4 * width * (tokens + vocab_size)
+        needed = 4 * (2 * width * (tokens + vocab_size) + tokens)
         job = {"tokens": tokens, "vocab_size": vocab_size, "width": width}
         got = same(planned, in_a_process("head", **job)["peak"]) if tokens <= 1 << 16 else "planned only"
         cells = [f"{batch} x {seq_len}", readable(4 * tokens * vocab_size), readable(needed), readable(planned)]

@@ -276,9 +276,9 @@ def linear_cross_entropy(
         dweight = full(weight._shape, 0, wide, device) if rows == 0 else _new(weight._shape, wide, device)
         dhidden.category = dweight.category = GRADIENT
         if dtype == "float16":
-            scale = full((rows,), FLOAT16_GRADIENT_SCALE, wide, device)
+            scale = full((at_once,), FLOAT16_GRADIENT_SCALE, wide, device)
         else:
-            scale = (1.0 / counted).broadcast_to((rows,)).compact()
+            scale = (1.0 / counted).broadcast_to((at_once,)).compact()
     logits_buffer = _workspace((at_once, vocab), dtype, device)
     weight_t = weight.permute((1, 0))
     starts = range(0, rows, at_once)
@@ -296,7 +296,7 @@ def linear_cross_entropy(
         )  # fmt: skip
         if scale is not None and dhidden is not None:
             device.cross_entropy_backward(
-                logits.contiguous_handle(), ids.contiguous_handle(), lse._handle, scale[part].contiguous_handle(),
+                logits.contiguous_handle(), ids.contiguous_handle(), lse._handle, scale[:n].contiguous_handle(),
                 logits.contiguous_handle(), n, vocab, ignore_index,
             )  # fmt: skip
             matmul(logits, weight_t, out=dhidden[part])
