@@ -2,14 +2,16 @@
 
 import argparse
 import gc
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import needle as ndl
-from needle import amp, autograd, nn, ops
+from needle import amp, autograd, memory, nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.errors import CheckpointError, DeviceError, DTypeError, GraphError
 from needle.models import Pythia, PythiaConfig, train_step
@@ -168,6 +170,28 @@ def test_nesting_decorators_and_state(host):
     assert (x @ x).dtype == "float32" and not amp.is_autocast_enabled(host)
 
 
+def test_each_thread_has_its_own_regions(host):
+    a = tensor((2, 2), host)
+    opened, go_on, seen = threading.Event(), threading.Event(), []
+
+    def other():
+        seen.append((a @ a).dtype)
+        with amp.autocast(host, "float16"), autograd.rematerialize():
+            opened.set()
+            assert go_on.wait(60)
+            seen.append((a @ a).dtype)
+        seen.append((a @ a).dtype)
+
+    thread = threading.Thread(target=other)
+    with amp.autocast(host, "bfloat16"):
+        thread.start()
+        assert opened.wait(60)
+        assert (a @ a).dtype == "bfloat16" and autograd.current_segment() is None
+    go_on.set()
+    thread.join()
+    assert seen == ["float32", "float16", "float32"] and (a @ a).dtype == "float32"
+
+
 def test_a_region_is_of_one_device():
     here, there = tensor((2, 2), ndl.cpu_numpy()), tensor((2, 2), ndl.meta())
     with amp.autocast("meta"):
@@ -216,7 +240,7 @@ def test_a_parameter_is_cast_once_in_a_region(host):
     with amp.autocast(host, cache_enabled=False):
         assert (x @ w).inputs[1] is not (x @ w).inputs[1]
     np.testing.assert_allclose(third.numpy().astype(np.float32), 2 * second.numpy().astype(np.float32), rtol=0.02)
-    assert not amp._cast_parameters
+    assert amp.current_autocast() is None
 
 
 def test_casts_go_with_the_graph(cpu):
@@ -251,6 +275,24 @@ def test_checkpointed_layers_keep_no_casts_and_give_the_same_bits(cpu, low):
         assert all_bytes - live > casts and again == value
         for name, grad in grads.items():
             np.testing.assert_array_equal(other_grads[name], grad, err_msg=name)
+
+
+def test_checkpointing_casts_a_parameter_once_not_at_each_use(host):
+    def build(device, again=False):
+        cell = nn.LSTM(8, 64, device=device)
+        x = ndl.Tensor(np.zeros((20, 1, 8)), device=device, requires_grad=False)
+        if again:
+            ndl.remat(cell)
+
+        def step():
+            with amp.autocast(device, "bfloat16"):
+                loss = cell(x)[0].sum()
+            loss.backward()
+
+        return step
+
+    plain, again = memory.peak_bytes(build, device=host), memory.peak_bytes(partial(build, again=True), device=host)
+    assert again <= plain
 
 
 @pytest.mark.parametrize("low", LOW)

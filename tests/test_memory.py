@@ -1,14 +1,19 @@
 """needle.memory: accounts, traces, plans, explanations and leaks."""
 
 import collections
+import errno
+import functools
 import gc
 import os
 import re
 import subprocess
 import sys
+import threading
+import traceback
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -86,6 +91,25 @@ def test_optimizers_update_in_place(cpu, make, arrays):
     assert p.realize_cached_data() is before and peak.above_start <= arrays * 40_000 + 1024
 
 
+def test_each_thread_has_its_own_category(host):
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waits(ops.Exp):
+        def gradient(self, out_grad, node):
+            inside.set()
+            assert go_on.wait(60)
+            return super().gradient(out_grad, node)
+
+    x = ndl.Tensor(np.ones(3), device=host)
+    thread = threading.Thread(target=lambda: Waits()(x).sum().backward())
+    thread.start()
+    assert inside.wait(60)
+    during = empty((3,), device=host)
+    go_on.set()
+    thread.join()
+    assert during.category == empty((3,), device=host).category == 0 and x.grad.realize_cached_data().category == 2
+
+
 def test_peaks_nest(cpu):
     outer_array = empty((1000,), device=cpu)
     with memory.peak(cpu) as outer:
@@ -118,6 +142,8 @@ def test_amounts_of_memory_are_read():
     for wrong in ("T5", "", "GiB", "-1GiB", "0", 0, True, "9" * 400, "9999999TiB", 1 << 63):
         with pytest.raises(ShapeError, match="not an amount of memory"):
             memory.parse_bytes(wrong)
+    with pytest.raises(ShapeError, match="not an amount of memory: ''"):
+        memory.set_limit("")
 
 
 # --- traces ---
@@ -141,6 +167,20 @@ def test_the_chunks_that_a_plan_leaves_out_change_nothing(cpu, rows):
         return lambda: ops.linear_cross_entropy(hidden, model.weight, targets, chunk_bytes=5 * 300 * 4).backward()
 
     assert memory.peak_bytes(build) == memory.peak_bytes(build, device=cpu)
+
+
+@pytest.mark.parametrize("rows", [1 << 13, 1 << 18])
+def test_a_loss_takes_its_chunk_and_no_more(rows):
+    width, vocab_size = 512, 50_257
+
+    def build(device):
+        weight = nn.Parameter(ndl.init.zeros(width, vocab_size, device=device))
+        hidden = ndl.init.zeros(rows, width, device=device, requires_grad=True)
+        targets = ndl.init.zeros(rows, device=device, dtype="int32")
+        return lambda: ops.linear_cross_entropy(hidden, weight, targets, chunk_bytes=64 << 20).backward()
+
+    given_and_gradients = 4 * (2 * width * (rows + vocab_size) + rows)
+    assert memory.peak_bytes(build, steps=1) - given_and_gradients <= 64 << 20
 
 
 def test_freed_memory_is_cut_to_requests_and_joined_again(cpu):
@@ -359,8 +399,21 @@ def test_the_picture_is_one_page_without_network(tmp_path, cpu):
     pytest.importorskip("plotly")
     p = memory.plan(plannable(TINY, 1, 32))
     page = memory.picture(p.trace, tmp_path / "memory.html").read_text()
-    assert "gradient of Linear" in page and "layers.1.dense" in page and "peak" in page
+    assert "gradient of Linear" in page and "lt;genexpr" in page and "layers.1.dense" in page and "peak" in page
     assert not re.search(r"<script[^>]*\ssrc=|<link\s", page)
+
+
+def test_half_a_picture_is_none(tmp_path, monkeypatch):
+    pytest.importorskip("plotly")
+    traced = memory.plan(plannable(TINY, 1, 32)).trace
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        memory.picture(traced, tmp_path / "memory.html")
+    assert not list(tmp_path.iterdir())
 
 
 # --- explanations ---
@@ -395,6 +448,17 @@ def test_advice_that_cannot_help_says_so(limited):
         build_for()(limited)
 
 
+def test_advice_that_fails_takes_nothing_from_the_rest(limited):
+    memory.set_limit(memory.stats(limited).live + 50_000, limited)
+
+    def broken():
+        raise KeyError("of the user's own")
+
+    with pytest.raises(OutOfMemoryError) as caught, memory.advise(broken):
+        Pythia(TINY, device=limited)
+    assert "asked by" in str(caught.value) and "no more could be said: KeyError" in str(caught.value)
+
+
 def test_one_request_larger_than_the_device(limited):
     memory.set_limit("1MiB", limited)
     with pytest.raises(OutOfMemoryError, match="no allocator setting can help"):
@@ -419,6 +483,7 @@ def test_memory_is_free_although_the_traceback_is_kept(limited):
     except OutOfMemoryError as error:
         kept.append(error)
     assert kept and kept[0].__traceback__.tb_next is not None
+    assert [frame.f_locals for frame, _ in traceback.walk_tb(kept[0].__traceback__)]  # as a notebook shows them
     assert memory.stats(limited).live == base
     memory.set_limit(None, limited)
     train_step(model, AdamW(model.parameters()), iter([(ids, ids)]))  # the process goes on
@@ -525,8 +590,62 @@ def leak_traceback(check):
         check.step()
 
 
+def leak_generator(check):
+    def running_mean():
+        mean = 0
+        while True:
+            mean = mean * 0.9 + good_step() * 0.1
+            yield mean.item()
+
+    for _ in zip(range(6), running_mean()):
+        check.step()
+
+
+@functools.lru_cache
+def remembered(step):
+    return relu_of_layer()
+
+
+def leak_cache(check):
+    for step in range(6):
+        remembered(step)
+        check.step()
+
+
+def leak_inside(check):
+    """Where needle's own functions alone have a variable for it."""
+    model = nn.Sequential(layer, nn.ReLU(), nn.Linear(3, 3))
+    errors = []
+    for _ in range(6):
+        try:
+            model(ndl.Tensor(np.ones((64, 16)), requires_grad=False))
+        except ShapeError as error:
+            errors.append(error)
+        check.step()
+    errors.clear()  # they hold this frame, which holds them
+
+
+class Shared:
+    states: ClassVar[list] = []
+
+
+def leak_class(check):
+    for _ in range(6):
+        Shared.states.append(relu_of_layer())
+        check.step()
+
+
+def leak_callbacks(check):
+    """Held by objects that name nothing, in a list that has a name."""
+    later = []
+    for _ in range(6):
+        later.append(functools.partial(print, relu_of_layer()))
+        check.step()
+
+
 LEAKS = [
-    (leak_total, "total"), (leak_list, "history"), (leak_containers, "history"), (leak_attribute, "Recurrent.states"),
+    (leak_generator, "mean in the generator running_mean"), (leak_cache, "remembered"), (leak_class, "Shared.states"),
+    (leak_callbacks, "later"), (leak_inside, "a kept traceback"), (leak_total, "total"), (leak_list, "history"), (leak_containers, "history"), (leak_attribute, "Recurrent.states"),
     (leak_closure, "y in the closure of <lambda>"), (leak_traceback, "out in failing, kept by a traceback"),
 ]  # fmt: skip
 
@@ -537,6 +656,8 @@ def with_layer(cpu):
     layer = nn.Linear(16, 16, device=cpu)
     yield
     layer = None
+    remembered.cache_clear()
+    Shared.states.clear()
 
 
 @pytest.mark.parametrize("run, name", LEAKS, ids=[run.__name__ for run, _ in LEAKS])
@@ -546,6 +667,25 @@ def test_a_leak_is_found_and_named(with_layer, run, name):
     assert set(check.found) == {name}
     assert len(warned) == 1 and "`.detach()`" in str(warned[0].message) and "test_memory.py:" in str(warned[0].message)
     assert check.found[name].steps >= 1 and check.found[name].nbytes > 0
+
+
+def test_many_leaks_cost_one_search(with_layer, monkeypatch):
+    history = [lambda y=relu_of_layer(): y for _ in range(50)]  # noqa: B008
+    passes = []
+    for name in ("get_objects", "get_referrers"):
+        search = getattr(gc, name)
+        monkeypatch.setattr(gc, name, lambda *args, search=search: passes.append(1) or search(*args))
+    found = [leak for leak in memory.leaks() if leak.name == "history"]
+    assert found[0].tensors == 50 and len(passes) < 25
+    history.clear()
+
+
+def test_a_failed_op_is_no_hindrance(with_layer):
+    try:
+        relu_of_layer() @ relu_of_layer()
+    except ShapeError as error:
+        kept = error
+    assert isinstance(memory.leaks(), list) and kept.__traceback__ is not None
 
 
 def test_leaks_now(with_layer):

@@ -166,7 +166,7 @@ def test_a_region_that_raises_is_left(host):
     x = leaf([1.0], host)
     with pytest.raises(KeyError):
         ndl.remat(wrong, x)
-    assert autograd._segment is None
+    assert autograd.current_segment() is None
 
 
 def test_each_op_is_computed_once_more_and_only_what_is_read(host):

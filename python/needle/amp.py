@@ -23,7 +23,7 @@ from typing import Any
 
 from . import dtype as dt
 from . import ops
-from .autograd import NDArray, Op, Tensor, is_grad_enabled, is_rematerializing, set_autocast
+from .autograd import NDArray, Op, Tensor, current_autocast, current_segment, is_grad_enabled, set_autocast
 from .backend_ndarray import BackendDevice, kernels
 from .backend_ndarray.ndarray import write_stamp
 from .errors import CheckpointError, DeviceError, DTypeError, GraphError
@@ -33,12 +33,6 @@ __all__ = ["PRECISIONS", "GradScaler", "SkippedStepWarning", "autocast", "get_au
 LOW_DTYPES = ("float16", "bfloat16")
 PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}  # a model's precision, and what its products are lowered to
 DEVICE_TYPES = ("cpu", "cuda", "cuda_sim", "cpu_numpy", "meta")
-
-_dtypes: dict[str, str] = {}  # device type -> what products on it are lowered to; absent: nothing is
-_depth = 0  # regions open, disabled ones included
-_cache_enabled = True
-# (parameter, dtype) -> (its cast, the array that was cast, when): emptied as the outermost region ends.
-_cast_parameters: dict[tuple[Tensor, str], tuple[Tensor, NDArray, int]] = {}
 
 
 def _device_type(device: str | BackendDevice) -> str:
@@ -54,7 +48,9 @@ class autocast:
     device_type: a device or its name; ops on other devices are left alone.
     dtype: "float16" or "bfloat16"; default: float16 on cuda and cuda_sim, bfloat16 elsewhere.
     enabled: False turns an outer region off inside this one.
-    cache_enabled: a parameter is cast once per region, and again only after a write to it or where ``needle.remat`` drops the cast.
+    cache_enabled: a parameter is cast once per region, and per region of ``needle.remat``, and again only after a write to it.
+
+    As with ``no_grad`` each thread has its own.
 
     Lowered are matrix products, linear, convolution, attention, block-sparse products and linear_cross_entropy. Softmax, layer
     norm, logsumexp, exp, log, powers and sums take float32. Other ops keep their inputs, and give the widest dtype of these.
@@ -69,7 +65,6 @@ class autocast:
         if self.dtype not in LOW_DTYPES:
             raise DTypeError(f"[autocast] dtype is {self.dtype} (accepted: {', '.join(LOW_DTYPES)}; enabled=False for none)")
         self.enabled, self.cache_enabled = enabled, cache_enabled
-        self._before: list[tuple[str | None, bool]] = []  # one entry per entering: a region may be entered inside itself
 
     @classmethod
     def named(cls, precision: str, device_type: str | BackendDevice) -> autocast:
@@ -79,27 +74,11 @@ class autocast:
         return cls(device_type, PRECISIONS[precision], enabled=PRECISIONS[precision] is not None)
 
     def __enter__(self) -> autocast:
-        global _depth
-        self._before.append((_dtypes.get(self.device_type), _cache_enabled))
-        self._set(self.dtype if self.enabled else None, self.cache_enabled)
-        _depth += 1
+        set_autocast(_Region(current_autocast(), self.device_type, self.dtype if self.enabled else None, self.cache_enabled))
         return self
 
     def __exit__(self, *exc: object) -> None:
-        global _depth
-        _depth -= 1
-        self._set(*self._before.pop())
-        if _depth == 0:
-            _cast_parameters.clear()
-
-    def _set(self, dtype: str | None, cache_enabled: bool) -> None:
-        global _cache_enabled
-        _cache_enabled = cache_enabled
-        if dtype is None:
-            _dtypes.pop(self.device_type, None)
-        else:
-            _dtypes[self.device_type] = dtype
-        set_autocast(_cast_inputs if _dtypes else None)
+        set_autocast(current_autocast().outer)
 
     def __call__(self, function: Callable) -> Callable:
         @wraps(function)
@@ -112,44 +91,63 @@ class autocast:
 
 def is_autocast_enabled(device_type: str | BackendDevice) -> bool:
     """Whether products on the device are lowered here and now."""
-    return _device_type(device_type) in _dtypes
+    return get_autocast_dtype(device_type) is not None
 
 
 def get_autocast_dtype(device_type: str | BackendDevice) -> str | None:
     """What products on the device are lowered to here and now; None outside of a region."""
-    return _dtypes.get(_device_type(device_type))
+    name, region = _device_type(device_type), current_autocast()
+    return None if region is None else region.dtypes.get(name)
 
 
-def _cast_inputs(op: Op, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The inputs as ``op.autocast`` asks for them."""
-    policy = op.autocast
-    if policy is None:
-        return inputs
-    low = _dtypes.get(inputs[0].device.name)
-    if low is None:
-        return inputs
-    if policy == "inside":
-        op.compute_dtype = low
-        return inputs
-    if policy == "lower":
-        return [_lowered(x, low) for x in inputs]
-    return [ops.astype(x, "float32") if x.dtype in LOW_DTYPES else x for x in inputs]
+class _Region:
+    """One entering of an ``autocast``, called with each op.
 
+    outer: the region around it. dtypes: device type -> what products on it are lowered to; absent: nothing is. casts: (parameter,
+    dtype) -> (its cast, the array that was cast, when); one for all regions within the outermost, which goes with that.
+    """
 
-def _lowered(x: Tensor, low: str) -> Tensor:
-    if x.dtype == low or x.dtype not in ("float32", *LOW_DTYPES):
-        return x
-    if not (_cache_enabled and x.requires_grad and x.is_leaf()) or is_rematerializing():
-        return ops.astype(x, low)
-    array = x.realize_cached_data()
-    kept = _cast_parameters.get((x, low))
-    if kept is not None:
-        cast, source, time = kept
-        if source is array and array.last_write <= time and cast.requires_grad == is_grad_enabled():
-            return cast
-    cast = ops.astype(x, low)
-    _cast_parameters[x, low] = cast, array, write_stamp()
-    return cast
+    __slots__ = ("outer", "dtypes", "cache_enabled", "casts")
+
+    def __init__(self, outer: _Region | None, device_type: str, dtype: str | None, cache_enabled: bool):
+        self.outer, self.cache_enabled = outer, cache_enabled
+        self.dtypes: dict[str, str] = {} if outer is None else {**outer.dtypes}
+        self.casts: dict[tuple[Tensor, str], tuple[Tensor, NDArray, int]] = {} if outer is None else outer.casts
+        self.dtypes.pop(device_type, None)
+        if dtype is not None:
+            self.dtypes[device_type] = dtype
+
+    def __call__(self, op: Op, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The inputs as ``op.autocast`` asks for them."""
+        policy = op.autocast
+        if policy is None:
+            return inputs
+        low = self.dtypes.get(inputs[0].device.name)
+        if low is None:
+            return inputs
+        if policy == "inside":
+            op.compute_dtype = low
+            return inputs
+        if policy == "lower":
+            return [self._lowered(x, low) for x in inputs]
+        return [ops.astype(x, "float32") if x.dtype in LOW_DTYPES else x for x in inputs]
+
+    def _lowered(self, x: Tensor, low: str) -> Tensor:
+        if x.dtype == low or x.dtype not in ("float32", *LOW_DTYPES):
+            return x
+        if not (self.cache_enabled and x.requires_grad and x.is_leaf()):
+            return ops.astype(x, low)
+        segment = current_segment()
+        casts = self.casts if segment is None else segment.casts
+        array = x.realize_cached_data()
+        kept = casts.get((x, low))
+        if kept is not None:
+            cast, source, time = kept
+            if source is array and array.last_write <= time and cast.requires_grad == is_grad_enabled():
+                return cast
+        cast = ops.astype(x, low)
+        casts[x, low] = cast, array, write_stamp()
+        return cast
 
 
 class SkippedStepWarning(UserWarning):

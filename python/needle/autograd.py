@@ -28,9 +28,11 @@ from .graph import Node, Segment, home_of, realize, spec_of
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
 
-# Each thread has its own: an evaluation beside a training step must not take the step's graph away.
+# Each thread has its own of these: an evaluation beside a training step must not take the step's graph away.
 _grad_enabled = ContextVar("grad_enabled", default=True)
-_segment: Segment | None = None  # the innermost rematerialize() that is being run
+_segment: ContextVar[Segment | None] = ContextVar("segment", default=None)  # the innermost rematerialize() that is being run
+# While an autocast region is open: (op, inputs) -> the inputs, cast as ``op.autocast`` says.
+_autocast: ContextVar[Callable[[Op, Sequence[Any]], Sequence[Any]] | None] = ContextVar("autocast", default=None)
 
 # Called with each new node while needle.memory wants to know where graphs are made; sets its ``site``.
 _node_made: Callable[[Node], None] | None = None
@@ -69,11 +71,13 @@ class enable_grad(no_grad):
 
 
 is_grad_enabled: Callable[[], bool] = _grad_enabled.get
+current_segment: Callable[[], Segment | None] = _segment.get
+current_autocast: Callable[[], Any] = _autocast.get
 
 
-def is_rematerializing() -> bool:
-    """Whether ops are recorded within ``rematerialize`` here and now."""
-    return _segment is not None
+def set_autocast(hook: Callable[[Op, Sequence[Any]], Sequence[Any]] | None) -> None:
+    """Makes ``hook`` what casts the inputs of ops in this thread; None: nothing does."""
+    _autocast.set(hook)
 
 
 class rematerialize:
@@ -84,25 +88,13 @@ class rematerialize:
     """
 
     def __enter__(self) -> None:
-        global _segment
-        _segment = Segment(_segment)
+        _segment.set(Segment(_segment.get()))
 
     def __exit__(self, *exc: object) -> None:
-        global _segment
-        assert _segment is not None
-        _segment.active = False
-        _segment = _segment.parent
-
-
-# While an autocast region is open: (op, inputs) -> the inputs, cast as ``op.autocast`` says.
-_autocast: Callable[[Op, Sequence[Any]], Sequence[Any]] | None = None
-
-
-def set_autocast(hook: Callable[[Op, Sequence[Any]], Sequence[Any]] | None) -> Any:
-    """Makes ``hook`` what casts the inputs of ops (None: nothing does); returns the hook before."""
-    global _autocast
-    before, _autocast = _autocast, hook
-    return before
+        segment = _segment.get()
+        assert segment is not None
+        segment.leave()
+        _segment.set(segment.parent)
 
 
 def __getattr__(name: str) -> int:
@@ -336,8 +328,9 @@ class Value:
     def make_from_op(cls, op: Op, inputs: Sequence[Value]):
         """op(*inputs). Without an input that requires a gradient, or under no_grad, a constant with no history."""
         # Loops, not comprehensions: here a call more is a good part of the time of an op on small arrays.
-        if _autocast is not None:
-            inputs = _autocast(op, inputs)
+        autocast = current_autocast()
+        if autocast is not None:
+            inputs = autocast(op, inputs)
         value = cls.__new__(cls)
         requires_grad = False
         if is_grad_enabled():
@@ -349,8 +342,9 @@ class Value:
             value._setup(None, requires_grad)
             node = Node(op, tuple([x._as_node() for x in inputs]), requires_grad, value)
             if requires_grad:
-                if _segment is not None:
-                    _segment.take(node)
+                segment = current_segment()
+                if segment is not None:
+                    segment.take(node)
                 else:
                     for n in node.inputs:
                         home_of(n)
@@ -368,10 +362,11 @@ class Value:
             node = Node(op, tuple(in_nodes), True, value)
             node.time = node.born
             node.spec = spec_of(out) if isinstance(out, tuple) else (out._shape, out._dtype, out._device)
-            if _segment is not None:
-                _segment.take(node)
+            segment = current_segment()
+            if segment is not None:
+                segment.take(node)
                 for n, array in zip(in_nodes, arrays):
-                    if n in _segment.boundary and n.segment is None and not n.op.recomputes_output:  # type: ignore[union-attr]
+                    if n in segment.boundary and n.segment is None and not n.op.recomputes_output:  # type: ignore[union-attr]
                         n.array = array
             reads = op.reads_inputs
             if reads:
@@ -385,7 +380,7 @@ class Value:
                             n.array = arrays[i]
             if op.reads_output:
                 node.readers = 1
-                if _segment is None:
+                if segment is None:
                     node.array = out
             if _node_made is not None:
                 _node_made(node)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from . import ops
-from .autograd import Tensor, TensorTupleOp, Value, enable_grad, no_grad, set_autocast
+from .autograd import Tensor, TensorTupleOp, Value, current_autocast, enable_grad, no_grad, set_autocast
 from .backend_selection import array_api
 from .errors import GraphError
 from .graph import Node, Segment, differentiable_order, realize, restore, spec_of
@@ -17,7 +17,8 @@ class _NoAutocast:
     """Gradients run in the dtypes that forward recorded, wherever backward is called."""
 
     def __enter__(self) -> None:
-        self._before = set_autocast(None)
+        self._before = current_autocast()
+        set_autocast(None)
 
     def __exit__(self, *exc: object) -> None:
         set_autocast(self._before)
@@ -150,7 +151,7 @@ def run_backward(
 
     accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then.
     """
-    order = differentiable_order(root, stop)
+    order = differentiable_order([root], stop)
     segments: dict[Segment, list[Node]] = {}
     incomplete = root.peek() is None
     for node in order:

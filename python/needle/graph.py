@@ -94,17 +94,24 @@ class Segment:
     """A part of the graph whose arrays are dropped after forward and brought back together by backward.
 
     parent: the segment that this one is in. boundary: nodes from outside that an op in here takes, each with one reader more, which
-    is this segment. armed: those readers are counted. active: its forward is running. open: its arrays are back.
+    is this segment. armed: those readers are counted. active: its forward is running. open: its arrays are back. casts: what an
+    autocast region keeps of its casts, while active.
     Nothing here points at the segment's own nodes, so there is no cycle.
     """
 
-    __slots__ = ("parent", "boundary", "armed", "active", "open")
+    __slots__ = ("parent", "boundary", "armed", "active", "open", "casts")
 
     def __init__(self, parent: Segment | None):
         self.parent = parent
         self.boundary: dict[Node, None] = {}
         self.armed = self.active = True
         self.open = False
+        self.casts: dict = {}
+
+    def leave(self) -> None:
+        """Its forward is over."""
+        self.active = False
+        self.casts.clear()
 
     def take(self, node: Node) -> None:
         """Makes ``node`` of this segment and announces what it needs from outside."""
@@ -247,10 +254,10 @@ def _check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
                 )
 
 
-def differentiable_order(root: Node, stop: frozenset[Node] = frozenset()) -> list[Node]:
-    """The nodes under ``root`` that require a gradient, inputs before what is made of them: in the order they were born."""
-    found = [root]
-    seen = {root}
+def differentiable_order(roots: Iterable[Node], stop: frozenset[Node] = frozenset()) -> list[Node]:
+    """The nodes under ``roots`` that require a gradient, inputs before what is made of them: in the order they were born."""
+    seen = set(roots)
+    found = list(seen)
     for node in found:  # which grows
         if node not in stop:
             for n in node.inputs:

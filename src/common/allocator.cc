@@ -36,6 +36,10 @@ std::string readable(int64_t bytes) {
   return text;
 }
 
+// Of this thread: one may be in its backward while another is in its forward. A module of kernels
+// has one allocator.
+thread_local int current_category = 0;
+
 }  // namespace
 
 OutOfMemory::OutOfMemory(int64_t requested_, const MemoryStats& stats_)
@@ -49,7 +53,7 @@ void Allocator::hold(Holder& holder, int64_t bytes, int64_t site) {
   std::lock_guard<std::mutex> lock(mutex_);
   holder.ptr = take(bytes);
   holder.nbytes = bytes;
-  holder.category = current_category_;
+  holder.category = current_category;
   holder.serial = ++stats_.allocations;
   holder.site = site;
   holder.older = newest_;
@@ -81,8 +85,8 @@ void Allocator::set_category(Holder& holder, int category) {
 }
 
 int Allocator::set_current_category(int category) {
-  const int before = current_category_;
-  current_category_ = category < 0 || category >= kCategories ? 0 : category;
+  const int before = current_category;
+  current_category = category < 0 || category >= kCategories ? 0 : category;
   return before;
 }
 

@@ -87,7 +87,7 @@ class Allocator {
   void start_log();
   std::vector<MemoryEvent> take_log();  // and stops it
 
-  // The category of what is allocated from now on; gives the one before.
+  // The category of what this thread allocates from now on; gives the one before.
   int set_current_category(int category);
 
   MemoryStats stats() const;
@@ -109,7 +109,6 @@ class Allocator {
   const Caching caching_;
   mutable std::mutex mutex_;
   MemoryStats stats_;
-  int current_category_ = 0;
   int64_t site_bytes_ = INT64_MAX;
   Holder *oldest_ = nullptr, *newest_ = nullptr;
   bool logging_ = false;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import local
 
 from ..errors import OutOfMemoryError
 
@@ -12,6 +13,10 @@ ACTIVATION, PARAMETER, GRADIENT, OPTIMIZER_STATE, WORKSPACE, DATA = range(len(CA
 MADE, RETAGGED, FREED = 1, 0, -1  # kinds of a memory event: MemoryEvent in allocator.h
 
 
+class _OfThisThread(local):
+    category = ACTIVATION  # of what is allocated: one thread may be in its backward while another is in its forward
+
+
 class HostAllocator:
     """Counts what Storage objects take and give back, and knows them. All figures are in bytes."""
 
@@ -19,7 +24,7 @@ class HostAllocator:
         self.device_name = device_name
         self.live = self.peak = self.borrowed = self.limit = 0
         self.allocations = 0
-        self.current_category = 0
+        self.current = _OfThisThread()
         self.by_category = [0] * 8
         self.by_category_at_peak = [0] * 8
         self.held: dict[int, tuple] = {}  # serial: (MADE, serial, nbytes, category, site)
@@ -36,7 +41,7 @@ class HostAllocator:
             )
         site = self.site_hook(nbytes) if self.site_hook is not None and nbytes >= self.site_bytes else 0
         self.allocations += 1
-        storage.serial, storage.nbytes, storage.category, storage.site = self.allocations, nbytes, self.current_category, site
+        storage.serial, storage.nbytes, storage.category, storage.site = self.allocations, nbytes, self.current.category, site
         self._put(storage)
         self.live += nbytes
         self.by_category[storage.category] += nbytes
@@ -89,7 +94,7 @@ class HostAllocator:
         self.limit = int(nbytes)
 
     def set_current_category(self, category: int) -> int:
-        before, self.current_category = self.current_category, category
+        before, self.current.category = self.current.category, category
         return before
 
     def set_site_hook(self, hook: Callable[[int], int] | None, min_bytes: int) -> None:

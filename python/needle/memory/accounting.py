@@ -76,7 +76,7 @@ def set_limit(limit: int | str | None, device: BackendDevice | None = None) -> N
     limit: bytes, "2GiB", or the name of a GPU. raises: ShapeError for what is no amount of memory.
     """
     device = as_device(device)
-    nbytes = 0 if not limit else parse_bytes(limit)
+    nbytes = 0 if limit is None or limit == 0 else parse_bytes(limit)
     device.require().set_limit(nbytes)
     sites.watch(device, nbytes)
 

@@ -86,34 +86,34 @@ def explain(error: OutOfMemoryError, message: str) -> str:
     device = next((d for d in [*all_devices(), meta()] if d.name == error.stats.get("device") and d.is_loaded), None)
     if device is None or _explaining:
         return message
-    _explaining = True
+    _explaining, lines = True, [message]
     try:
-        lines = [message, *_lines(device, error)]
+        lines.extend(_lines(device, error))  # one by one: what is said before a failure stays
     except Exception as trouble:  # an explanation must never hide the failure that it explains
-        lines = [message, f"(no more could be said: {type(trouble).__name__}: {trouble})"]
+        lines.append(f"(no more could be said: {type(trouble).__name__}: {trouble})")
     finally:
         _explaining = False
         sites.remember_failure(error)  # last: the planning above asks for memory, too
     return "\n  ".join("\n".join(lines).splitlines())
 
 
-def _lines(device: BackendDevice, error: OutOfMemoryError) -> list[str]:
+def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
     caller = sites.calling(sys._getframe(2))
     module = ModuleNames(device).of(0, caller)
-    lines = [f"asked by {caller.what}{f' of {module}' if module else ''}, {(caller.forward or caller).place}: {caller.code}"]
+    yield f"asked by {caller.what}{f' of {module}' if module else ''}, {(caller.forward or caller).place}: {caller.code}"
     by_category = zip(CATEGORIES, error.stats["by_category"])
-    lines.append("live: " + (", ".join(f"{name} {readable(n)}" for name, n in by_category if n) or "nothing"))
+    yield "live: " + (", ".join(f"{name} {readable(n)}" for name, n in by_category if n) or "nothing")
     groups = grouped(holders(device))[:HOLDERS_SHOWN]
     if groups:
-        lines += ["largest holders:", *(f"  {h}{f', {n} pieces' if n > 1 else ''}" for h, n in groups)]
+        yield "largest holders:"
+        yield from (f"  {h}{f', {n} pieces' if n > 1 else ''}" for h, n in groups)
     budget = capacity(device)
     if budget and error.requested_bytes > budget:
-        lines.append(f"this one request is larger than all of {device}, {readable(budget)}: no allocator setting can help")
+        yield f"this one request is larger than all of {device}, {readable(budget)}: no allocator setting can help"
     if _advisers:
-        lines.append(_advisers[-1].text(budget))
+        yield _advisers[-1].text(budget)
     else:
-        lines.append("what the step needs, and what would fit: needle.memory.plan, or run it inside needle.memory.advise")
-    return lines
+        yield "what the step needs, and what would fit: needle.memory.plan, or run it inside needle.memory.advise"
 
 
 OutOfMemoryError.explain = explain

@@ -8,8 +8,10 @@ import sys
 import types
 import warnings
 import weakref
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from ..autograd import Value
@@ -19,8 +21,10 @@ from ..graph import Node, differentiable_order
 from . import sites
 from .units import readable
 
-_DEPTH = 5  # containers between a name and a Tensor
+_DEPTH = 10  # objects between a name and a Tensor
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_PAUSED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+_NO_WAY = (type, types.ModuleType, types.FrameType, Node)  # too much leads to these, or nothing
 
 
 class LeakWarning(UserWarning):
@@ -41,9 +45,13 @@ class Leak:
     tensors: int
 
     def __str__(self) -> str:
-        what = f"the graph of {self.steps} step{'s' if self.steps != 1 else ''}" if self.steps else f"{self.tensors} graphs"
+        what = f"the graph of {_several(self.steps, 'step')}" if self.steps else _several(self.tensors, "graph")
         where = f" ({self.place})" if self.place else ""
         return f"`{self.name}`{where} keeps {what} alive, {readable(self.nbytes)}: use `.detach()` or `.item()`"
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 class LeakCheck:
@@ -83,6 +91,8 @@ class LeakCheck:
         begin = self._ends[-1]
         self._ends.append(write_stamp())
         self._before, self._nodes = kept + self._nodes, []
+        if not kept:
+            self._search_from = 1
         if len(kept) < self._search_from:
             return []
         self._search_from = 2 * len(kept) + 1
@@ -107,27 +117,29 @@ def leaks() -> list[Leak]:
 
 def find(before: int | None, ends: list[int]) -> list[Leak]:
     """The leaks among nodes made before tick ``before`` of the write clock (None: all). ends: the ticks at which steps ended."""
-    graphs = [(x, _old_nodes(x, before)) for x in gc.get_objects() if isinstance(x, Value)]
-    graphs = [pair for pair in graphs if pair[1]]
-    groups: dict[str, list[tuple[Value, set[Node]]]] = {}
-    for pair in graphs:
-        groups.setdefault(referrer(pair[0], {id(pair)}), []).append(pair)
+    # An op that failed has left a handle without a node, which its traceback may keep.
+    handles = [x for x in gc.get_objects() if isinstance(x, Value) and getattr(x, "_node", None) is not None and x.op is not None]
+    is_old = lambda n: n.op is not None and (before is None or n.time <= before)  # noqa: E731
+    leads: set[Node] = set()  # to an old node: that, and what is above it
+    for node in _under(handles):
+        if is_old(node) or not leads.isdisjoint(node.inputs):
+            leads.add(node)
+    handles = [x for x in handles if x._node in leads]
+    groups: dict[str, list[Value]] = {}
+    for handle, name in zip(handles, names_of(handles)):
+        groups.setdefault(name, []).append(handle)
     found = []
-    for name, pairs in groups.items():
-        nodes = set().union(*(old for _, old in pairs))
-        steps = {sum(n.time > end for end in ends) for n in nodes}
-        latest = max((h._node for h, _ in pairs if h._node is not None), key=lambda n: n.time)
-        site = sites.of_node(latest)
-        nbytes = _bytes([n.array for n in nodes] + [h._data for h, _ in pairs])
-        found.append(Leak(name, site.place if site else "", len(steps) if ends else 0, nbytes, len(pairs)))
+    for name, held in groups.items():
+        nodes = [n for n in _under(held) if is_old(n)]
+        site = sites.of_node(max((x._as_node() for x in held), key=attrgetter("time")))
+        steps = len({bisect_left(ends, n.time) for n in nodes}) if ends else 0
+        nbytes = _bytes([n.array for n in nodes] + [x._data for x in held])
+        found.append(Leak(name, site.place if site else "", steps, nbytes, len(held)))
     return sorted(found, key=lambda leak: -leak.nbytes)
 
 
-def _old_nodes(handle: Value, before: int | None) -> set[Node]:
-    node = handle._node
-    if node is None or node.op is None:
-        return set()
-    return {n for n in differentiable_order(node) if n.op is not None and (before is None or n.time <= before)}
+def _under(handles: list[Value]) -> list[Node]:
+    return differentiable_order([x._as_node() for x in handles])
 
 
 def _bytes(values: list[Any]) -> int:
@@ -143,35 +155,48 @@ def _bytes(values: list[Any]) -> int:
 # --- who refers to it ---
 
 
-def referrer(target: Any, ours: set[int]) -> str:
-    """The name by which the program reaches ``target``: a variable, an attribute, a closure, a traceback; as far as it can be
-    found.
+def names_of(targets: list[Any]) -> list[str]:
+    """The name by which the program reaches each target: a variable, an attribute, a closure, a traceback; the nearest one, as far
+    as it can be found.
 
-    ours: ids of objects that only this search has made.
+    All targets go up together, a step with each pass over the program's objects: there may be thousands of them.
     """
     running = _running_locals()
-    level, seen = [target], {*ours, id(running)}
-    below: dict[int, Any] = {}  # by id: what a container on the way up holds
-    seen.add(id(below))
+    owners: dict[int, Any] = {}
+    names: dict[int, str] = {}  # by id, as all here is
+    in_frames: set[int] = set()
+    on_the_way = {id(x): x for x in targets}
+    ours = {id(targets), id(on_the_way), id(owners)}
+    level = {key: (0, [key]) for key in on_the_way}  # what the object holds on the way down, and the targets it leads to
+    seen: set[int] = set()
     for _ in range(_DEPTH):
-        named = next((running[id(item)] for item in level if id(item) in running), "")
-        if named:
-            return named
-        seen.add(id(level))
-        above: list[Any] = []
-        for r in gc.get_referrers(*level):
-            if id(r) in seen:
+        for key in level.keys() & running.keys():
+            for target in level[key][1]:
+                names.setdefault(target, running[key])
+        level = {key: entry for key, entry in level.items() if any(target not in names for target in entry[1])}
+        if not level:
+            break
+        seen.update(level)
+        above: dict[int, tuple[int, list[int]]] = {}
+        nearer = set(names)
+        for r in gc.get_objects():
+            hits = level.keys() & map(id, gc.get_referents(r))
+            if not hits or id(r) in seen or id(r) in ours:
                 continue
-            seen.add(id(r))
-            item = next((item for item in level if any(x is item for x in gc.get_referents(r))), level[0])
-            name = _name_in(r, item, below.get(id(item)))
-            if name:
-                return name
-            if isinstance(r, (*_CONTAINERS, types.CellType)):
-                below[id(r)] = item
-                above.append(r)
+            for key in hits:
+                inner, below = level[key]
+                name = _name_in(r, on_the_way[key], on_the_way.get(inner), owners)
+                if isinstance(r, types.FrameType):
+                    in_frames.update(below)
+                if name:
+                    variable = name.isidentifier()  # says more than an attribute as near
+                    names.update((target, name) for target in below if target not in nearer and (variable or target not in names))
+                elif not isinstance(r, _NO_WAY):
+                    on_the_way[id(r)] = r
+                    above.setdefault(id(r), (key, []))[1].extend(below)
         level = above
-    return f"a {type(target).__name__} that no name leads to"
+    names.update((target, "a kept traceback") for target in in_frames - names.keys())
+    return [names.get(id(x), f"a {type(x).__name__} that no name leads to") for x in targets]
 
 
 def _running_locals() -> dict[int, str]:
@@ -189,13 +214,17 @@ def _running_locals() -> dict[int, str]:
     return found
 
 
-def _name_in(r: Any, item: Any, inner: Any) -> str:
-    """What ``r`` calls ``item`` (which holds ``inner``), if r has names for things: globals, an object, a returned frame, a
-    closure.
+def _name_in(r: Any, item: Any, inner: Any, owners: dict[int, Any]) -> str:
+    """What ``r`` calls ``item`` (which holds ``inner``), if r has names for things: globals, an object, a class, a generator, a
+    returned frame, a closure. owners: of dicts that were asked for before, by id.
     """
     if isinstance(r, types.FrameType):
         key = _key(sites.locals_of(r), item)
         return f"{key} in {r.f_code.co_name}, kept by a traceback" if key and not sites.is_core(r.f_code.co_filename) else ""
+    if isinstance(r, _PAUSED):
+        frame = next((found for name in ("gi_frame", "cr_frame", "ag_frame") if (found := getattr(r, name, None))), None)
+        key = _key(sites.locals_of(frame), item) if frame is not None else ""
+        return f"{key} in the {type(r).__name__} {r.__name__}" if key else ""
     if isinstance(r, types.FunctionType):
         names = [n for n, cell in zip(r.__code__.co_freevars, r.__closure__ or ()) if r.__closure__ is item and cell is inner]
         return f"{names[0]} in the closure of {r.__name__}" if names else ""
@@ -203,10 +232,9 @@ def _name_in(r: Any, item: Any, inner: Any) -> str:
         module = sys.modules.get(str(r.get("__name__")))
         if module is not None and vars(module) is r:
             return _key(r, item)
-        owner = next(
-            (o for o in gc.get_referrers(r) if not isinstance(o, types.FrameType) and getattr(o, "__dict__", None) is r), None
-        )
-        return f"{type(owner).__name__}.{_key(r, item)}" if owner is not None else ""
+        if id(r) not in owners:
+            owners[id(r)] = next((o for o in gc.get_referrers(r) if _owns(o, r)), None)
+        return f"{_title(owners[id(r)])}.{_key(r, item)}" if owners[id(r)] is not None else ""
     if isinstance(r, (*_CONTAINERS, Value, Node, NDArray, weakref.ref, types.CellType)):
         return ""
     attributes = dict(getattr(r, "__dict__", {}))
@@ -214,7 +242,18 @@ def _name_in(r: Any, item: Any, inner: Any) -> str:
         slots = kind.__dict__.get("__slots__", ())
         attributes.update((n, getattr(r, n, None)) for n in ((slots,) if isinstance(slots, str) else slots))
     key = _key(attributes, item)
-    return f"{r.__name__ if isinstance(r, type) else type(r).__name__}.{key}" if key else ""
+    return f"{_title(r)}.{key}" if key else ""
+
+
+def _owns(owner: Any, names: dict) -> bool:
+    """Whether the dict is of the attributes of ``owner``."""
+    if isinstance(owner, type):
+        return any(x is names for x in gc.get_referents(owner)) and "__module__" in names
+    return not isinstance(owner, types.FrameType) and getattr(owner, "__dict__", None) is names
+
+
+def _title(owner: Any) -> str:
+    return owner.__name__ if isinstance(owner, type) else type(owner).__name__
 
 
 def _key(names: dict, item: Any) -> str:

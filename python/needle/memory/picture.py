@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ..backend_ndarray.host_memory import FREED
+from ..files import write_atomically
 from .trace import trace
 from .units import readable
 
@@ -44,10 +45,13 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
         for name in names:
             series[name].append(now[name] / _MIB)
         word = {1: "+", 0: "becomes", FREED: "-"}[kind]
-        texts.append(
-            f"{word} {readable(h.nbytes)} {h.category}<br>{h.site.what}{f' of {h.module}' if h.module else ''}<br>"
-            f"{(h.site.forward or h.site).place} {_escape((h.site.forward or h.site).code[:90])}"
+        shown = h.site.forward or h.site
+        lines = (
+            f"{word} {readable(h.nbytes)} {h.category}",
+            f"{h.site.what}{f' of {h.module}' if h.module else ''}",
+            f"{shown.place} {shown.code[:90]}",
         )
+        texts.append("<br>".join(map(_escape, lines)))
     x = list(range(len(texts)))
     figure = go.Figure()
     for name in names:
@@ -59,10 +63,8 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
         x=x, y=[n / _MIB for n in traced.live], name="all", line={"color": "#444", "width": 1, "shape": "hv"}, customdata=texts,
         hovertemplate="%{y:,.2f} MiB<br>%{customdata}",
     )  # fmt: skip
-    top = traced.peak_index
-    figure.add_annotation(
-        x=top, y=traced.live[top] / _MIB, text=f"peak {readable(traced.peak_bytes)}<br>{traced.peak_site.what}", arrowhead=2
-    )
+    top, what = traced.peak_index, _escape(traced.peak_site.what)
+    figure.add_annotation(x=top, y=traced.live[top] / _MIB, text=f"peak {readable(traced.peak_bytes)}<br>{what}", arrowhead=2)
     for index, text in traced.mark_positions():
         figure.add_vline(x=index, line={"dash": "dot", "color": "#888"}, annotation_text=text, annotation_position="top left")
     figure.update_layout(
@@ -73,8 +75,12 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
         template="plotly_white",
         legend={"orientation": "h", "y": -0.2},
     )
-    target = Path(path)
-    figure.write_html(target, include_plotlyjs=True, full_html=True)
+    target, page = Path(path), figure.to_html(include_plotlyjs=True, full_html=True).encode()
+    if target.exists() and not target.is_file():  # a pipe, a terminal
+        target.write_bytes(page)
+    else:
+        with write_atomically(target) as file:
+            file.write(page)
     return target
 
 

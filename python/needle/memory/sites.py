@@ -276,6 +276,8 @@ def free_failed_frames() -> None:
         return
     error = _failed()
     if error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
         traceback.clear_frames(error.__traceback__)
         if sys.exc_info()[1] is error:  # on its way up: more frames may return before it is over
             return

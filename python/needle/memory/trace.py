@@ -29,7 +29,7 @@ class Holder:
     made: int = -1
 
     def __str__(self) -> str:
-        where = f"{self.module or '-'}: {self.site}" if self.site is not NOWHERE else "made before its line was recorded"
+        where = f"{self.module or '-'}: {self.site}" if self.site is not NOWHERE else "its line was not recorded"
         return f"{readable(self.nbytes)}  {self.category}  {where}"
 
 
