@@ -14,6 +14,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import math
 import re
 import sys
 import time
@@ -98,6 +99,7 @@ def perplexity(path: str, ids: np.ndarray, text_bytes: int, model, window: int, 
     if live:
         print(file=sys.stderr)
     seconds = time.perf_counter() - began
+    check(path, score.nats)
     print(
         f"{path}: loss {score.loss:.4f} nats per token, perplexity {score.perplexity:,.2f}, bits per byte "
         f"{score.bits_per_byte(text_bytes):.4f}; {text_bytes:,} bytes, {score.tokens:,} tokens, window {window}, stride {stride}, "
@@ -109,11 +111,17 @@ def perplexity(path: str, ids: np.ndarray, text_bytes: int, model, window: int, 
 def words(path: str, examples: list[tuple[str, str]], model, tokenizer, window: int, options: argparse.Namespace) -> None:
     pairs = [(tokenizer.encode(context), tokenizer.encode(word)) for context, word in examples]
     score = score_endings(model, pairs, window, options.batch_size)
+    check(path, score.nats)
     print(
         f"{path}: {score.correct:,} of {score.words:,} last words right, accuracy {score.accuracy:.2%}, perplexity per word "
         f"{score.perplexity:,.2f}",
         flush=True,
     )
+
+
+def check(path: str, nats: float) -> None:
+    if not math.isfinite(nats):
+        raise FloatingPointError(f"[evaluate] the loss on {path} is {nats} (the model's weights may be broken)")
 
 
 def read(path: str, flag: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle.models import score_text
+from needle.models import Pythia, pretrained, score_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -236,6 +236,15 @@ def test_a_folder_of_transformers_does_as_well(made, loaded, tmp_path):
         app(made, "generate", "--model", m, "--prompt", "the", "--max_new_tokens", 9).stdout for m in (tmp_path, made / "dense")
     ]
     assert said[0] == said[1] and len(said[0]) > 4
+
+
+def test_weights_that_are_no_numbers(made, tmp_path):
+    model = Pythia.from_pretrained(next((made / "dense").glob("step-*")))
+    model.embed_out.cached_data.fill(float("nan"))
+    model.save_pretrained(tmp_path, pretrained.tokenizer_of(next((made / "dense").glob("step-*"))))
+    for given in (["--text", made / "words.txt", "--max_tokens", 9], ["--lambada", made / "last.jsonl"]):
+        done = app(made, "evaluate", "--model", tmp_path, *given)
+        assert (done.returncode, done.stdout) == (2, "") and f"the loss on {given[1]} is nan" in done.stderr
 
 
 WRONG = [

@@ -128,7 +128,9 @@ def read_folder(folder: Path) -> dict[str, np.ndarray]:
         shards = {file: files.member(folder, file) for file in sorted(set(places.values()))}
     except FileNotFoundError as error:
         if Path(error.filename).name == INDEX:
-            raise CheckpointError(f"[checkpoint] no weights in {folder}: {_found(folder)} ({WEIGHTS} or {INDEX})") from None
+            raise CheckpointError(
+                f"[checkpoint] no weights in {folder}: {_found(folder)} ({WEIGHTS} or {INDEX}; no pickled ones)"
+            ) from None
         raise CheckpointError(f"[checkpoint] {folder / INDEX} names a file that is missing: {error.filename}") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"[checkpoint] cannot read {folder / INDEX}: {files.reason(error)}") from error
