@@ -508,6 +508,14 @@ def test_a_state_has_running_statistics(device):
         other.load_state_dict(state)
 
 
+def test_batch_norm_of_sums_beyond_float16(device):
+    x = 2 + 30 * np.random.default_rng(0).standard_normal((3000, 25))
+    norm = nn.BatchNorm1d(25, device=device, dtype="float16")
+    found = norm(leaf(x, device, "float16")).numpy()
+    np.testing.assert_allclose(found, (x - x.mean(axis=0)) / x.std(axis=0), rtol=0.01, atol=0.01)
+    np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * x.var(axis=0), rtol=0.01)
+
+
 def test_a_parameter_of_two_names(device):
     class Tied(nn.Module):
         def __init__(self):

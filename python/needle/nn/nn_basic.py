@@ -249,9 +249,9 @@ class BatchNorm1d(Module):
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}))")
         wide = lambda t: ops.broadcast_to(ops.reshape(t, (1, self.dim)), x.shape)  # noqa: E731
         if self.training:
-            mean = ops.summation(x, axes=(0,)) / x.shape[0]
+            mean = ops.mean(x, axes=(0,))
             centred = x - wide(mean)
-            var = ops.summation(centred * centred, axes=(0,)) / x.shape[0]
+            var = ops.mean(centred * centred, axes=(0,))
             m = self.momentum
             self.running_mean = Buffer(self.running_mean * (1 - m) + mean.detach() * m)
             self.running_var = Buffer(self.running_var * (1 - m) + var.detach() * m)
