@@ -89,10 +89,10 @@ class LeakCheck:
         """The end of a step: what earlier ones left behind, the largest first."""
         kept = [r for r in self._before if r() is not None]
         begin = self._ends[-1]
+        if not kept:  # then no node is older than ``begin``
+            self._ends, self._search_from = [begin], 1
         self._ends.append(write_stamp())
         self._before, self._nodes = kept + self._nodes, []
-        if not kept:
-            self._search_from = 1
         if len(kept) < self._search_from:
             return []
         self._search_from = 2 * len(kept) + 1
