@@ -248,6 +248,51 @@ def test_language_model_learns():
     assert evaluate_ptb(model, data, seq_len=8, device=ndl.cpu())[0] > 0.9
 
 
+def _mlp(*middle):
+    """Linear layers from 64 features to 16 classes, drawn in order."""
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), *middle, nn.Linear(32, 16))
+
+
+PUBLISHED_LOSSES = [  # of homework 2's tests
+    (_mlp, ndl.optim.SGD, {"lr": 0.01, "momentum": 0.0}, 3.207009),
+    (_mlp, ndl.optim.SGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01}, 3.306993),
+    (_mlp, ndl.optim.Adam, {"lr": 0.001}, 3.703999),
+    (_mlp, ndl.optim.Adam, {"lr": 0.001, "weight_decay": 0.01}, 3.705134),
+    (lambda: _mlp(nn.BatchNorm1d(32)), ndl.optim.Adam, {"lr": 0.001, "weight_decay": 0.001}, 3.296256),
+    (lambda: _mlp(nn.LayerNorm1d(32)), ndl.optim.Adam, {"lr": 0.01, "weight_decay": 0.01}, 2.82192),
+]
+
+
+@pytest.mark.parametrize("make, optimizer, options, published", PUBLISHED_LOSSES)
+def test_losses_are_those_that_the_course_publishes(make, optimizer, options, published):
+    np.random.seed(42)
+    model = make()
+    np.random.seed(1024 * 64 * 2)
+    X = np.random.randint(0, 100, size=(1024, 64)) / 20
+    np.random.seed(1024)
+    y = np.random.randint(0, 16, size=1024)
+    opt, loss_fn = optimizer(model.parameters(), **options), nn.SoftmaxLoss()
+    for batch in np.split(np.arange(1024), 32):
+        opt.reset_grad()
+        loss = loss_fn(model(ndl.Tensor(X[batch])), ndl.Tensor(y[batch]))
+        loss.backward()
+        opt.step()
+    np.testing.assert_allclose(loss.item(), published, rtol=1e-5)
+
+
+def test_resnet9_gives_what_the_course_publishes(host):
+    from apps.models import ResNet9
+
+    np.random.seed(0)
+    model = ResNet9(device=host)
+    found = model(ndl.Tensor(np.random.randn(2, 3, 32, 32), device=host)).numpy()
+    published = [
+        [-1.8912625, 0.64833605, 1.9400386, 1.1435282, 1.89777, 2.9039745, -0.10433993, 0.35458302, -0.5684191, 2.6178317],
+        [-0.2905612, -0.4147861, 0.90268034, 0.46530387, 1.3335679, 1.8534894, -0.1867125, -2.4298222, -0.5344223, 4.362149],
+    ]
+    assert np.linalg.norm(found - published) < 1e-4
+
+
 def test_loss_and_error():
     from apps.simple_ml import loss_err
 
