@@ -102,6 +102,14 @@ def test_gelu_is_accurate_everywhere(device):
     assert abs(t.grad.numpy() - (phi + x * density)).max() < 5e-7
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_softmax_of_rows_that_are_not_finite(device, dtype):
+    inf, nan = math.inf, math.nan
+    rows = [[1, 2, inf, 3], [nan, 1, 2, 3], [-inf] * 4, [inf] * 4, [-inf, 0, -inf, 0]]
+    found = ops.softmax(ndl.Tensor(np.array(rows, np.float32), device=device, dtype=dtype)).numpy()
+    assert np.isnan(found[:4]).all() and found[4].tolist() == [0, 0.5, 0, 0.5]  # as PyTorch's
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_tails(device, size):
     rng = np.random.default_rng(size)

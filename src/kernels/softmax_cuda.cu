@@ -14,8 +14,9 @@ __global__ void softmax_forward_kernel(const T* x, T* y, int64_t rows, int64_t c
   using A = accum_t<T>;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
     const auto seen = softmax_of_row<Lanes>(x + row * cols, cols);
+    const A sum = seen.sum + (seen.max - seen.max);  // NaN where the largest is infinite
     for (int64_t c = threadIdx.x % Lanes; c < cols; c += Lanes)
-      y[row * cols + c] = T(m_exp(A(x[row * cols + c]) - seen.max) / seen.sum);
+      y[row * cols + c] = T(m_exp(A(x[row * cols + c]) - seen.max) / sum);
   }
 }
 
