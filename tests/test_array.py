@@ -118,8 +118,9 @@ def test_products(device, shapes, dtype):
         np.testing.assert_array_equal(turned.numpy(), (a @ b).T)
 
 
-# Above the size from which `cpu` takes its own kernel; tails in every direction, more than one depth and one block of rows.
-@pytest.mark.parametrize("shape", [(60, 600, 1037), (1100, 130, 300), (97, 1024, 2049), (512, 517, 100)], ids=str)
+# Above the size from which `cpu` takes its own kernel; tails in every direction, more than one depth and one block of rows, and
+# rows of 4 KiB, which it packs where it reads others in place.
+@pytest.mark.parametrize("shape", [(60, 600, 1037), (1100, 130, 300), (97, 1024, 2049), (512, 517, 100), (132, 200, 1024)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("extra", [0, 13, 1024], ids=lambda n: f"rows_{n}_longer")
 def test_large_products_of_parts_and_of_transposes(cpu, shape, dtype, extra):
