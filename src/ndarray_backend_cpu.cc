@@ -6,6 +6,7 @@
 
 #include "common/bindings.h"
 #include "common/gemm_cpu.h"
+#include "common/integers.h"
 #include "common/parallel.h"
 
 namespace needle::cpu {
@@ -13,8 +14,6 @@ namespace {
 
 constexpr int64_t kMapped = 256 << 10;  // bytes from which a block is pages of its own
 constexpr int64_t kHugePage = 2 << 20;
-
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Small blocks from the heap; large ones as pages, which go back to the system when released. From
 // 4 MiB on they start at a huge page's boundary and ask for huge pages: 512 times fewer faults.

@@ -238,17 +238,9 @@ py::dict device_properties() {
   return d;
 }
 
-// CudaError becomes the package's KernelError; RuntimeError where the module was imported alone.
+// CudaError becomes the package's KernelError.
 void bind_cuda_errors(py::module_& m) {
-  static PyObject* error_class = PyExc_RuntimeError;
-  const auto name = m.attr("__name__").cast<std::string>();
-  const auto parent = name.rfind('.');
-  const auto root = parent == std::string::npos ? parent : name.rfind('.', parent - 1);
-  if (root != std::string::npos) {
-    py::object found =
-        py::module_::import((name.substr(0, root) + ".errors").c_str()).attr("KernelError");
-    error_class = found.release().ptr();
-  }
+  static PyObject* const error_class = package_error(m, "KernelError", PyExc_RuntimeError);
   py::register_local_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);

@@ -11,6 +11,8 @@
 #include <cstdio>
 #include <utility>
 
+#include "integers.h"
+
 namespace needle {
 namespace {
 
@@ -18,8 +20,6 @@ constexpr int64_t kLarge = 256 << 10;         // bytes from which blocks are cac
 const int64_t kPage = sysconf(_SC_PAGESIZE);  // 4 KiB; up to 64 on ARM
 // How far reserved may exceed the peak of live, beside 1/32 of it.
 constexpr int64_t kHeadroom = 8 << 20;
-
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 int64_t block_size(int64_t bytes) {
   return bytes >= kLarge ? round_up(bytes, kPage) : round_up(std::max<int64_t>(bytes, 1), 64);

@@ -15,6 +15,12 @@ namespace needle {
 
 using Dims = std::vector<int64_t>;
 
+inline int64_t size_of(const Dims& shape) {
+  int64_t n = 1;
+  for (int64_t d : shape) n *= d;
+  return n;
+}
+
 // The memory behind one or more Arrays. `last_write` is a stamp that Python sets when it writes in
 // place: a recomputation compares it with the time its node was made.
 struct Storage : Holder {
@@ -104,11 +110,7 @@ struct View {
   int64_t offset = 0;
 
   bool contiguous() const { return strides.empty(); }
-  int64_t size() const {
-    int64_t n = 1;
-    for (int64_t d : shape) n *= d;
-    return n;
-  }
+  int64_t size() const { return size_of(shape); }
 };
 
 }  // namespace needle

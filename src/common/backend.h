@@ -16,6 +16,11 @@ enum class BinaryOp : int {
 #define NEEDLE_BINARY(name, kind, expression) name,
 #include "ewise_ops.def"
 };
+// The kinds of row in ewise_ops.def.
+enum class Kind { ANY, NUM, FLT, TEST, CMP, LOGIC };
+constexpr bool gives_bool(Kind kind) {
+  return kind == Kind::TEST || kind == Kind::CMP || kind == Kind::LOGIC;
+}
 enum class ReduceOp : int { sum, max, min, prod, sumsq, argmax, argmin };
 
 constexpr int kLayerNormPartials = 64;  // LAYER_NORM_PARTIALS in kernels.py
@@ -28,8 +33,8 @@ namespace NEEDLE_DEVICE {
 // What a device has beside its kernels, in src/ndarray_backend_<device>.
 Allocator& allocator();
 DLDevice dlpack_device();
-void sync();  // returns when everything asked so far is done, and raises what went wrong on the
-              // device
+// Returns when everything asked so far is done, and raises what went wrong on the device.
+void sync();
 void copy_to_host(const Array& from, void* to);  // all of `from`; both wait until the copy is done
 void copy_from_host(const void* from, const Array& to);  // all of `to`
 

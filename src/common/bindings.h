@@ -157,8 +157,17 @@ inline py::list event_list(const std::vector<MemoryEvent>& events) {
   return list;
 }
 
-// OutOfMemory becomes the package's OutOfMemoryError(message, requested_bytes, stats); MemoryError
-// where the module was imported alone.
+// A class of the package's errors module; `otherwise` where this module was imported alone.
+inline PyObject* package_error(py::module_& m, const char* wanted, PyObject* otherwise) {
+  const auto name = m.attr("__name__").cast<std::string>();
+  const auto parent = name.rfind('.');
+  const auto root = parent == std::string::npos ? parent : name.rfind('.', parent - 1);
+  if (root == std::string::npos) return otherwise;
+  const auto errors = py::module_::import((name.substr(0, root) + ".errors").c_str());
+  return py::object(errors.attr(wanted)).release().ptr();
+}
+
+// OutOfMemory becomes the package's OutOfMemoryError(message, requested_bytes, stats).
 inline void bind_memory(py::module_& m) {
   m.def("memory_stats", [] { return stats_dict(allocator().stats()); });
   m.def("reset_peak", [] { allocator().reset_peak(); });
@@ -179,15 +188,7 @@ inline void bind_memory(py::module_& m) {
   m.def("start_memory_log", [] { allocator().start_log(); });
   m.def("take_memory_log", [] { return event_list(allocator().take_log()); });
 
-  const auto name = m.attr("__name__").cast<std::string>();
-  const auto parent = name.rfind('.');
-  const auto root = parent == std::string::npos ? parent : name.rfind('.', parent - 1);
-  static PyObject* error_class = PyExc_MemoryError;
-  if (root != std::string::npos)
-    error_class = py::getattr(py::module_::import((name.substr(0, root) + ".errors").c_str()),
-                              "OutOfMemoryError")
-                      .release()
-                      .ptr();
+  static PyObject* const error_class = package_error(m, "OutOfMemoryError", PyExc_MemoryError);
   py::register_local_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda_device.h"
+#include "integers.h"
 #include "launch.h"
 
 namespace needle::NEEDLE_DEVICE {
@@ -29,8 +30,6 @@ void dispatch_ids(const Array& ids, const char* op, F&& f) {
 }
 
 // --- launch shapes -------------------------------------------------------------------------------
-
-NEEDLE_HD constexpr int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 // Enough blocks to fill the device, no more: kernels loop over what is left (a grid-stride loop).
 inline unsigned blocks_for(int64_t work_items) {
@@ -89,39 +88,6 @@ __device__ void store_run(T* to, const A (&sums)[N], int64_t inside, bool accumu
 #pragma unroll
     for (int i = 0; i < N; ++i)
       if (i < inside) to[i] = sum(i, accumulate ? to[i] : T{});
-  }
-}
-
-// An unsigned integer of a given size: data that is only moved needs no type.
-template <int Bytes>
-struct BitsOf;
-template <>
-struct BitsOf<1> {
-  using type = uint8_t;
-};
-template <>
-struct BitsOf<2> {
-  using type = uint16_t;
-};
-template <>
-struct BitsOf<4> {
-  using type = uint32_t;
-};
-template <>
-struct BitsOf<8> {
-  using type = uint64_t;
-};
-template <class F>
-void dispatch_bytes(int64_t bytes, F&& f) {
-  switch (bytes) {
-    case 1:
-      return f(Tag<uint8_t>{});
-    case 2:
-      return f(Tag<uint16_t>{});
-    case 4:
-      return f(Tag<uint32_t>{});
-    default:
-      return f(Tag<uint64_t>{});
   }
 }
 
@@ -262,15 +228,13 @@ __device__ A sum_lanes(A value) {
 }
 
 // Rows are handled by a warp each when they are short and by a block each when they are long.
-// f(integral constant Lanes).
-template <int Lanes>
-struct RowLanes {
-  static constexpr int value = Lanes;
-};
+// f(Int<Lanes>).
+template <int Value>
+using Int = std::integral_constant<int, Value>;
 template <class F>
 void dispatch_row_lanes(int64_t cols, F&& f) {
-  if (cols <= 1024) return f(RowLanes<kWarp>{});
-  f(RowLanes<kBlock>{});
+  if (cols <= 1024) return f(Int<kWarp>{});
+  f(Int<kBlock>{});
 }
 inline LaunchConfig rows_config(int64_t rows, int lanes) {
   return grid_of(blocks_for(ceil_div(rows, kBlock / lanes)));
@@ -285,9 +249,21 @@ template <int Lanes>
 __device__ int64_t row_step() {
   return int64_t(gridDim.x) * (kBlock / Lanes);
 }
-
-// dtype for statistics kept beside an array of T: float32, float64 for float64.
-template <class T>
-using stat_t = accum_t<T>;
+// use(c, load(c)) for the columns that this thread has of a row shared by Lanes threads. Four loads
+// are under way together, or memory would stand idle; where `use` stores, perhaps in place, the
+// compiler could not know that they may.
+template <int Lanes, class Load, class Use>
+__device__ void for_columns(int64_t cols, Load load, Use use) {
+  constexpr int kAtOnce = 4;
+  for (int64_t first = threadIdx.x % Lanes; first < cols; first += kAtOnce * Lanes) {
+    decltype(load(first)) loaded[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i * Lanes < cols) loaded[i] = load(first + i * Lanes);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i * Lanes < cols) use(first + i * Lanes, loaded[i]);
+  }
+}
 
 }  // namespace needle::NEEDLE_DEVICE

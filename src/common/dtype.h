@@ -222,6 +222,21 @@ void dispatch_float(DType dtype, const char* op, F&& f) {
 }
 #undef ROW
 
+// f(Tag<an unsigned integer as wide>): data that is only moved needs no type.
+template <class F>
+void dispatch_bytes(int64_t bytes, F&& f) {
+  switch (bytes) {
+    case 1:
+      return f(Tag<uint8_t>{});
+    case 2:
+      return f(Tag<uint16_t>{});
+    case 4:
+      return f(Tag<uint32_t>{});
+    default:
+      return f(Tag<uint64_t>{});
+  }
+}
+
 // A Python number: kernels pick the member that fits their type.
 struct Scalar {
   double d = 0;

@@ -15,6 +15,13 @@ namespace needle::cpu {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+// A polynomial in x by its coefficients, the highest first.
+template <class... Rest>
+inline float polynomial(float x, float sum, Rest... coefficients) {
+  ((sum = sum * x + coefficients), ...);
+  return sum;
+}
+
 // x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer that stands in the
 // low bits of the sum.
 struct ExpParts {
@@ -29,17 +36,10 @@ inline ExpParts exp_parts(float x) {
 }
 // e^r - 1 - r = r^2 (1/2 + r/6 + ...), the series as far as float sees it.
 inline float exp_tail(float r) {
-  float q = 1.f / 5040;
-  q = q * r + 1.f / 720;
-  q = q * r + 1.f / 120;
-  q = q * r + 1.f / 24;
-  q = q * r + 1.f / 6;
-  q = q * r + 0.5f;
-  return q * r * r;
+  return polynomial(r, 1.f / 5040, 1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f) * r * r;
 }
-inline float power_of_two(int32_t n) {
-  return bit_cast<float>((n + 127) << 23);
-}  // -126 <= n <= 127
+// -126 <= n <= 127
+inline float power_of_two(int32_t n) { return bit_cast<float>((n + 127) << 23); }
 
 // 1 ulp. 2^n is applied in two halves, so that the smallest and the largest results come out right.
 inline float m_exp(float x) {
@@ -68,15 +68,9 @@ inline float m_log(float x) {
   const int32_t exponent = (bits - 0x3f3504f3) >> 23;
   const float e = float(exponent) - (small ? 23.f : 0.f);
   const float z = bit_cast<float>(bits - int32_t(uint32_t(exponent) << 23)) - 1.f;
-  float q = 7.0376836292e-2f;
-  q = q * z - 1.1514610310e-1f;
-  q = q * z + 1.1676998740e-1f;
-  q = q * z - 1.2420140846e-1f;
-  q = q * z + 1.4249322787e-1f;
-  q = q * z - 1.6668057665e-1f;
-  q = q * z + 2.0000714765e-1f;
-  q = q * z - 2.4999993993e-1f;
-  q = q * z + 3.3333331174e-1f;
+  const float q = polynomial(z, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f,
+                             -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                             2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f);
   float y = q * z * z * z;
   y += e * -2.12194440e-4f;
   y -= 0.5f * z * z;
@@ -109,22 +103,15 @@ inline float m_sigmoid(float x) {
 // 1 ulp. Minimax polynomials of N. Juffa, BSD-2: x + x p(x^2) near 0, 1 - e^(q(|x|)) beyond.
 inline float m_erf(float x) {
   const float t = std::fabs(x), s = x * x;
-  float r = -1.72853470e-5f * t + 3.83197126e-4f;
-  const float u = -3.88396438e-3f * t + 2.42546219e-2f;
-  r = r * s + u;
-  r = r * t - 1.06777877e-1f;
-  r = r * t - 6.34846687e-1f;
-  r = r * t - 1.28717512e-1f;
-  r = r * t - t;
+  const float high = polynomial(t, -1.72853470e-5f, 3.83197126e-4f) * s +
+                     polynomial(t, -3.88396438e-3f, 2.42546219e-2f);
+  float r = polynomial(t, high, -1.06777877e-1f, -6.34846687e-1f, -1.28717512e-1f, -t);
   r = t > 4.f ? -20.f : r;  // erf is 1 there, and the polynomial ends
   const float far = std::copysign(1.f - m_exp(r), x);
-  float p = -5.96761703e-4f;
-  p = p * s + 4.99119423e-3f;
-  p = p * s - 2.67681349e-2f;
-  p = p * s + 1.12819925e-1f;
-  p = p * s - 3.76125336e-1f;
-  p = p * s + 1.28379166e-1f;
-  const float near = p * x + x;
+  const float near = polynomial(s, -5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f,
+                                -3.76125336e-1f, 1.28379166e-1f) *
+                         x +
+                     x;
   return x != x ? x : t > 0.927734375f ? far : near;
 }
 
@@ -228,19 +215,10 @@ inline Normal<double> m_normal(double x) {
 inline Normal<float> m_normal(float x) {
   float t = std::fabs(x);
   t = t > 5.75f ? 5.75f : t;  // NaN passes through
-  float q = 3.07473691e-8f;
-  q = q * t - 9.57478164e-7f;
-  q = q * t + 1.34250000e-5f;
-  q = q * t - 1.13219794e-4f;
-  q = q * t + 6.50790578e-4f;
-  q = q * t - 2.76062777e-3f;
-  q = q * t + 9.21831746e-3f;
-  q = q * t - 2.56418381e-2f;
-  q = q * t + 6.20050356e-2f;
-  q = q * t - 1.32827148e-1f;
-  q = q * t + 2.49975219e-1f;
-  q = q * t - 3.98940712e-1f;
-  q = q * t + 4.99999970e-1f;
+  const float q =
+      polynomial(t, 3.07473691e-8f, -9.57478164e-7f, 1.34250000e-5f, -1.13219794e-4f,
+                 6.50790578e-4f, -2.76062777e-3f, 9.21831746e-3f, -2.56418381e-2f, 6.20050356e-2f,
+                 -1.32827148e-1f, 2.49975219e-1f, -3.98940712e-1f, 4.99999970e-1f);
   const float e = m_exp(-0.5f * x * x), beyond = q * e;
   return {x < 0.f ? beyond : 1.f - beyond, e * 0.398942280f};
 }

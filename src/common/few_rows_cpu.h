@@ -11,8 +11,7 @@ constexpr int64_t kFewRows = 8;
 // C (m, n) = A (m, k) B (k, n), or C += with accumulate; m <= kFewRows. Element (i, p) of A is a[i
 // * a_row + p * a_col]; B and C have contiguous rows, those of C follow each other. B is read once,
 // where it is, by the whole pool. Neither threads nor the other rows change a bit of a row of C.
-// Floating types; C may be
-// float where A and B are 16 bits wide.
+// Floating types; C may be float where A and B are 16 bits wide.
 template <class T, class Out>
 void few_rows_gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, int64_t a_col,
                    const T* b, int64_t ldb, bool accumulate, Out* c);

@@ -2,9 +2,9 @@
 // are packed into panels that it reads in order; rows are read where they lie, or, where that would
 // be slow, from panels that all threads pack once. Each task packs a strip of B that stays in its
 // core's L2 and multiplies the rows of A with it, so that some threads wait for memory while others
-// compute. (Measured on 4 Skylake cores with AVX-512, at the products of a
-// Pythia-70M step: 20 % less processor time than OpenBLAS on tiles, which packs the same operands
-// once per tile; and 5 to 15 % less time than with B packed by all threads before they multiply.)
+// compute. (Measured on 4 Skylake cores with AVX-512, at the products of a Pythia-70M step: 20 %
+// less processor time than OpenBLAS on tiles, which packs the same operands once per tile; and 5 to
+// 15 % less time than with B packed by all threads before they multiply.)
 //
 // Each element of C is a chain of multiply-adds in ascending k, one chain per depth of k, and
 // depths depend on k alone: neither threads nor tasks change a bit.
@@ -13,9 +13,9 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <type_traits>
 
+#include "integers.h"
 #include "lane_gemm_cpu.h"
 #include "parallel.h"
 
@@ -42,8 +42,6 @@ struct FlushSubnormals {
 
 constexpr int kRows = kVectorRegisters >= 32 ? 12 : 6;
 
-int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
-
 template <class T>
 struct Own {
   static constexpr int kLane = kLanes<T>,
@@ -59,12 +57,11 @@ struct Own {
   using Mode = std::conditional_t<std::is_same_v<T, float>, FlushSubnormals, Exact>;
 
   template <int64_t size>
-  static T* buffer() {  // of the calling thread; untouched pages cost nothing
+  static T* buffer() {
     struct Buffer {
       alignas(64) T elements[size];
     };
-    static thread_local const std::unique_ptr<Buffer> mine(new Buffer);
-    return mine->elements;
+    return of_this_thread<Buffer>().elements;
   }
 
   // Rows that lie a multiple of this apart share a set of the first cache, which has fewer ways
@@ -102,8 +99,7 @@ struct Own {
         transpose_tile(b + j * ldb, ldb, std::min<int64_t>(kCols, cols - j), k, to + j * k, kCols);
       return;
     }
-    constexpr int64_t kAhead =
-        6;  // rows: each is on a page of its own, where hardware looks no further
+    constexpr int64_t kAhead = 6;  // rows, each on a page of its own, which hardware stops at
     for (int64_t p = 0; p < k; ++p, b += ldb, to += kCols) {
       if (p + kAhead < k)
         for (int64_t j = 0; j < cols; j += kLane) __builtin_prefetch(b + kAhead * ldb + j);
@@ -163,11 +159,11 @@ struct Own {
     // Four tasks per thread, for cores that are not equally fast, by splitting the columns; rows,
     // for which B is packed again, are split only where that leaves less than two.
     const int64_t threads = num_threads();
-    const int64_t width = std::clamp(ceil_div(ceil_div(n, 4 * threads), kCols) * kCols, kMinCols,
+    const int64_t width = std::clamp(round_up(ceil_div(n, 4 * threads), kCols), kMinCols,
                                      kStrip / depth / kCols * kCols);
     const int64_t strips = ceil_div(n, width);
     const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(2 * threads, strips));
-    const int64_t height = ceil_div(ceil_div(rows, groups), kRows) * kRows;
+    const int64_t height = round_up(ceil_div(rows, groups), kRows);
     parallel_for(strips * ceil_div(rows, height), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
       const int64_t j0 = task % strips * width, cols = std::min(width, n - j0);

@@ -129,8 +129,7 @@ class Pool {
       }
       run_tasks(*job);
       if (active_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-        std::lock_guard<std::mutex> lock(
-            mutex_);  // the caller is either before its check or asleep
+        std::lock_guard<std::mutex> lock(mutex_);  // the caller: before its check, or asleep
         done_.notify_one();
       }
     }

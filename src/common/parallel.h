@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
+
+#include "integers.h"
 
 namespace needle::cpu {
 
@@ -20,12 +23,20 @@ void parallel_for(int64_t n_tasks, const std::function<void(int64_t)>& task);
 // caller without touching the pool.
 template <class F>
 void parallel_ranges(int64_t n, int64_t grain, F&& body) {
-  const int64_t pieces = (n + grain - 1) / grain;
+  const int64_t pieces = ceil_div(n, grain);
   if (pieces <= 1) {
     if (n > 0) body(int64_t(0), n);
     return;
   }
   parallel_for(pieces, [&](int64_t i) { body(i * grain, i + 1 == pieces ? n : (i + 1) * grain); });
+}
+
+// The calling thread's Workspace, a type of fixed size: made at its first use and left as it was at
+// the last; pages that nothing touches cost nothing.
+template <class Workspace>
+Workspace& of_this_thread() {
+  static thread_local const std::unique_ptr<Workspace> mine(new Workspace);
+  return *mine;
 }
 
 }  // namespace needle::cpu

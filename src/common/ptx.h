@@ -4,8 +4,9 @@
 //
 // The lanes of a warp hold a matrix in pieces ("fragments"). With g = lane / 4 and t = lane % 4:
 //   acc (16 x 8):  acc[0], acc[1] = (g, 2t), (g, 2t+1)      acc[2], acc[3] = (g+8, 2t), (g+8, 2t+1)
-//   16-bit a (16 x 16, pairs):  a[0] = (g, 2t..)  a[1] = (g+8, 2t..)  a[2] = (g, 2t+8..)  a[3] =
-//   (g+8, 2t+8..) 16-bit b (16 x 8, pairs down a column):  b[0] = (2t.., g)  b[1] = (2t+8.., g)
+//   16-bit a (16 x 16, pairs):
+//     a[0] = (g, 2t..)  a[1] = (g+8, 2t..)  a[2] = (g, 2t+8..)  a[3] = (g+8, 2t+8..)
+//   16-bit b (16 x 8, pairs down a column):  b[0] = (2t.., g)  b[1] = (2t+8.., g)
 //   tf32 a (16 x 8):  a[0] = (g, t)  a[1] = (g+8, t)  a[2] = (g, t+4)  a[3] = (g+8, t+4)
 //   tf32 b (8 x 8):   b[0] = (t, g)  b[1] = (t+4, g)
 // source: PTX ISA 8.7, "Matrix Fragments for mma.m16n8k16" and "... mma.m16n8k8".

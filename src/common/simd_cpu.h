@@ -89,8 +89,7 @@ NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v, int64_t n) {
   for (int64_t l = 0; l < n; ++l) to[l] = T(v[l]);
 }
 
-// f(offset, lanes) over 0 .. n: whole vectors, then the rest; lanes is a compile-time constant in
-// the first form.
+// Over 0 .. n: whole(offset) for each whole vector, then rest(offset, lanes).
 template <class A, class Whole, class Rest>
 NEEDLE_INLINE void for_vectors(int64_t n, Whole&& whole, Rest&& rest) {
   int64_t i = 0;
@@ -109,6 +108,18 @@ NEEDLE_INLINE A max_lanes(Vec<A> v) {
   A largest = v[0];
   for (int l = 1; l < kLanes<A>; ++l) largest = v[l] > largest ? v[l] : largest;
   return largest;
+}
+
+// sum_i x[i] y[i]; x and y may differ in width.
+template <class X, class Y, class A = accum_t<X>>
+A dot(const X* x, const Y* y, int64_t n) {
+  Vec<A> sum{};
+  for_vectors<A>(
+      n, [&](int64_t i) { sum += load(x + i) * load(y + i); },
+      [&](int64_t i, int64_t lanes) {
+        sum += load(x + i, lanes, A(0)) * load(y + i, lanes, A(0));
+      });
+  return sum_lanes<A>(sum);
 }
 
 // The numbers that differ between the two precisions of vexp.

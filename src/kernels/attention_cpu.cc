@@ -16,7 +16,6 @@
 // element of a gradient is the same chain of additions in both: ascending, whatever the tiles.
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
 #include "../common/backend.h"
 #include "../common/lane_gemm_cpu.h"
@@ -27,11 +26,11 @@ namespace {
 
 constexpr int64_t kTile = 64;    // queries (keys in the dk, dv pass) along the lanes
 constexpr int64_t kChunk = 128;  // the longest run of the other side
-constexpr int64_t kPartial =
-    32;  // the same in partial blocks: finer, so that less is computed and masked
+// The same in partial blocks: finer, so that less is computed and masked.
+constexpr int64_t kPartial = 32;
 constexpr int64_t kMaxHead = 256;  // head size
 
-// One thread's workspace, of fixed size, made at its first use.
+// One thread's workspace.
 template <class A>
 struct Scratch {
   alignas(64) A q_lanes[kMaxHead * kTile], dout_lanes[kMaxHead * kTile];
@@ -39,11 +38,6 @@ struct Scratch {
   alignas(64) A scores[kChunk * kTile], dscores[kChunk * kTile];
   alignas(64) A rows[kChunk * kMaxHead], rows2[kChunk * kMaxHead];  // converted 16-bit rows
   alignas(64) A max[kTile], sum[kTile], limit[kTile], lse[kTile], delta[kTile];
-
-  static Scratch& of_this_thread() {
-    static thread_local std::unique_ptr<Scratch> scratch(new Scratch);
-    return *scratch;
-  }
 };
 
 // One (batch, head) of a (B, H, T, D) array.
@@ -76,8 +70,6 @@ Matrix<A> fetch(const Rows<T>& from, int64_t first, int64_t n, int64_t D, A* buf
   }
 }
 
-int64_t padded(int64_t n, int64_t lanes) { return (n + lanes - 1) / lanes * lanes; }
-
 // lanes (D, kTile) = the transpose of n rows; lanes up to `width` beyond n are zero.
 template <class T, class A = accum_t<T>>
 void to_lanes(const Rows<T>& from, int64_t first, int64_t n, int64_t width, int64_t D, A* lanes) {
@@ -90,8 +82,9 @@ void to_lanes(const Rows<T>& from, int64_t first, int64_t n, int64_t width, int6
 struct BlockIndex {
   const int32_t *row_ptr, *col_idx;
   const uint8_t* partial;
-  int64_t block, rows,
-      others;  // rows: blocks of this side per head; others: elements of the other side
+  int64_t block;
+  int64_t rows;    // blocks of this side per head
+  int64_t others;  // elements of the other side
 
   // f(first, n, partial) over pieces of runs of adjacent full blocks, and of single partial ones,
   // ascending. The split depends on the layout alone.
@@ -123,8 +116,7 @@ template <class A>
 BlockIndex block_index(const Array& ptr, const Array& idx, const Array& partial, int64_t block,
                        int64_t size, int64_t others) {
   const uint8_t* flags = static_cast<const uint8_t*>(partial.ptr());
-  return {
-      ptr.data<int32_t>(), idx.data<int32_t>(), flags, block, (size + block - 1) / block, others};
+  return {ptr.data<int32_t>(), idx.data<int32_t>(), flags, block, ceil_div(size, block), others};
 }
 
 template <class A>
@@ -147,7 +139,7 @@ Problem<A> problem(const Array& row_ptr, const Array& col_idx, const Array& part
 template <class F>
 void for_tiles(int64_t B, int64_t H, int64_t layout_heads, int64_t block, int64_t size,
                int64_t first_head, F&& f) {
-  const int64_t per_block = (block + kTile - 1) / kTile, blocks = (size + block - 1) / block;
+  const int64_t per_block = ceil_div(block, kTile), blocks = ceil_div(size, block);
   const int64_t per_head = blocks * per_block;
   parallel_for((B * H - first_head) * per_head, [&](int64_t task) {
     const int64_t head = first_head + task / per_head, tile = per_head - 1 - task % per_head;
@@ -232,8 +224,8 @@ template <class T, class A = accum_t<T>>
 void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, int64_t first,
                   int64_t nq, const Rows<const T>& q, const Rows<const T>& k,
                   const Rows<const T>& v, const Rows<T>& out, A* lse) {
-  Scratch<A>& s = Scratch<A>::of_this_thread();
-  const int64_t D = p.D, width = padded(nq, kLanes<A>);
+  Scratch<A>& s = of_this_thread<Scratch<A>>();
+  const int64_t D = p.D, width = round_up(nq, kLanes<A>);
   to_lanes(q, first, nq, width, D, s.q_lanes);
   std::fill_n(s.max, kTile, -std::numeric_limits<A>::infinity());
   std::fill_n(s.sum, kTile, A(0));
@@ -317,8 +309,8 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
                          int64_t nq, const Rows<const T>& dout, const Rows<const T>& q,
                          const Rows<const T>& k, const Rows<const T>& v, const A* lse,
                          const A* delta, const Rows<T>& dq, const Rows<T>& dk, const Rows<T>& dv) {
-  Scratch<A>& s = Scratch<A>::of_this_thread();
-  const int64_t D = p.D, width = padded(nq, kLanes<A>);
+  Scratch<A>& s = of_this_thread<Scratch<A>>();
+  const int64_t D = p.D, width = round_up(nq, kLanes<A>);
   to_lanes(q, first, nq, width, D, s.q_lanes);
   to_lanes(dout, first, nq, width, D, s.dout_lanes);
   load_lse(lse + first, nq, width, s.lse);
@@ -363,8 +355,8 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
                        int64_t nk, const Rows<const T>& dout, const Rows<const T>& q,
                        const Rows<const T>& k, const Rows<const T>& v, const A* lse, const A* delta,
                        const Rows<T>& dk, const Rows<T>& dv) {
-  Scratch<A>& s = Scratch<A>::of_this_thread();
-  const int64_t D = p.D, width = padded(nk, kLanes<A>);
+  Scratch<A>& s = of_this_thread<Scratch<A>>();
+  const int64_t D = p.D, width = round_up(nk, kLanes<A>);
   A row_lse[kChunk], limit[kChunk];
   to_lanes(k, first, nk, width, D, s.q_lanes);
   to_lanes(v, first, nk, width, D, s.dout_lanes);
@@ -373,11 +365,10 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
 
   p.by_key.for_runs(layout_head, block_row, [&](int64_t query, int64_t n, bool partial) {
     int64_t end = width;
-    if (partial) {  // queries before the tile's first key see none of it, the others no key after
-                    // themselves
+    if (partial) {  // queries before the tile's first key see none, others none after themselves
       const int64_t skip = std::max<int64_t>(0, first - p.q_start - query);
       query += skip, n -= skip;
-      end = std::min(width, padded(p.q_start + query + n - first, kLanes<A>));
+      end = std::min(width, round_up(p.q_start + query + n - first, kLanes<A>));
     }
     if (n <= 0) return;
     const Matrix<A> queries = fetch<const T>(q, query, n, D, s.rows);
@@ -429,11 +420,7 @@ void row_products(const Array& dout, const Dims& dout_strides, const Array& out,
       const int64_t head = i / T_;
       const T* a = Rows<const T>(dout, dout_strides, head / H, head % H).row(i % T_);
       const T* b = Rows<const T>(out, out_strides, head / H, head % H).row(i % T_);
-      Vec<A> sum{};
-      for_vectors<A>(
-          D, [&](int64_t d) { sum += load(a + d) * load(b + d); },
-          [&](int64_t d, int64_t n) { sum += load(a + d, n, A(0)) * load(b + d, n, A(0)); });
-      delta[i] = sum_lanes<A>(sum);
+      delta[i] = dot(a, b, D);
     }
   });
 }

@@ -341,9 +341,9 @@ __global__ void __launch_bounds__(kBlock) attention_dkdv_kernel(AttentionArgumen
 
 template <class F>
 void dispatch_head_dim(int64_t D, F&& f) {
-  if (D <= 64) return f(RowLanes<64>{});
-  if (D <= 128) return f(RowLanes<128>{});
-  if (D <= 256) return f(RowLanes<256>{});
+  if (D <= 64) return f(Int<64>{});
+  if (D <= 128) return f(Int<128>{});
+  if (D <= 256) return f(Int<256>{});
   throw std::invalid_argument("[attention] head dimension " + std::to_string(D) +
                               " has no kernel on this device (up to 256)");
 }
@@ -364,12 +364,12 @@ void forward(const AttentionArguments<T>& g) {
   });
 }
 
-// f(an integral constant: queries and keys of a tile; another: the head dimension).
+// f(Int<queries and keys of a tile>, Int<head dimension>).
 template <class T, class F>
 void dispatch_backward(int64_t D, F&& f) {
   dispatch_head_dim(D, [&](auto head_dim) {
     constexpr bool kSmall = decltype(head_dim)::value * sizeof(accum_t<T>) <= 256;
-    f(RowLanes<kSmall ? 32 : 16>{}, head_dim);
+    f(Int<kSmall ? 32 : 16>{}, head_dim);
   });
 }
 

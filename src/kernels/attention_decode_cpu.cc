@@ -16,17 +16,6 @@ namespace {
 constexpr int64_t kMaxHead = 256, kMaxBlock = 128;
 constexpr int64_t kTaskElements = 256 << 10;  // of a cache, below which a task is not worth it
 
-template <class T, class A = accum_t<T>>
-A dot(const A* x, const T* y, int64_t n) {
-  Vec<A> sum{};
-  for_vectors<A>(
-      n, [&](int64_t i) { sum += load(x + i) * load(y + i); },
-      [&](int64_t i, int64_t lanes) {
-        sum += load(x + i, lanes, A(0)) * load(y + i, lanes, A(0));
-      });
-  return sum_lanes<A>(sum);
-}
-
 // y += factor * x
 template <class T, class A = accum_t<T>>
 void add_scaled(A factor, const T* x, A* y, int64_t n) {
@@ -83,7 +72,7 @@ void attention_decode(const Array& q, const Dims& q_strides, const Array& k, con
       throw std::out_of_range("[attention_decode] position " + std::to_string(position[b]) +
                               " of sequence " + std::to_string(b) + " is outside the cache (0.." +
                               std::to_string(S - 1) + ")");
-  const int64_t lines = (S + block - 1) / block;
+  const int64_t lines = ceil_div(S, block);
   dispatch_float(q.dtype(), "attention_decode", [&](auto tag) {
     using E = typename decltype(tag)::type;
     parallel_ranges(B * H, 1 + kTaskElements / (S * D + 1), [&](int64_t begin, int64_t end) {

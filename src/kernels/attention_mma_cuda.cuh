@@ -193,13 +193,13 @@ struct AttentionTiles {
 
 // --- launching ----------------------------------------------------------------------------------
 
-// f(head dimension, lines of a step), both integral constants; half steps for blocks below 64.
+// f(Int<head dimension>, Int<lines of a step>); half steps for blocks below 64.
 template <class F>
 void dispatch_shape(int64_t D, int64_t block, F&& f) {
-  if (D > 128) return f(RowLanes<256>{}, RowLanes<16>{});
-  if (D > 64) return f(RowLanes<128>{}, RowLanes<32>{});
-  if (block > 32) return f(RowLanes<64>{}, RowLanes<64>{});
-  f(RowLanes<64>{}, RowLanes<32>{});
+  if (D > 128) return f(Int<256>{}, Int<16>{});
+  if (D > 64) return f(Int<128>{}, Int<32>{});
+  if (block > 32) return f(Int<64>{}, Int<64>{});
+  f(Int<64>{}, Int<32>{});
 }
 
 // Warps enough for a block of the layout, or for all lines; blockIdx.y counts `parts`.

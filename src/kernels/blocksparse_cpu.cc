@@ -7,7 +7,6 @@
 // in the order of the index, so sums do not depend on threads; a row or column of the layout
 // without blocks gives zeros.
 #include <algorithm>
-#include <memory>
 
 #include "../common/backend.h"
 #include "../common/lane_gemm_cpu.h"
@@ -19,17 +18,12 @@ namespace {
 constexpr int64_t kStrip = 64;      // columns of a tile, along the vector lanes
 constexpr int64_t kMaxBlock = 128;  // rows of a tile, and of one step along k
 
-// One thread's workspace, of fixed size, made at its first use.
+// One thread's workspace.
 template <class A>
 struct Scratch {
   alignas(64) A a[kMaxBlock * kMaxBlock];
   alignas(64) A b[kMaxBlock * kStrip];
   alignas(64) A c[kMaxBlock * kStrip];
-
-  static Scratch& of_this_thread() {
-    static thread_local std::unique_ptr<Scratch> scratch(new Scratch);
-    return *scratch;
-  }
 };
 
 // to (rows, cols) = from, converted.
@@ -122,7 +116,7 @@ void blocksparse_sdd(const Array& a, bool trans_a, const Array& b, bool trans_b,
       const int64_t j = int64_t(cols[e]) * block;
       const Operand<T> op_a{as + item * m * k, trans_a ? m : k, trans_a};
       const Operand<T> op_b{bs + item * k * n, trans_b ? k : n, trans_b};
-      Scratch<A>& s = Scratch<A>::of_this_thread();
+      Scratch<A>& s = of_this_thread<Scratch<A>>();
       for (int64_t strip = 0; strip < block; strip += kStrip) {
         const int64_t width = std::min(kStrip, block - strip);
         if (k == 0) std::fill_n(s.c, block * kStrip, A(0));
@@ -145,7 +139,7 @@ void blocksparse_dsd(const Array& blocks, bool trans_s, const Array& b, bool tra
   check_block(block);
   const int32_t *rows = row_ptr.data<int32_t>(), *cols = col_idx.data<int32_t>();
   const int32_t* entries = entry.data<int32_t>();
-  const int64_t nb_rows = m / block, strips = (n + kStrip - 1) / kStrip;
+  const int64_t nb_rows = m / block, strips = ceil_div(n, kStrip);
   dispatch_float(b.dtype(), "blocksparse_dsd", [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = accum_t<T>;
@@ -157,7 +151,7 @@ void blocksparse_dsd(const Array& blocks, bool trans_s, const Array& b, bool tra
       const int32_t* head_rows = rows + item % layout_heads * nb_rows;
       const int64_t width = std::min(kStrip, n - j);
       const Operand<T> op_b{bs + item * k * n, trans_b ? k : n, trans_b};
-      Scratch<A>& s = Scratch<A>::of_this_thread();
+      Scratch<A>& s = of_this_thread<Scratch<A>>();
       if (head_rows[i] == head_rows[i + 1]) std::fill_n(s.c, block * kStrip, A(0));
       for (int64_t e = head_rows[i]; e < head_rows[i + 1]; ++e) {
         const T* stored = ss + (item * nnz + entries[e] - head_rows[0]) * block * block;
@@ -178,8 +172,8 @@ void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool tra
   check_block(block);
   const int32_t *cols = col_ptr.data<int32_t>(), *rows = row_idx.data<int32_t>();
   const int32_t* entries = entry.data<int32_t>();
-  const int64_t nb_cols = n / block, per_block = (block + kStrip - 1) / kStrip;
-  const int64_t strips = nb_cols * per_block, panels = (m + kMaxBlock - 1) / kMaxBlock;
+  const int64_t nb_cols = n / block, per_block = ceil_div(block, kStrip);
+  const int64_t strips = nb_cols * per_block, panels = ceil_div(m, kMaxBlock);
   dispatch_float(a.dtype(), "blocksparse_dds", [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = accum_t<T>;
@@ -191,7 +185,7 @@ void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool tra
       const int32_t* head_cols = cols + item % layout_heads * nb_cols;
       const int64_t height = std::min(kMaxBlock, m - i), width = std::min(kStrip, block - strip);
       const Operand<T> op_a{as + item * m * k, trans_a ? m : k, trans_a};
-      Scratch<A>& s = Scratch<A>::of_this_thread();
+      Scratch<A>& s = of_this_thread<Scratch<A>>();
       if (head_cols[column] == head_cols[column + 1]) std::fill_n(s.c, height * kStrip, A(0));
       for (int64_t e = head_cols[column]; e < head_cols[column + 1]; ++e) {
         const T* stored = ss + (item * nnz + entries[e] - head_cols[0]) * block * block;

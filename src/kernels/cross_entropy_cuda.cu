@@ -40,10 +40,12 @@ __global__ void cross_entropy_backward_kernel(const T* logits, const Id* targets
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t target = targets[row];
     const A total = lse[row], scale = dloss[row];
-    for (int64_t c = threadIdx.x; c < cols; c += blockDim.x) {
-      const A p = m_exp(A(logits[row * cols + c]) - total);
-      dlogits[row * cols + c] = T(target == ignore_index ? A(0) : (p - A(c == target)) * scale);
-    }
+    for_columns<kBlock>(
+        cols, [&](int64_t c) { return logits[row * cols + c]; },
+        [&](int64_t c, A logit) {
+          const A p = m_exp(logit - total);
+          dlogits[row * cols + c] = T(target == ignore_index ? A(0) : (p - A(c == target)) * scale);
+        });
   }
 }
 

@@ -22,8 +22,6 @@ constexpr int64_t kChunk = 1024;
 // Elements per task: of cheap ops, and of those that take a function's time per element.
 constexpr int64_t kGrain = 1 << 15, kExpensiveGrain = 1 << 13;
 
-enum class Kind { ANY, NUM, FLT, TEST, CMP, LOGIC };
-constexpr bool gives_bool(Kind k) { return k == Kind::TEST || k == Kind::CMP || k == Kind::LOGIC; }
 template <Kind kind, class C>
 constexpr bool accepts() {
   if (kind == Kind::FLT || kind == Kind::TEST) return std::is_floating_point_v<C>;

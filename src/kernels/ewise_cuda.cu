@@ -12,11 +12,6 @@ namespace {
 
 // --- the table as types: apply() is the row's expression, kind says which dtypes it takes --------
 
-enum class Kind { ANY, NUM, FLT, TEST, CMP, LOGIC };
-constexpr bool gives_bool(Kind kind) {
-  return kind == Kind::TEST || kind == Kind::CMP || kind == Kind::LOGIC;
-}
-
 template <UnaryOp>
 struct Unary;
 template <BinaryOp>

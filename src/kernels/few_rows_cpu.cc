@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <memory>
 
+#include "../common/integers.h"
 #include "../common/parallel.h"
 #include "../common/simd_cpu.h"
 
@@ -15,8 +15,6 @@ constexpr int64_t kWidest = 2048;  // columns of a task
 constexpr int64_t kCache = 512;    // columns whose sums stay in L1 for any number of rows
 constexpr int64_t kParts = 8;      // tasks that keep a pool of usual size evenly busy
 constexpr int64_t kPartBytes = 128 << 10;  // of B, below which a task is not worth handing out
-
-int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 // sums (M, width) += x (M, depth) times `depth` rows of b, fetching the rows after them meanwhile.
 template <int M, class T, class A = accum_t<T>>
@@ -66,12 +64,14 @@ void multiply_rows(int64_t m, int64_t k, int64_t width, const T* a, int64_t a_ro
     multiply<M>(k, std::min(piece, width - j), a, a_row, a_col, b + j, ldb, sums + j, ld_sums);
 }
 
-// The parts' sums of the product that the calling thread is at: fixed in size, of which pages that
-// no product needs cost nothing.
+// The parts' sums of the product that the calling thread is at.
+template <class A>
+struct PartialSums {
+  A sums[kParts * kFewRows * kWidest];
+};
 template <class A>
 A* partial_sums() {
-  static thread_local const std::unique_ptr<A[]> mine(new A[kParts * kFewRows * kWidest]);
-  return mine.get();
+  return of_this_thread<PartialSums<A>>().sums;
 }
 
 }  // namespace
@@ -86,7 +86,7 @@ void few_rows_gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, i
   const int64_t worth = n * k * int64_t(sizeof(T)) / kPartBytes;
   const int64_t parts = std::clamp<int64_t>(std::min(worth, kParts / strips), 1, kParts);
   const int64_t width = parts > 1 ? ceil_div(n, strips) : std::min<int64_t>(n, kWidest / 2);
-  const int64_t depth = ceil_div(ceil_div(k, parts), kDepth) * kDepth;
+  const int64_t depth = round_up(ceil_div(k, parts), kDepth);
   const int64_t across = ceil_div(n, width), down = ceil_div(k, depth);
   A* const sums = partial_sums<A>();  // (tasks, m, width)
   const int64_t task_bytes = width * depth * int64_t(sizeof(T));

@@ -12,22 +12,23 @@ namespace {
 
 template <int Lanes, class T>
 __global__ void layer_norm_forward_kernel(const T* x, const T* weight, const T* bias, T* y,
-                                          stat_t<T>* mean, stat_t<T>* rstd, int64_t rows,
-                                          int64_t cols, stat_t<T> eps) {
-  using A = stat_t<T>;
-  const int lane = int(threadIdx.x) % Lanes;
+                                          accum_t<T>* mean, accum_t<T>* rstd, int64_t rows,
+                                          int64_t cols, accum_t<T> eps) {
+  using A = accum_t<T>;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
-    const T* xr = x + row * cols;
+    const auto element = [&, at = row * cols](int64_t c) { return A(x[at + c]); };
     A total = 0;
-    for (int64_t c = lane; c < cols; c += Lanes) total += A(xr[c]);
+    for_columns<Lanes>(cols, element, [&](int64_t, A value) { total += value; });
     const A m = sum_lanes<Lanes>(total) / A(cols);
-    A squares =
-        0;  // of the deviations: a second pass over cached data is exact where E[x^2] - m^2 is not
-    for (int64_t c = lane; c < cols; c += Lanes) squares += (A(xr[c]) - m) * (A(xr[c]) - m);
+    // Of the deviations: a second pass over cached data is exact where E[x^2] - m^2 is not.
+    A squares = 0;
+    for_columns<Lanes>(cols, element,
+                       [&](int64_t, A value) { squares += (value - m) * (value - m); });
     const A r = A(1) / m_sqrt(sum_lanes<Lanes>(squares) / A(cols) + eps);
-    for (int64_t c = lane; c < cols; c += Lanes)
-      y[row * cols + c] = T((A(xr[c]) - m) * r * A(weight[c]) + A(bias[c]));
-    if (lane == 0) {
+    for_columns<Lanes>(cols, element, [&](int64_t c, A value) {
+      y[row * cols + c] = T((value - m) * r * A(weight[c]) + A(bias[c]));
+    });
+    if (threadIdx.x % Lanes == 0) {
       mean[row] = m;
       rstd[row] = r;
     }
@@ -36,25 +37,27 @@ __global__ void layer_norm_forward_kernel(const T* x, const T* weight, const T* 
 
 template <int Lanes, class T>
 __global__ void layer_norm_dx_kernel(const T* dy, const T* x, const T* weight,
-                                     const stat_t<T>* mean, const stat_t<T>* rstd, T* dx,
+                                     const accum_t<T>* mean, const accum_t<T>* rstd, T* dx,
                                      int64_t rows, int64_t cols) {
-  using A = stat_t<T>;
-  const int lane = int(threadIdx.x) % Lanes;
+  using A = accum_t<T>;
+  struct Column {
+    A g, normal;
+  };
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
-    const int64_t at = row * cols;
     const A m = mean[row], r = rstd[row];
+    const auto column = [&, at = row * cols](int64_t c) {
+      return Column{A(dy[at + c]) * A(weight[c]), (A(x[at + c]) - m) * r};
+    };
     TwoSums<A> sums{A(0), A(0)};  // of g and of g normal
-    for (int64_t c = lane; c < cols; c += Lanes) {
-      const A g = A(dy[at + c]) * A(weight[c]);
-      sums.first += g;
-      sums.second += g * ((A(x[at + c]) - m) * r);
-    }
+    for_columns<Lanes>(cols, column, [&](int64_t, Column of) {
+      sums.first += of.g;
+      sums.second += of.g * of.normal;
+    });
     sums = reduce_lanes<Lanes>(sums, AddSums{});
     const A mean_g = sums.first / A(cols), mean_gn = sums.second / A(cols);
-    for (int64_t c = lane; c < cols; c += Lanes) {
-      const A normal = (A(x[at + c]) - m) * r;
-      dx[at + c] = T(r * (A(dy[at + c]) * A(weight[c]) - mean_g - normal * mean_gn));
-    }
+    for_columns<Lanes>(cols, column, [&](int64_t c, Column of) {
+      dx[row * cols + c] = T(r * (of.g - mean_g - of.normal * mean_gn));
+    });
   }
 }
 
@@ -62,10 +65,10 @@ __global__ void layer_norm_dx_kernel(const T* dy, const T* x, const T* weight,
 // threads share the rows.
 constexpr int kColumns = 32, kLines = kBlock / kColumns;
 template <class T>
-__global__ void layer_norm_partials_kernel(const T* dy, const T* x, const stat_t<T>* mean,
-                                           const stat_t<T>* rstd, stat_t<T>* workspace,
+__global__ void layer_norm_partials_kernel(const T* dy, const T* x, const accum_t<T>* mean,
+                                           const accum_t<T>* rstd, accum_t<T>* workspace,
                                            int64_t rows, int64_t cols) {
-  using A = stat_t<T>;
+  using A = accum_t<T>;
   NEEDLE_SHARED(A, weight_sums, kLines, kColumns);
   NEEDLE_SHARED(A, bias_sums, kLines, kColumns);
   const int column = int(threadIdx.x) % kColumns, line = int(threadIdx.x) / kColumns;
@@ -94,9 +97,9 @@ __global__ void layer_norm_partials_kernel(const T* dy, const T* x, const stat_t
 }
 
 template <class T>
-__global__ void layer_norm_dparams_kernel(const stat_t<T>* workspace, T* dweight, T* dbias,
+__global__ void layer_norm_dparams_kernel(const accum_t<T>* workspace, T* dweight, T* dbias,
                                           int partials, int64_t cols) {
-  using A = stat_t<T>;
+  using A = accum_t<T>;
   for (int64_t i = first_index(); i < 2 * cols; i += index_step()) {
     A total = 0;  // i runs over dweight's columns, then dbias's, as each partial does
     for (int p = 0; p < partials; ++p) total += workspace[p * 2 * cols + i];
@@ -120,7 +123,7 @@ void layer_norm_forward(const Array& x, const Array& weight, const Array& bias, 
       constexpr int kLanes = decltype(lanes)::value;
       launch<layer_norm_forward_kernel<kLanes, T>>(
           rows_config(rows, kLanes), x.data<T>(), weight.data<T>(), bias.data<T>(), y.data<T>(),
-          mean.data<stat_t<T>>(), rstd.data<stat_t<T>>(), rows, cols, stat_t<T>(eps));
+          mean.data<accum_t<T>>(), rstd.data<accum_t<T>>(), rows, cols, accum_t<T>(eps));
     });
   });
 }
@@ -131,7 +134,7 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
   if (cols == 0) return;
   dispatch_float(x.dtype(), "layer_norm_backward", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using A = stat_t<T>;
+    using A = accum_t<T>;
     const int partials = int(std::min<int64_t>(rows, kLayerNormPartials));
     if (rows > 0) {
       dispatch_row_lanes(cols, [&](auto lanes) {

@@ -10,6 +10,7 @@
 #include "../common/backend.h"
 #include "../common/few_rows_cpu.h"
 #include "../common/gemm_cpu.h"
+#include "../common/integers.h"
 #include "../common/parallel.h"
 
 namespace needle::cpu {
@@ -19,8 +20,6 @@ constexpr int64_t kTaskFlops = 4 << 20;  // below this a task is not worth handi
 constexpr int64_t kEnoughTiles = 16;     // tiles that keep a pool of usual size evenly busy
 constexpr int64_t kWidest = 1024;        // side of the largest tile
 constexpr int64_t kHalfSide = 256;  // the same for 16-bit floats, and the depth of their pieces
-
-int64_t ceil_div(int64_t n, int64_t d) { return (n + d - 1) / d; }
 
 struct Product {
   int64_t m, k, n, lda, ldb;
@@ -36,7 +35,7 @@ struct Tiling {
     const auto count = [&] { return batch * ceil_div(p.m, rows) * ceil_div(p.n, cols); };
     while (count() < kEnoughTiles && std::max(rows, cols) > 64 && rows * cols * p.k >= kTaskFlops) {
       int64_t& side = rows > cols ? rows : cols;
-      side = ceil_div(ceil_div(side, 2), 32) * 32;
+      side = round_up(ceil_div(side, 2), 32);
     }
     down = ceil_div(p.m, rows);
     across = ceil_div(p.n, cols);
@@ -63,10 +62,11 @@ void tile(const Product& p, const T* a, const T* b, Out* out, int64_t i0, int64_
     gemm_tile(p.trans_a, p.trans_b, rows, cols, p.k, a + place(p.trans_a, i0, 0, p.lda), p.lda,
               b + place(p.trans_b, 0, j0, p.ldb), p.ldb, p.accumulate, out + i0 * p.n + j0, p.n);
   } else if constexpr (sizeof(T) == 2) {
-    static thread_local struct {
+    struct Wide {
       alignas(64) float a[kHalfSide * kHalfSide], b[kHalfSide * kHalfSide],
           c[kHalfSide * kHalfSide];
-    } wide;
+    };
+    Wide& wide = of_this_thread<Wide>();
     constexpr bool kInPlace = std::is_same_v<Out, float>;
     float* sum = wide.c;
     int64_t ld = cols;
@@ -119,8 +119,7 @@ bool one_tall_product(const Product& p, const Dims& shape, const Dims& a_strides
 template <class T, class Out>
 void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Dims& b_strides,
               Out* out, const Dims& shape) {
-  int64_t batch = 1;
-  for (int64_t d : shape) batch *= d;
+  int64_t batch = size_of(shape);
   if (batch * p.m * p.n == 0) return;
   if (p.k == 0) {
     if (!p.accumulate) std::fill(out, out + batch * p.m * p.n, Out(0.f));

@@ -29,21 +29,6 @@ To convert(From x) {
   }
 }
 
-// Calls f with an unsigned integer as wide as the dtype: enough to move bits.
-template <class F>
-void dispatch_width(DType dtype, F&& f) {
-  switch (dtype_size(dtype)) {
-    case 1:
-      return f(Tag<uint8_t>{});
-    case 2:
-      return f(Tag<uint16_t>{});
-    case 4:
-      return f(Tag<uint32_t>{});
-    default:
-      return f(Tag<uint64_t>{});
-  }
-}
-
 template <class T>
 void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t n) {
   if (from_stride == 1 && to_stride == 1)
@@ -66,7 +51,7 @@ bool copy_transposed(const T* from, T* to, const Walk<2>& walk) {
 
   const int64_t rows = walk.shape[across], cols = walk.shape[0];
   const int64_t to_stride = walk.strides[1][across], from_stride = walk.strides[0][0];
-  const int64_t bands = (rows + kBlock - 1) / kBlock;
+  const int64_t bands = ceil_div(rows, kBlock);
   const int64_t others = walk.size / (rows * cols);
   const auto band = [&](int64_t task) {
     int64_t rest = task / bands, from_at = 0, to_at = 0;
@@ -142,7 +127,8 @@ Conversion conversion(DType from_dtype, DType to_dtype) {
   });
   const auto mover = [](DType dtype) {
     MoveRow move = nullptr;
-    dispatch_width(dtype, [&](auto tag) { move = move_row<typename decltype(tag)::type>; });
+    dispatch_bytes(dtype_size(dtype),
+                   [&](auto tag) { move = move_row<typename decltype(tag)::type>; });
     return move;
   };
   c.gather = mover(from_dtype);
@@ -208,7 +194,7 @@ void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const
   const Walk<2> walk(shape, {&a_strides, &out_strides});
   if (walk.size == 0) return;
   if (a.dtype() == out.dtype()) {
-    dispatch_width(a.dtype(), [&](auto tag) {
+    dispatch_bytes(dtype_size(a.dtype()), [&](auto tag) {
       using T = typename decltype(tag)::type;
       copy_walk(static_cast<const T*>(a.ptr()) + a_offset, static_cast<T*>(out.ptr()) + out_offset,
                 walk);

@@ -8,24 +8,8 @@
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
-// What `value` is as a T, in the bits of an unsigned integer of that size.
-template <class Bits, class T>
-Bits bits_of(T value) {
-  Bits bits;
-  memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-uint64_t scalar_bits(DType dtype, Scalar value) {
-  uint64_t bits = 0;
-  dispatch_any(dtype, [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    bits = bits_of<typename BitsOf<sizeof(T)>::type>(value.to<T>());
-  });
-  return bits;
-}
-
-template <class B>
-__global__ void fill_kernel(B* out, B value, int64_t n) {
+template <class T>
+__global__ void fill_kernel(T* out, T value, int64_t n) {
   for (int64_t i = first_index(); i < n; i += index_step()) out[i] = value;
 }
 
@@ -40,8 +24,8 @@ __global__ void arange_integer_kernel(T* out, int64_t start, int64_t step, int64
   for (int64_t i = first_index(); i < n; i += index_step()) out[i] = T(start + i * step);
 }
 
-template <class B>
-__global__ void strided_fill_kernel(B* out, B value, Walk<1> walk, int64_t n) {
+template <class T>
+__global__ void strided_fill_kernel(T* out, T value, Walk<1> walk, int64_t n) {
   for (int64_t i = first_index(); i < n; i += index_step()) out[walk(i).of[0]] = value;
 }
 
@@ -96,12 +80,6 @@ __global__ void convert_copy_kernel(const From* a, To* out, Walk<2> walk, int64_
   }
 }
 
-int64_t elements(const Dims& shape) {
-  int64_t n = 1;
-  for (int64_t d : shape) n *= d;
-  return n;
-}
-
 // Copies by tiles when the last dimension of `out` is contiguous and another dimension is
 // contiguous in `a`.
 template <class B>
@@ -135,11 +113,9 @@ bool transpose_copy(const B* a, B* out, const Walk<2>& walk, int64_t n) {
 
 void fill(const Array& out, Scalar value) {
   if (out.size() == 0) return;
-  const uint64_t bits = scalar_bits(out.dtype(), value);
-  dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
-    using B = typename decltype(tag)::type;
-    launch<fill_kernel<B>>(grid_stride(out.size()), static_cast<B*>(out.ptr()), B(bits),
-                           out.size());
+  dispatch_any(out.dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch<fill_kernel<T>>(grid_stride(out.size()), out.data<T>(), value.to<T>(), out.size());
   });
 }
 
@@ -158,7 +134,7 @@ void arange(const Array& out, Scalar start, Scalar step) {
 
 void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,
                   const Dims& out_strides, int64_t out_offset, const Dims& shape) {
-  const int64_t n = elements(shape);
+  const int64_t n = size_of(shape);
   if (n == 0) return;
   const auto walk = make_walk<2>(shape, {{&a_strides, a_offset}, {&out_strides, out_offset}});
   if (a.dtype() == out.dtype()) {
@@ -189,13 +165,12 @@ void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const
 
 void strided_fill(const Array& out, const Dims& strides, int64_t offset, const Dims& shape,
                   Scalar value) {
-  const int64_t n = elements(shape);
+  const int64_t n = size_of(shape);
   if (n == 0) return;
-  const uint64_t bits = scalar_bits(out.dtype(), value);
   const auto walk = make_walk<1>(shape, {{&strides, offset}});
-  dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
-    using B = typename decltype(tag)::type;
-    launch<strided_fill_kernel<B>>(grid_stride(n), static_cast<B*>(out.ptr()), B(bits), walk, n);
+  dispatch_any(out.dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    launch<strided_fill_kernel<T>>(grid_stride(n), out.data<T>(), value.to<T>(), walk, n);
   });
 }
 

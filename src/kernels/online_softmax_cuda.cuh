@@ -43,7 +43,8 @@ struct MergeSoftmax {
 template <int Lanes, class T>
 __device__ OnlineSoftmax<accum_t<T>> softmax_of_row(const T* x, int64_t cols) {
   auto seen = OnlineSoftmax<accum_t<T>>::empty();
-  for (int64_t c = threadIdx.x % Lanes; c < cols; c += Lanes) seen.add(accum_t<T>(x[c]));
+  for_columns<Lanes>(
+      cols, [&](int64_t c) { return x[c]; }, [&](int64_t, T value) { seen.add(value); });
   return reduce_lanes<Lanes>(seen, MergeSoftmax{});
 }
 

@@ -1,7 +1,7 @@
 // AdamW with decoupled weight decay (Loshchilov & Hutter 2019), one pass in place:
 //   g = grad grad_scale, m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
-//   param = param (1 - lr weight_decay) - lr (m / (1 - beta1^step)) / (sqrt(v / (1 - beta2^step)) +
-//   eps)
+//   m_hat = m / (1 - beta1^step), v_hat = v / (1 - beta2^step),
+//   param = param (1 - lr weight_decay) - lr m_hat / (sqrt(v_hat) + eps)
 // Seven streams of memory; the arithmetic hides behind them.
 // unscale, before it in mixed precision: grad = grad factor, and whether that is finite.
 #include <cmath>

@@ -1,7 +1,7 @@
 // AdamW on a GPU (Loshchilov & Hutter 2019), in place, one thread per element:
-// g = grad grad_scale; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2;
-// param = param (1 - lr weight_decay) - lr m_hat / (sqrt(v_hat) + eps), with m_hat = m / (1 -
-// beta1^step), v_hat likewise.
+//   g = grad grad_scale, m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
+//   m_hat = m / (1 - beta1^step), v_hat = v / (1 - beta2^step),
+//   param = param (1 - lr weight_decay) - lr m_hat / (sqrt(v_hat) + eps)
 // unscale, before it in mixed precision: grad = grad factor, and whether that is finite.
 #include "../common/cuda_util.cuh"
 #include "../common/ewise_math_cuda.h"
@@ -15,9 +15,9 @@ struct AdamWNumbers {
 };
 
 template <class T>
-__global__ void adamw_step_kernel(T* param, const T* grad, stat_t<T>* m, stat_t<T>* v,
-                                  const float* grad_scale, AdamWNumbers<stat_t<T>> h, int64_t n) {
-  using A = stat_t<T>;
+__global__ void adamw_step_kernel(T* param, const T* grad, accum_t<T>* m, accum_t<T>* v,
+                                  const float* grad_scale, AdamWNumbers<accum_t<T>> h, int64_t n) {
+  using A = accum_t<T>;
   const A scale = A(*grad_scale);
   for (int64_t i = first_index(); i < n; i += index_step()) {
     const A g = A(grad[i]) * scale;
@@ -32,8 +32,8 @@ __global__ void adamw_step_kernel(T* param, const T* grad, stat_t<T>* m, stat_t<
 
 // x - x is 0 for all but infinities and NaN.
 template <class T>
-__global__ void unscale_kernel(T* grad, stat_t<T> factor, int32_t* nonfinite, int64_t n) {
-  using A = stat_t<T>;
+__global__ void unscale_kernel(T* grad, accum_t<T> factor, int32_t* nonfinite, int64_t n) {
+  using A = accum_t<T>;
   bool bad = false;
   for (int64_t i = first_index(); i < n; i += index_step()) {
     grad[i] = T(A(grad[i]) * factor);
@@ -50,7 +50,7 @@ void adamw_step(const Array& param, const Array& grad, const Array& m, const Arr
   if (param.size() == 0) return;
   dispatch_float(param.dtype(), "adamw_step", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using A = stat_t<T>;
+    using A = accum_t<T>;
     const AdamWNumbers<A> numbers{A(lr),
                                   A(beta1),
                                   A(beta2),
@@ -70,7 +70,7 @@ void unscale(const Array& grad, double factor, const Array& nonfinite) {
   if (grad.size() == 0) return;
   dispatch_float(grad.dtype(), "unscale", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    launch<unscale_kernel<T>>(grid_stride(grad.size()), grad.data<T>(), stat_t<T>(factor),
+    launch<unscale_kernel<T>>(grid_stride(grad.size()), grad.data<T>(), accum_t<T>(factor),
                               nonfinite.data<int32_t>(), grad.size());
   });
 }

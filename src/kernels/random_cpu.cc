@@ -15,8 +15,8 @@
 namespace needle::cpu {
 namespace {
 
-constexpr int64_t kGroups =
-    128;  // groups of four made at once, in buffers that stay in the first cache
+// Groups of four that are made at once, in buffers that stay in the first cache.
+constexpr int64_t kGroups = 128;
 constexpr int64_t kGrain = 1 << 14;  // elements per task, a multiple of 4 * kGroups
 
 // Uniform numbers of type C for groups first .. first + n, four to a group, in order.

@@ -100,8 +100,8 @@ template <class Op, class S, class C, class Out>
 void reduce_rows(const S* x, Out* out, int64_t rows, int64_t n) {
   // One long row after another, each by all threads; or many rows, some to a task.
   if (rows < kMaxPieces && n > 2 * kWork) {
-    const int64_t piece = std::max(kWork, (n + kMaxPieces - 1) / kMaxPieces);
-    const int64_t pieces = (n + piece - 1) / piece;
+    const int64_t piece = std::max(kWork, ceil_div(n, kMaxPieces));
+    const int64_t pieces = ceil_div(n, piece);
     for (int64_t row = 0; row < rows; ++row) {
       typename Op::W partial[kMaxPieces];
       parallel_for(pieces, [&](int64_t p) {
@@ -145,7 +145,7 @@ void reduce_strip(const S* x, int64_t rows, int64_t stride, int64_t cols, typena
 template <class Op, class S, class C, class Out>
 void reduce_columns(const S* x, Out* out, int64_t outer, int64_t rows, int64_t inner) {
   using W = typename Op::W;
-  const int64_t strips = (inner + kStrip - 1) / kStrip, units = outer * strips;
+  const int64_t strips = ceil_div(inner, kStrip), units = outer * strips;
   const auto strip_of = [&](int64_t unit, int64_t r0, int64_t r1, W* total) {
     const int64_t j0 = unit % strips * kStrip;
     reduce_strip<Op, S, C>(x + (unit / strips * rows + r0) * inner + j0, r1 - r0, inner,
@@ -160,9 +160,8 @@ void reduce_columns(const S* x, Out* out, int64_t outer, int64_t rows, int64_t i
   const int64_t pieces_wanted =
       std::min(kMaxPieces / std::max<int64_t>(units, 1), rows * std::min(inner, kStrip) / kWork);
   if (pieces_wanted > 1) {
-    const int64_t piece =
-        ((rows + pieces_wanted - 1) / pieces_wanted + kGroup - 1) / kGroup * kGroup;
-    const int64_t pieces = (rows + piece - 1) / piece;
+    const int64_t piece = round_up(ceil_div(rows, pieces_wanted), kGroup);
+    const int64_t pieces = ceil_div(rows, piece);
     W partial[kMaxPieces][kStrip];
     parallel_for(units * pieces, [&](int64_t task) {
       const int64_t r0 = task % pieces * piece;

@@ -1,7 +1,7 @@
 // Rotary embedding in GPT-NeoX's halves: with h = rot / 2 and i < h, at position t,
-//   out[i] = x[i] cos[t, i] - x[i + h] sin[t, i],  out[i + h] = x[i + h] cos[t, i] + x[i] sin[t,
-//   i],
-// the other D - rot elements are copied; inverse turns the other way, which is the gradient. out
+//   out[i]     = x[i] cos[t, i] - x[i + h] sin[t, i]
+//   out[i + h] = x[i + h] cos[t, i] + x[i] sin[t, i]
+// The other D - rot elements are copied; inverse turns the other way, which is the gradient. out
 // may be x.
 #include "../common/backend.h"
 #include "../common/parallel.h"

@@ -38,18 +38,6 @@ void softmax_row(const T* x, T* y, int64_t cols) {
   }
 }
 
-// sum_i a[i] b[i]
-template <class T, class A = accum_t<T>>
-A row_dot(const T* a, const T* b, int64_t n) {
-  Vec<A> sum{};
-  for_vectors<A>(
-      n, [&](int64_t i) { sum += load(a + i) * load(b + i); },
-      [&](int64_t i, int64_t lanes) {
-        sum += load(a + i, lanes, A(0)) * load(b + i, lanes, A(0));
-      });
-  return sum_lanes<A>(sum);
-}
-
 }  // namespace
 
 void softmax_forward(const Array& x, const Array& y, int64_t rows, int64_t cols) {
@@ -69,9 +57,9 @@ void softmax_backward(const Array& y, const Array& dy, const Array& dx, int64_t 
     const T *ys = y.data<T>(), *dys = dy.data<T>();
     T* dxs = dx.data<T>();
     for_rows(rows, cols, [&](int64_t r) {
-      const A dot = row_dot(ys + r * cols, dys + r * cols, cols);
+      const A total = dot(ys + r * cols, dys + r * cols, cols);
       map_row(ys + r * cols, dys + r * cols, dxs + r * cols, cols,
-              [&](Vec<A> p, Vec<A> g) { return p * (g - dot); });
+              [&](Vec<A> p, Vec<A> g) { return p * (g - total); });
     });
   });
 }

@@ -13,11 +13,23 @@ template <int Lanes, class T>
 __global__ void softmax_forward_kernel(const T* x, T* y, int64_t rows, int64_t cols) {
   using A = accum_t<T>;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
-    const auto seen = softmax_of_row<Lanes>(x + row * cols, cols);
+    const int64_t at = row * cols;
+    const auto seen = softmax_of_row<Lanes>(x + at, cols);
     const A sum = seen.sum + (seen.max - seen.max);  // NaN where the largest is infinite
-    for (int64_t c = threadIdx.x % Lanes; c < cols; c += Lanes)
-      y[row * cols + c] = T(m_exp(A(x[row * cols + c]) - seen.max) / sum);
+    for_columns<Lanes>(
+        cols, [&](int64_t c) { return x[at + c]; },
+        [&](int64_t c, A value) { y[at + c] = T(m_exp(value - seen.max) / sum); });
   }
+}
+
+// What a backward pass reads of a column.
+template <class A>
+struct Pair {
+  A y, dy;
+};
+template <class T>
+__device__ Pair<accum_t<T>> pair_at(const T* y, const T* dy, int64_t i) {
+  return {accum_t<T>(y[i]), accum_t<T>(dy[i])};
 }
 
 template <int Lanes, class T>
@@ -25,12 +37,12 @@ __global__ void softmax_backward_kernel(const T* y, const T* dy, T* dx, int64_t 
                                         int64_t cols) {
   using A = accum_t<T>;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
+    const auto pair = [&, at = row * cols](int64_t c) { return pair_at(y, dy, at + c); };
     A dot = 0;
-    for (int64_t c = threadIdx.x % Lanes; c < cols; c += Lanes)
-      dot += A(y[row * cols + c]) * A(dy[row * cols + c]);
+    for_columns<Lanes>(cols, pair, [&](int64_t, Pair<A> p) { dot += p.y * p.dy; });
     dot = sum_lanes<Lanes>(dot);
-    for (int64_t c = threadIdx.x % Lanes; c < cols; c += Lanes)
-      dx[row * cols + c] = T(A(y[row * cols + c]) * (A(dy[row * cols + c]) - dot));
+    for_columns<Lanes>(cols, pair,
+                       [&](int64_t c, Pair<A> p) { dx[row * cols + c] = T(p.y * (p.dy - dot)); });
   }
 }
 
@@ -38,9 +50,11 @@ template <int Lanes, class T>
 __global__ void log_softmax_forward_kernel(const T* x, T* y, int64_t rows, int64_t cols) {
   using A = accum_t<T>;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
-    const A lse = softmax_of_row<Lanes>(x + row * cols, cols).lse();
-    for (int64_t c = threadIdx.x % Lanes; c < cols; c += Lanes)
-      y[row * cols + c] = T(A(x[row * cols + c]) - lse);
+    const int64_t at = row * cols;
+    const A lse = softmax_of_row<Lanes>(x + at, cols).lse();
+    for_columns<Lanes>(
+        cols, [&](int64_t c) { return x[at + c]; },
+        [&](int64_t c, A value) { y[at + c] = T(value - lse); });
   }
 }
 
@@ -49,11 +63,13 @@ __global__ void log_softmax_backward_kernel(const T* y, const T* dy, T* dx, int6
                                             int64_t cols) {
   using A = accum_t<T>;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
+    const auto pair = [&, at = row * cols](int64_t c) { return pair_at(y, dy, at + c); };
     A total = 0;
-    for (int64_t c = threadIdx.x % Lanes; c < cols; c += Lanes) total += A(dy[row * cols + c]);
+    for_columns<Lanes>(cols, pair, [&](int64_t, Pair<A> p) { total += p.dy; });
     total = sum_lanes<Lanes>(total);
-    for (int64_t c = threadIdx.x % Lanes; c < cols; c += Lanes)
-      dx[row * cols + c] = T(A(dy[row * cols + c]) - m_exp(A(y[row * cols + c])) * total);
+    for_columns<Lanes>(cols, pair, [&](int64_t c, Pair<A> p) {
+      dx[row * cols + c] = T(p.dy - m_exp(p.y) * total);
+    });
   }
 }
 
