@@ -6,30 +6,24 @@
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
-struct RotaryShape {
-  int64_t H, T, D, half;
-  int64_t x_strides[4], out_strides[4];
-};
-
-// A thread owns a pair, or one element that is copied, so the call may be in place.
+// A thread owns a pair, or one element that is copied, so the call may be in place. The walk goes
+// over (B, H, T, D - h): offsets in x, out and the tables, and which of the D - h it is.
 template <class T>
-__global__ void rotary_kernel(const T* x, const float* cos, const float* sin, T* out, RotaryShape s,
-                              int64_t n, bool inverse) {
+__global__ void rotary_kernel(const T* x, const float* cos, const float* sin, T* out, Walk<4> walk,
+                              int64_t half, int64_t x_half, int64_t out_half, int64_t n,
+                              bool inverse) {
   using A = accum_t<T>;
-  const int64_t per_position = s.D - s.half;
   for (int64_t i = first_index(); i < n; i += index_step()) {
-    const int64_t d = i % per_position, t = i / per_position % s.T;
-    const int64_t h = i / per_position / s.T % s.H, b = i / per_position / s.T / s.H;
-    const T* from = x + b * s.x_strides[0] + h * s.x_strides[1] + t * s.x_strides[2];
-    T* to = out + b * s.out_strides[0] + h * s.out_strides[1] + t * s.out_strides[2];
-    if (d < s.half) {
-      const A c = A(cos[t * s.half + d]),
-              sn = A(inverse ? -sin[t * s.half + d] : sin[t * s.half + d]);
-      const A first = A(from[d * s.x_strides[3]]), second = A(from[(d + s.half) * s.x_strides[3]]);
-      to[d * s.out_strides[3]] = T(first * c - second * sn);
-      to[(d + s.half) * s.out_strides[3]] = T(second * c + first * sn);
+    const auto at = walk(i);
+    const T* const from = x + at.of[0];
+    T* const to = out + at.of[1];
+    if (at.of[3] < half) {
+      const A c = A(cos[at.of[2]]), s = A(inverse ? -sin[at.of[2]] : sin[at.of[2]]);
+      const A first = A(from[0]), second = A(from[x_half]);
+      to[0] = T(first * c - second * s);
+      to[out_half] = T(second * c + first * s);
     } else {
-      to[(d + s.half) * s.out_strides[3]] = from[(d + s.half) * s.x_strides[3]];
+      to[out_half] = from[x_half];
     }
   }
 }
@@ -39,17 +33,16 @@ __global__ void rotary_kernel(const T* x, const float* cos, const float* sin, T*
 void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array& cos,
             const Array& sin, const Array& out, const Dims& out_strides, int64_t B, int64_t H,
             int64_t T, int64_t D, int64_t rot, bool inverse) {
-  RotaryShape s{H, T, D, rot / 2, {}, {}};
-  for (size_t d = 0; d < 4; ++d) {
-    s.x_strides[d] = x_strides[d];
-    s.out_strides[d] = out_strides[d];
-  }
-  const int64_t n = B * H * T * (D - rot / 2);
+  const int64_t half = rot / 2, n = B * H * T * (D - half);
   if (n == 0) return;
+  const Dims table{0, 0, half, 1}, element{0, 0, 0, 1};
+  const auto walk = make_walk<4>({B, H, T, D - half},
+                                 {{&x_strides, x_offset}, {&out_strides}, {&table}, {&element}});
   dispatch_float(x.dtype(), "rotary", [&](auto tag) {
     using E = typename decltype(tag)::type;
-    launch<rotary_kernel<E>>(grid_stride(n), x.data<E>() + x_offset, cos.data<float>(),
-                             sin.data<float>(), out.data<E>(), s, n, inverse);
+    launch<rotary_kernel<E>>(grid_stride(n), x.data<E>(), cos.data<float>(), sin.data<float>(),
+                             out.data<E>(), walk, half, half * x_strides[3], half * out_strides[3],
+                             n, inverse);
   });
 }
 
