@@ -300,12 +300,28 @@ def test_matmul_that_tensor_cores_cannot_take(request, why, dtype, offset, lda, 
     assert ran("matmul_mma_kernel", "matmul_kernel") == [0, 4]
 
 
+@every_float
+@pytest.mark.parametrize(("k", "parts"), [(544, 1), (576, 2), (1024, 4)])
+def test_matmul_of_few_tiles_and_long_sums(dtype, k, parts):
+    """k is cut into equal parts of whole slices: every layout, rows and batches apart, with and without accumulation."""
+    m, n = 24, 40
+    for trans_a, trans_b in ((False, False), (True, False), (False, True), (True, True)):
+        lda, ldb = (m if trans_a else k) + 8, (k if trans_b else n) + 16
+        a, b = normal(3, k if trans_a else m, lda), normal(2, n if trans_b else k, ldb)
+        for accumulate, wide in ((False, False), (True, False), (True, True)):
+            check("matmul", dtype, In(a), 8, (0, a.shape[1] * lda), lda, trans_a,
+                  In(b), 16, (b.shape[1] * ldb, 0), ldb, trans_b,
+                  Out((2, 2, m, n), wide, normal(2, 2, m, n)), (2, 2), m, k, n, accumulate)  # fmt: skip
+    assert ran("matmul_sum_kernel") == [24 if parts > 1 else 0]
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
-def test_matmul_of_integers_wraps(dtype):
-    a = RNG.integers(0, 200, (37, 41)).astype(dtype)
-    b = RNG.integers(0, 200, (41, 35)).astype(dtype)
+@pytest.mark.parametrize("k", [41, 512])
+def test_matmul_of_integers_wraps(dtype, k):
+    a = RNG.integers(0, 200, (37, k)).astype(dtype)
+    b = RNG.integers(0, 200, (k, 35)).astype(dtype)
     out = backend.Array(37 * 35, dtype)
-    backend.matmul(put(backend, a, dtype), put(backend, b, dtype), out, 37, 41, 35)
+    backend.matmul(put(backend, a, dtype), put(backend, b, dtype), out, 37, k, 35)
     np.testing.assert_array_equal(get(backend, out), (a @ b).reshape(-1))
 
 

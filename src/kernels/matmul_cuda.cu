@@ -4,6 +4,10 @@
 // tile_product_cuda.cuh, matmul_mma_kernel by tensor_core_product_cuda.cuh (16-bit floats, compute
 // capability 8.0 and later, rows aligned to 16 bytes). Sums run over k in ascending order in
 // float32 (float64 for float64), so the grid does not change a result.
+//
+// Where `out` has few tiles and k is long, as in the gradient of a weight or the product of a
+// single row, k is cut into equal parts, which are items of a larger batch and are added up
+// afterwards, in their order. The cut depends on the shape alone.
 #include "tensor_core_product_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
@@ -109,23 +113,68 @@ void run(const MatmulArguments<T>& g) {
   launch<matmul_kernel<Small>>(config_of<Small>(g), g);
 }
 
+// Of a product of parts, out (n) = or += the sum of its (parts, n).
+template <class T, class Out>
+__global__ void matmul_sum_kernel(const T* products, Out* out, int64_t parts, int64_t n,
+                                  bool accumulate) {
+  for (int64_t i = first_index(); i < n; i += index_step()) {
+    T total = products[i];
+    for (int64_t part = 1; part < parts; ++part) total = T(total + products[part * n + i]);
+    out[i] = Out(accumulate ? T(accum_t<Out>(out[i]) + total) : total);
+  }
+}
+
+constexpr int64_t kEnoughTiles = 256;  // of 64 x 64: some for every multiprocessor
+constexpr int64_t kLeastDepth = 256;   // of a part that is worth its tiles' writing and reading
+
+// The parts are whole slices of every product above, of which none is deeper than 32.
+int64_t parts_of(int64_t outputs, int64_t tiles, int64_t k, int64_t item_bytes) {
+  int64_t parts =
+      std::min({kEnoughTiles / tiles, k / kLeastDepth, kScratchBytes / (outputs * item_bytes)});
+  while (parts > 1 && k % (parts * 32) != 0) --parts;
+  return std::max<int64_t>(parts, 1);
+}
+
 }  // namespace
 
 void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda,
             bool trans_a, const Array& b, int64_t b_offset, const Dims& b_batch_strides,
             int64_t ldb, bool trans_b, const Array& out, const Dims& batch_shape, int64_t m,
             int64_t k, int64_t n, bool accumulate) {
-  if (out.size() == 0) return;
-  int64_t batches = 1;
-  for (int64_t d : batch_shape) batches *= d;
+  const int64_t batches = size_of(batch_shape), outputs = batches * m * n;
+  if (outputs == 0) return;
   const auto batch =
       make_walk<2>(batch_shape, {{&a_batch_strides, a_offset}, {&b_batch_strides, b_offset}});
   dispatch_num(a.dtype(), "matmul", [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const bool float_out = sizeof(T) == 2 && out.dtype() == DType::kFloat32;
-    run(MatmulArguments<T>{a.data<T>(), b.data<T>(),
-                           float_out ? static_cast<void*>(out.data<float>()) : out.data<T>(), lda,
-                           ldb, m, k, n, batches, trans_a, trans_b, accumulate, float_out, batch});
+    using A = accum_t<T>;
+    const auto into = [&](auto* to) {
+      using Out = std::remove_pointer_t<decltype(to)>;
+      MatmulArguments<T> g{};
+      g.a = a.data<T>(), g.b = b.data<T>(), g.out = to, g.lda = lda, g.ldb = ldb;
+      g.m = m, g.k = k, g.n = n, g.batches = batches, g.batch = batch;
+      g.trans_a = trans_a, g.trans_b = trans_b, g.accumulate = accumulate;
+      g.float_out = !std::is_same<T, Out>::value;
+      const int64_t parts =
+          parts_of(outputs, batches * ceil_div(m, 64) * ceil_div(n, 64), k, int64_t(sizeof(A)));
+      if (parts == 1) return run(g);
+      const Scratch held = scratch(parts * outputs * int64_t(sizeof(A)));
+      A* const products = static_cast<A*>(held.memory);
+      Dims shape = batch_shape, a_strides = a_batch_strides, b_strides = b_batch_strides;
+      shape.insert(shape.begin(), parts);
+      a_strides.insert(a_strides.begin(), k / parts * (trans_a ? lda : 1));
+      b_strides.insert(b_strides.begin(), k / parts * (trans_b ? 1 : ldb));
+      g.batch = make_walk<2>(shape, {{&a_strides, a_offset}, {&b_strides, b_offset}});
+      g.out = products, g.float_out = !std::is_same<T, A>::value, g.accumulate = false;
+      g.k = k / parts, g.batches = batches * parts;
+      run(g);
+      launch<matmul_sum_kernel<A, Out>>(grid_stride(outputs), static_cast<const A*>(products), to,
+                                        parts, outputs, accumulate);
+    };
+    if constexpr (sizeof(T) == 2) {
+      if (out.dtype() == DType::kFloat32) return into(out.data<float>());
+    }
+    into(out.data<T>());
   });
 }
 
