@@ -38,7 +38,7 @@ BENCHMARKS_S = 180  # that the tests leave for the benchmarks
 SANITIZED = re.compile(r"test_parity\[.*float32.*(softmax|matmul|layer_norm|attention_sparse|dsd)|_on_tensor_cores\[.*bfloat16")
 STAGES = ("build", "ready", "instructions", "parity", "benchmarks", "sanitizer")
 PROGRAMS = ["tensor_cores", "semantics"]
-GPU_GROUPS = ["gpu_step", "gpu_gemm", "gpu_attention", "gpu_products"]
+GPU_GROUPS = ["gpu_step", "gpu_gemm", "gpu_attention", "gpu_products", "gpu_generation"]
 
 
 class Failure(Exception):

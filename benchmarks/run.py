@@ -76,8 +76,9 @@ GROUPS: dict[str, list[Row]] = {
     "gpu_gemm": [
         _gemm(*shape, **more)
         for more in ({}, BF16)
-        for shape in ((16384, 512, 50304), (16384, 512, 2048), (4096, 4096, 4096), (512, 512, 512))
+        for shape in ((16384, 512, 50304), (16384, 512, 2048), (512, 16384, 512), (4096, 4096, 4096), (512, 512, 512))
     ],
+    "gpu_generation": [_generation(2016, 50304, batch_size=batch_size) for batch_size in (1, 8)],
     "gpu_attention": [*ATTENTION, *(replace(row, args={**row.args, **BF16}) for row in ATTENTION)],
     "gpu_products": [_product(kind, 4096, 1, **more) for more in ({}, BF16) for kind in ("sdd", "dsd", "dds")],
     "smoke": [

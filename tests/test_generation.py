@@ -67,14 +67,17 @@ def test_sparse_decoding_reads_no_other_block(device, pattern):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("block, heads, D, S", [(16, 2, 8, 40), (64, 1, 100, 150), (128, 1, 33, 129)])
+@pytest.mark.parametrize("block, heads, D, S", [(16, 2, 8, 40), (64, 1, 100, 150), (128, 1, 33, 129), (16, 2, 20, 300)])
 def test_the_kernel_equals_attention(device, dtype, block, heads, D, S):
-    """attention_decode against attention over the same layout, with tails, layouts per head and strided operands."""
+    """attention_decode against attention over the same layout, with tails, layouts per head and strided operands.
+
+    At the first and last positions of blocks, and of the parts of 128 keys that blocks of a GPU's threads take.
+    """
     rng = np.random.default_rng(D)
-    B, H, blocks = 3, 4, -(-S // block)
+    positions = np.array([at for at in (S - 1, 0, S // 2, block - 1, block, 127, 128, 255, 256) if at < S], np.int32)
+    B, H, blocks = len(positions), 4, -(-S // block)
     layout = BlockLayout((rng.random((heads, blocks, blocks)) < 0.6) | np.eye(blocks, dtype=bool), block, causal=True)
     full = [rng.standard_normal((B, H, S, D)) for _ in range(3)]
-    positions = np.array([S - 1, 0, S // 2], np.int32)
     caches = [NDArray(x, device=device, dtype=dtype) for x in full[1:]]
     packed = np.stack([x[np.arange(B), :, positions] for x in full], axis=2)  # (B, H, 3, D)
     packed = NDArray(packed, device=device, dtype=dtype)
