@@ -67,14 +67,22 @@ NEEDLE_INLINE A row_sum(const T* x, int64_t n, A fill, F&& f) {
   return sum_lanes<A>(even + odd);
 }
 
-// log sum exp x. -inf for a row of -inf alone, NaN if any element is NaN.
+// log sum exp x = shift + log_sum, in two parts: x - shift - log_sum has the digits that the
+// rounded sum of a large shift and a small log_sum would lose.
+template <class A>
+struct LogSumExp {
+  A shift, log_sum;
+  A value() const { return shift + log_sum; }
+};
+
+// -inf for a row of -inf alone, NaN if any element is NaN.
 template <class T, class A = accum_t<T>>
-A row_logsumexp(const T* x, int64_t n) {
+LogSumExp<A> row_logsumexp(const T* x, int64_t n) {
   const A infinity = std::numeric_limits<A>::infinity();
   const A max = row_max(x, n);
   const A shift = max == infinity || max == -infinity ? A(0) : max;
   const A sum = row_sum(x, n, -infinity, [&](Vec<A> v) { return vexp<A>(v - shift); });
-  return shift + std::log(sum);
+  return {shift, std::log(sum)};
 }
 
 }  // namespace needle::cpu

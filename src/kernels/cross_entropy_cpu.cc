@@ -1,5 +1,5 @@
 // Cross entropy of rows of logits against class numbers.
-//   lse = log sum exp logits, loss = lse - logits[target]
+//   lse = max + log sum exp(logits - max), loss = max - logits[target] + log sum exp(logits - max)
 //   dlogits = (exp(logits - lse) - one_hot(target)) dloss, in place if asked
 // A row whose target is ignore_index has loss 0 and gradient 0. Two reads of the logits forward,
 // one backward.
@@ -28,9 +28,10 @@ void cross_entropy_forward(const Array& logits, const Array& targets, const Arra
       const T* x = logits.data<T>();
       A *losses = loss.data<A>(), *sums = lse.data<A>();
       for_rows(rows, cols, [&](int64_t r) {
-        const A sum = row_logsumexp(x + r * cols, cols);
-        sums[r] = sum;
-        losses[r] = target[r] == ignore_index ? A(0) : sum - A(x[r * cols + target[r]]);
+        const auto sum = row_logsumexp(x + r * cols, cols);
+        sums[r] = sum.value();
+        losses[r] =
+            target[r] == ignore_index ? A(0) : sum.shift - A(x[r * cols + target[r]]) + sum.log_sum;
       });
     });
   });

@@ -1,6 +1,6 @@
 // Cross entropy over rows of logits on a GPU: a warp per short row, a block per long one.
 //
-// lse = log sum exp(logits), loss = lse - logits[target]; dlogits = (exp(logits - lse) -
+// lse = max + log(sum), loss = max - logits[target] + log(sum); dlogits = (exp(logits - lse) -
 // one_hot(target)) dloss. Rows whose target is ignore_index have loss 0 and gradient 0. A target
 // out of range sets the error flag; its loss is NaN.
 #include "online_softmax_cuda.cuh"
@@ -14,15 +14,15 @@ __global__ void cross_entropy_forward_kernel(const T* logits, const Id* targets,
                                              int64_t ignore_index, ErrorFlag* flag) {
   using A = accum_t<T>;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
-    const A total = softmax_of_row<Lanes>(logits + row * cols, cols).lse();
+    const auto seen = softmax_of_row<Lanes>(logits + row * cols, cols);
     if (threadIdx.x % Lanes != 0) continue;
     const int64_t target = targets[row];
     const bool inside = target >= 0 && target < cols;
-    lse[row] = total;
+    lse[row] = seen.lse();
     if (target == ignore_index) {
       loss[row] = A(0);
     } else if (inside) {
-      loss[row] = total - A(logits[row * cols + target]);
+      loss[row] = seen.max - A(logits[row * cols + target]) + m_log(seen.sum);
     } else {
       report_bad_id(flag, BadId::cross_entropy, target, row, cols);
       loss[row] = A(NAN);

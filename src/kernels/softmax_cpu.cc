@@ -1,6 +1,6 @@
 // Softmax, log-softmax and log-sum-exp over the rows of (rows, cols).
 //   softmax:      y = exp(x - max) / sum exp(x - max)       dx = y (dy - sum dy y)
-//   log_softmax:  y = x - lse                               dx = dy - exp(y) sum dy
+//   log_softmax:  y = x - max - log sum exp(x - max)        dx = dy - exp(y) sum dy
 //   logsumexp:    lse = max + log sum exp(x - max)          dx = exp(x - lse) dlse
 // One read of a row for its maximum, one for its sum.
 #include "../common/backend.h"
@@ -71,8 +71,9 @@ void log_softmax_forward(const Array& x, const Array& y, int64_t rows, int64_t c
     const T* from = x.data<T>();
     T* to = y.data<T>();
     for_rows(rows, cols, [&](int64_t r) {
-      const A lse = row_logsumexp(from + r * cols, cols);
-      map_row(from + r * cols, to + r * cols, cols, [&](Vec<A> v) { return v - lse; });
+      const auto lse = row_logsumexp(from + r * cols, cols);
+      map_row(from + r * cols, to + r * cols, cols,
+              [&](Vec<A> v) { return v - lse.shift - lse.log_sum; });
     });
   });
 }
@@ -97,7 +98,8 @@ void logsumexp_forward(const Array& x, const Array& lse, int64_t rows, int64_t c
     using T = typename decltype(tag)::type;
     const T* from = x.data<T>();
     T* to = lse.data<T>();
-    for_rows(rows, cols, [&](int64_t r) { to[r] = T(row_logsumexp(from + r * cols, cols)); });
+    for_rows(rows, cols,
+             [&](int64_t r) { to[r] = T(row_logsumexp(from + r * cols, cols).value()); });
   });
 }
 

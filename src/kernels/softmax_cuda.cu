@@ -2,7 +2,7 @@
 // one.
 //
 // softmax: y = exp(x - max) / sum             dx = y (dy - sum(y dy))
-// log_softmax: y = x - lse                    dx = dy - exp(y) sum(dy)
+// log_softmax: y = x - max - log(sum)         dx = dy - exp(y) sum(dy)
 // logsumexp: lse = max + log(sum)             dx = exp(x - lse) dlse, 0 where lse is -inf
 #include "online_softmax_cuda.cuh"
 
@@ -51,10 +51,11 @@ __global__ void log_softmax_forward_kernel(const T* x, T* y, int64_t rows, int64
   using A = accum_t<T>;
   for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
     const int64_t at = row * cols;
-    const A lse = softmax_of_row<Lanes>(x + at, cols).lse();
+    const auto seen = softmax_of_row<Lanes>(x + at, cols);
+    const A log_sum = m_log(seen.sum);
     for_columns<Lanes>(
         cols, [&](int64_t c) { return x[at + c]; },
-        [&](int64_t c, A value) { y[at + c] = T(value - lse); });
+        [&](int64_t c, A value) { y[at + c] = T(value - seen.max - log_sum); });
   }
 }
 

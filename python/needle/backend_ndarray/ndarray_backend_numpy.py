@@ -332,11 +332,17 @@ def _rows(a, rows, cols):
     return _up(a.array[: rows * cols].reshape(rows, cols))
 
 
-def _lse(x):
+def _lse_parts(x):
+    """(shift, log of the sum of exp(x - shift)): x less the one and then the other has the digits that x - lse would lose."""
     with np.errstate(all="ignore"):
         top = x.max(axis=1, keepdims=True) if x.shape[1] else np.full((x.shape[0], 1), -np.inf, x.dtype)
         shift = np.where(np.isinf(top), 0, top)
-        return np.log(np.exp(x - shift).sum(axis=1, keepdims=True)) + shift
+        return shift, np.log(np.exp(x - shift).sum(axis=1, keepdims=True))
+
+
+def _lse(x):
+    shift, log_sum = _lse_parts(x)
+    return shift + log_sum
 
 
 def softmax_forward(x, y, rows, cols):
@@ -354,7 +360,8 @@ def softmax_backward(y, dy, dx, rows, cols):
 def log_softmax_forward(x, y, rows, cols):
     x = _rows(x, rows, cols)
     with np.errstate(all="ignore"):
-        _put(y, x - _lse(x))
+        shift, log_sum = _lse_parts(x)
+        _put(y, x - shift - log_sum)
 
 
 def log_softmax_backward(y, dy, dx, rows, cols):
@@ -458,9 +465,10 @@ def _targets(targets, rows, cols, ignore_index):
 def cross_entropy_forward(logits, targets, loss, lse, rows, cols, ignore_index):
     ids, kept = _targets(targets, rows, cols, ignore_index)
     x = _rows(logits, rows, cols)
-    total = _lse(x)[:, 0]
-    _put(lse, total)
-    _put(loss, np.where(kept, total - x[np.arange(rows), ids], 0))
+    shift, log_sum = (part[:, 0] for part in _lse_parts(x))
+    _put(lse, shift + log_sum)
+    with np.errstate(all="ignore"):
+        _put(loss, np.where(kept, shift - x[np.arange(rows), ids] + log_sum, 0))
 
 
 def cross_entropy_backward(logits, targets, lse, dloss, dlogits, rows, cols, ignore_index):
