@@ -441,6 +441,21 @@ def test_a_scaled_step_is_the_step_without(device):
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam, AdamW])
+def test_clipping_goes_with_the_gradients_of_a_skipped_step(host, optimizer):
+    opt, (p,), fill = with_gradients(host, [np.full(3, np.nan)], optimizer)
+    scaler = amp.GradScaler()
+    fill(scaler)
+    scaler.unscale_(opt)
+    opt.clip_grad_norm(1.0)
+    scaler.step(opt)
+    with pytest.warns(amp.SkippedStepWarning):
+        scaler.update()
+    (p * scaler.get_scale()).sum().backward()
+    scaler.step(opt)
+    assert (p.numpy() < 1).all()
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Adam, AdamW])
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_gradients_that_are_not_finite_skip_the_step(device, optimizer, bad):
     values = [np.ones((3, 50)), np.array([1.0, bad, 2.0]), np.ones(4)]
@@ -542,6 +557,10 @@ def test_the_scale_is_saved_and_loaded():
     assert schedule(other, more) == schedule(scaler, more)
     with pytest.raises(CheckpointError, match="patience"):
         other.load_state_dict({k: v for k, v in scaler.state_dict().items() if k != "patience"})
+    for key, value in (("scale", np.nan), ("scale", -2.0), ("scale", 0), ("scale", np.inf), ("steps", -1), ("good_steps", "a")):
+        with pytest.raises(CheckpointError, match=rf"{key} of the state is {value!r}"):
+            other.load_state_dict({**scaler.state_dict(), key: value})
+    assert other.state_dict() == scaler.state_dict()
 
 
 def test_the_check_leaves_no_temporaries(cpu):

@@ -233,9 +233,7 @@ class GradScaler:
         if optimizer not in self._flags:
             self.unscale_(optimizer)
         self._stepped[optimizer] = bool(self._flags[optimizer].numpy()[0])
-        if not self._stepped[optimizer]:
-            optimizer.step()
-        return None
+        return optimizer.skip_step() if self._stepped[optimizer] else optimizer.step()
 
     def update(self) -> None:
         """Chooses the next scale, by what the steps since the last call found.
@@ -284,11 +282,13 @@ class GradScaler:
         return {name.lstrip("_"): getattr(self, name) for name in self._STATE}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """raises: CheckpointError if a number is missing."""
+        """raises: CheckpointError if a number is missing, or none that a scaler can have."""
         if not self.enabled:
             return
-        missing = [name for name in self._STATE if not isinstance(state.get(name.lstrip("_")), (int, float))]
-        if missing:
-            raise CheckpointError(f"[GradScaler] the state lacks {', '.join(n.lstrip('_') for n in missing)}")
+        for name in self._STATE:
+            key, least = name.lstrip("_"), self.min_scale if name == "_scale" else 0
+            value = state.get(key)
+            if not isinstance(value, (int, float)) or not least <= value < math.inf:
+                raise CheckpointError(f"[GradScaler] {key} of the state is {value!r} (accepted: a number from {least:g} on)")
         for name in self._STATE:
             setattr(self, name, state[name.lstrip("_")])

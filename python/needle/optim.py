@@ -46,6 +46,9 @@ class Optimizer:
         for p in self.params:
             p.grad = None
 
+    def skip_step(self) -> None:
+        """Called where ``step`` would be, for gradients that are not to be used."""
+
     def clip_grad_norm(self, max_norm: float = 0.25) -> float:
         """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before."""
         norm = math.sqrt(_global_sumsq(self.params).item())
@@ -196,6 +199,10 @@ class AdamW(_Moments):
     def reset_grad(self) -> None:
         """Drops every gradient, and the clipping that was to come with them."""
         super().reset_grad()
+        self._scale = None
+
+    def skip_step(self) -> None:
+        """Drops the clipping that was to come with the gradients."""
         self._scale = None
 
     def step(self) -> None:
