@@ -124,6 +124,15 @@ def test_second_derivative_of_fused_ops(op):
         assert abs(found[i] - numeric) < 1e-5 * max(1, abs(numeric))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_a_second_derivative_of_the_loss_needs_no_data(dtype):
+    x = leaf(np.zeros((3, 4)), ndl.meta())
+    targets = ndl.Tensor([0, -100, 2], device=ndl.meta(), dtype=dtype, requires_grad=False)
+    ops.cross_entropy(x, targets).backward(create_graph=True)
+    (x.grad * x.grad).sum().backward()
+    assert x.grad.shape == (3, 4)
+
+
 def test_a_gradient_whose_root_is_dead_says_so(host):
     x = leaf([2.0], host)
     (x * x).backward()
@@ -308,6 +317,40 @@ def test_setitem_with_gradient(host):
     (old * old).sum().backward()
     np.testing.assert_array_equal(y.grad.numpy(), [10, 12])
     np.testing.assert_array_equal(x.grad.numpy()[:, 1], [0, 0])
+
+
+def test_setitem_broadcasts_as_numpy_does(host):
+    """An int drops its axis before the value is broadcast."""
+    for index, shape in (((slice(None), slice(None), 1), (2, 1)), ((0, ..., 1), (3,)), ((..., -1), (1, 3)), ((None, 1), (3, 1))):
+        zeros, value = np.zeros((2, 3, 4)), np.arange(1.0, np.prod(shape) + 1).reshape(shape)
+        wanted = zeros.copy()
+        wanted[index] = value
+        x, y = leaf(zeros, host), leaf(value, host)
+        ops.setitem(x, index, y).backward()
+        np.testing.assert_array_equal(ops.setitem(x, index, y).numpy(), wanted)
+        np.testing.assert_array_equal(y.grad.numpy(), np.full(shape, (wanted != 0).sum() / value.size))
+        np.testing.assert_array_equal(x.grad.numpy(), wanted == 0)
+        with_graph, without = x * 1, leaf(zeros, host, requires_grad=False)
+        with_graph[index] = y
+        without[index] = y.detach()
+        np.testing.assert_array_equal([with_graph.numpy(), without.numpy()], [wanted, wanted])
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32"), ("bfloat16", "float64")])
+def test_a_gradient_has_the_dtype_of_its_tensor(host, dtypes):
+    """Also within the graph, whose kernels take arrays of one dtype."""
+    rng = np.random.default_rng(0)
+    a, b, w = (leaf(rng.standard_normal((2, 3)), host, dtype=d) for d in (*dtypes, dtypes[0]))
+    (ops.softmax(a) * b + ops.layer_norm(a, w[0], w[1]) * b + ops.logsoftmax(a) + ops.setitem(b, 0, a[0])).sum().backward()
+    assert [x.grad.dtype for x in (a, b, w)] == [*dtypes, dtypes[0]]
+
+
+def test_arrays_of_numpy_beside_a_tensor_take_its_precision(host):
+    third = np.array([1 / 3, 2 / 3])
+    x = leaf([1.0, 2.0], host, dtype="float64")
+    np.testing.assert_array_equal([(x * third).numpy(), (third * x).numpy()], [[1 / 3, 4 / 3]] * 2)
+    assert (leaf([1.0, 2.0], host, dtype="float16") * third).dtype == "float16"
+    assert (leaf([1, 2], host, dtype="int32", requires_grad=False) + np.array([1, 2])).dtype == "int64"
 
 
 def test_topological_order(host):

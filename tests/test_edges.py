@@ -288,6 +288,40 @@ def test_the_slope_of_cutting_off_is_0(device, dtype):
     assert whole.grad.dtype == "int32" and whole.grad.numpy().tolist() == [3, 3]
 
 
+def test_gradients_of_0_d_arrays(device):
+    x = leaf(2.0, device)
+    for f in (ops.max, ops.summation, ops.mean, lambda x: ops.where(x, x, 0.0), lambda x: ops.where(x, 1.5, x) + x):
+        out = f(x)
+        out.backward()
+        assert x.grad.shape == () and x.grad.item() == 1
+    assert ops.where(x, x, 0.0).shape == ()
+
+
+def test_undilating_lengths_that_are_no_multiple(device):
+    x = leaf(np.arange(15).reshape(3, 5), device)
+    y = ops.undilate(x, (0, 1), 1)
+    np.testing.assert_array_equal(y.numpy(), x.numpy()[::2, ::2])
+    y.backward()
+    assert x.grad.numpy().sum() == 6 and (x.grad.numpy()[::2, ::2] == 1).all()
+
+
+@pytest.mark.parametrize("dtype, values", [("float16", [300, 400, 0.001]), ("float32", [1e20, 3e20, 1e-25])])
+def test_slopes_of_quotients_by_numbers_whose_square_is_outside_the_dtype(device, dtype, values):
+    a, b = leaf(values, device, dtype), leaf(values, device, dtype)
+    (a / b).backward()
+    np.testing.assert_allclose(b.grad.numpy(), -1 / b.numpy(), rtol=2e-3)
+
+
+def test_large_logits_keep_their_digits(device):
+    """Near 10,000 float32 has steps of 0.001: the log-sum-exp itself is rounded to one."""
+    x = (np.random.default_rng(0).standard_normal((3, 40)) + 1e4).astype(np.float32)
+    wanted = x - np.float64(x.max(axis=1, keepdims=True))
+    wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(ops.logsoftmax(leaf(x, device)).numpy(), wanted, rtol=1e-6)
+    loss = ops.cross_entropy(leaf(x, device), leaf([1, 2, 3], device, "int64"))
+    np.testing.assert_allclose(loss.item(), -wanted[np.arange(3), [1, 2, 3]].mean(), rtol=1e-6)
+
+
 def test_logsumexp_where_all_is_minus_infinity(device):
     x = [[-np.inf, -np.inf], [0, -np.inf]]
     np.testing.assert_array_equal(gradients(lambda x: ops.logsumexp(x, axes=(1,)), device, x)[0], [[0, 0], [1, 0]])
@@ -334,6 +368,13 @@ def test_gradients_of_convolutions_with_kernels_that_are_not_square(stride, padd
             np.testing.assert_allclose(found[i], (loss(*up) - loss(*down)) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
+def test_views_without_elements(device):
+    nothing = array(np.zeros((0, 3, 4, 2)), device)[:, 2:, 2:]
+    x = ndl.Tensor.make_const(nothing, requires_grad=True)
+    ops.attention(x, x, x).backward()
+    assert x.grad.shape == (0, 1, 2, 2) and nothing.compact().size == 0
+
+
 def test_attention_to_nothing(device):
     q, k = leaf(np.ones((1, 2, 3, 4)), device), leaf(np.ones((1, 2, 0, 4)), device)
     out = ops.attention(q, k, k, causal=False)
@@ -363,6 +404,8 @@ def test_arguments_of_ops(device):
     with pytest.raises(DeviceError, match="cross_entropy"):
         elsewhere = ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()
         ops.cross_entropy(leaf(np.ones((2, 3)), device), leaf([0, 1], elsewhere))
+    with pytest.raises(DTypeError, match=r"\[rotary\] cos is float64"):
+        ops.rotary(x, *[array(np.ones((4, 0)), device, "float64")] * 2)
     with pytest.raises(DTypeError, match="out_grad is ndarray"):
         (x * 2).backward(np.ones(x.shape))
     with pytest.raises(DeviceError, match="out_grad is on"):

@@ -630,9 +630,10 @@ class Tensor(Value):
         """A Tensor, or a Python number, out of what stands on the other side of an operator."""
         if isinstance(other, Tensor):
             return other
-        if isinstance(other, (np.ndarray, NDArray)):
-            if other.size != 1 or other.ndim > 1 or isinstance(other, NDArray):  # the course has (1,) as a number
-                return Tensor(other, device=self.device, requires_grad=False)
+        if isinstance(other, NDArray):
+            return Tensor(other, device=self.device, requires_grad=False)
+        if isinstance(other, np.ndarray) and (other.size != 1 or other.ndim > 1):  # the course has (1,) as a number
+            return Tensor.make_const(self.realize_cached_data()._operand(other))
         if isinstance(other, (np.ndarray, np.generic)):
             other = other.item()
         if isinstance(other, (int, float)):

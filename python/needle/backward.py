@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from . import dtype as dt
 from . import ops
 from .autograd import Tensor, TensorTupleOp, Value, current_autocast, enable_grad, no_grad, set_autocast
 from .backend_selection import array_api
@@ -193,7 +194,7 @@ def run_backward(
                 if own:
                     grad = grad.tensor
                 if grad is not None:
-                    grad = _narrowed(grad, node.spec[1] if node.spec else getattr(node.peek(), "_dtype", ""))
+                    grad = _fitting(grad, node.spec[1] if node.spec else spec_of(realize(node))[1])
             if op is None or node in stop:
                 if grad is not None:
                     found[node] = grad
@@ -286,9 +287,9 @@ def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
     return [found.get(n) for n in node.inputs]
 
 
-def _narrowed(grad: Tensor, dtype: str) -> Tensor:
-    """The gradient of a 16-bit value has 16 bits, also where that value met a wider one."""
-    return ops.astype(grad, dtype) if dtype in ("float16", "bfloat16") and grad.dtype != dtype else grad
+def _fitting(grad: Tensor, dtype: str) -> Tensor:
+    """The gradient of a float has its dtype, also where it met another one."""
+    return ops.astype(grad, dtype) if grad.dtype != dtype and dt.is_float(dtype) else grad
 
 
 def _tuple_gradient(grads: dict, node: Node) -> Any:
@@ -301,7 +302,7 @@ def _tuple_gradient(grads: dict, node: Node) -> Any:
     for i in range(len(specs)):
         item = grads.pop((node, i), None)
         item = item.tensor if isinstance(item, _Owned) else item
-        items.append(None if item is None else _narrowed(item, specs[i][1]))
+        items.append(None if item is None else _fitting(item, specs[i][1]))
     if all(item is None for item in items):
         return None
     if node.op.accepts_missing_grads:  # type: ignore[union-attr]

@@ -151,6 +151,8 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
     _check("rotary", x, cos, sin, floating=False)
     if x.ndim != 4 or cos.ndim != 2 or cos._shape != sin._shape:
         raise ShapeError(f"[rotary] x is {x._shape}, cos is {cos._shape}, sin is {sin._shape} (accepted: 4-D and equal 2-D)")
+    if cos._dtype != "float32" or sin._dtype != "float32":
+        raise DTypeError(f"[rotary] cos is {cos._dtype}, sin is {sin._dtype} (accepted: float32)")
     B, H, T, D = x._shape
     rot = 2 * cos._shape[1]
     if rot > D or cos._shape[0] < T:

@@ -441,7 +441,7 @@ class NDArray:
                 span = range(part.start, part.stop, part.step)
                 shape.append(len(span))
                 strides.append(stride * part.step)
-                offset += part.start * stride if len(span) else 0
+                offset += part.start * stride
             elif isinstance(item, (int, np.integer)) and not isinstance(item, (bool, np.bool_)):
                 if not -n <= item < n:
                     raise IndexError(f"[getitem] index {item} is out of range for axis {axis} of length {n}")
@@ -451,7 +451,7 @@ class NDArray:
             else:
                 raise IndexError(f"[getitem] unsupported index {item!r} (accepted: int, slice, None, ...)")
             axis += 1
-        return shape, strides, offset
+        return shape, strides, self._offset if 0 in shape else offset  # without elements it could end up beyond the memory
 
     def __getitem__(self, idxs) -> NDArray:
         """Basic indexing, a view. As in the course an int keeps its axis: ``A[1, 2]`` has shape (1, 1)."""

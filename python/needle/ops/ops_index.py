@@ -28,6 +28,12 @@ def _kept_axes(ndim: int, index) -> list[int]:
     return kept
 
 
+def _view(a: NDArray, index) -> NDArray:
+    """a[index] in the shape that numpy gives it."""
+    view, kept = a[index], _kept_axes(a.ndim, index)
+    return view._view(tuple([view.shape[i] for i in kept]), tuple([view.strides[i] for i in kept]))
+
+
 class GetItem(TensorOp):
     """a[index] with basic indexing (int, slice, None, ...), as numpy. A view. grad: zeros with dy written at index."""
 
@@ -38,9 +44,7 @@ class GetItem(TensorOp):
         self.index = index
 
     def compute(self, a):
-        view = a[self.index]
-        kept = _kept_axes(a.ndim, self.index)
-        return view._view(tuple([view.shape[i] for i in kept]), tuple([view.strides[i] for i in kept]))
+        return _view(a, self.index)
 
     def gradient(self, out_grad, node):
         return _Embed(node.inputs[0].shape, self.index)(out_grad)
@@ -62,7 +66,7 @@ class _Embed(TensorOp):
 
     def compute(self, a):
         out = full(self.shape, 0, a.dtype, a.device)
-        out[self.index] = a
+        _view(out, self.index)[...] = a
         return out
 
     def gradient(self, out_grad, node):
@@ -80,7 +84,7 @@ class SetItem(TensorOp):
 
     def compute(self, a, b):
         out = a.copy()
-        out[self.index] = b
+        _view(out, self.index)[...] = b
         return out
 
     def gradient(self, out_grad, node):
@@ -112,12 +116,12 @@ def _own_array(a: Tensor) -> NDArray:
 def setitem_in_place(a: Tensor, index, value) -> None:
     """``a[index] = value``. With a graph the handle becomes the new value; without one the array is written."""
     if isinstance(value, (int, float)) and not a.requires_grad:
-        _own_array(a)[index] = value
+        _view(_own_array(a), index)[...] = value
         return
     if not isinstance(value, Tensor):
         value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
     if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
-        _own_array(a)[index] = value.realize_cached_data()
+        _view(_own_array(a), index)[...] = value.realize_cached_data()
         return
     before = a._as_node()
     old = Tensor.make_const(a._data, requires_grad=a.requires_grad)  # the old value lives on; this handle moves to the new one
@@ -185,7 +189,7 @@ class Where(TensorOp):
         from .ops_mathematic import unbroadcast
 
         condition, a, b = node.inputs
-        zero = Tensor.make_const(full((1,), 0, out_grad.dtype, out_grad.device))
+        zero = Tensor.make_const(full((), 0, out_grad.dtype, out_grad.device))
         return (
             None,
             unbroadcast(where(condition, out_grad, zero), a.shape),
@@ -201,6 +205,6 @@ def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
     dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), wide)
 
     def as_tensor(x: Tensor | float) -> Tensor:
-        return x if isinstance(x, Tensor) else Tensor.make_const(full((1,), x, dt.with_scalar(dtype, x, wide), condition.device))
+        return x if isinstance(x, Tensor) else Tensor.make_const(full((), x, dt.with_scalar(dtype, x, wide), condition.device))
 
     return Where()(condition, as_tensor(a), as_tensor(b))

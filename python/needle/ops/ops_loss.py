@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from ..autograd import Tensor, TensorTupleOp
 from ..backend_ndarray import kernels
-from ..backend_ndarray.ndarray import full
 from ..backward import ALL_ONES
 from ..errors import ShapeError
 from .ops_logarithmic import logsoftmax
-from .ops_mathematic import matmul, summation
+from .ops_mathematic import astype, matmul, summation
 from .ops_shape import reshape
 from .ops_tuple import tuple_get_item
 
@@ -22,14 +21,11 @@ def _mean_weights(targets, ignore_index: int, dtype: str):
 
 
 def _reference_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    ids = targets.realize_cached_data().numpy().astype("int64")
+    ids, dtype = targets.realize_cached_data(), "float64" if logits.dtype == "float64" else "float32"
     kept = ids != ignore_index
-    one_hot = full(logits.shape, 0, logits.dtype, logits.device)
-    for row in range(len(ids)):
-        if kept[row]:
-            one_hot[row, int(ids[row])] = 1.0
-    picked = logsoftmax(logits) * Tensor.make_const(one_hot)
-    return reshape(summation(picked), (1,)) * (-1.0 / max(int(kept.sum()), 1))
+    weights = _mean_weights(ids, ignore_index, dtype) * kept * -1.0
+    one_hot = kernels.one_hot(ids * kept, logits.shape[1], dtype) * weights.reshape((ids.size, 1))
+    return reshape(summation(logsoftmax(astype(logits, dtype)) * Tensor.make_const(one_hot)), (1,))
 
 
 class CrossEntropy(TensorTupleOp):

@@ -176,8 +176,9 @@ class EWiseDiv(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        grad_b = -out_grad * a / (b * b) if b.requires_grad else None
-        return unbroadcast(out_grad / b, a.shape), None if grad_b is None else unbroadcast(grad_b, b.shape)
+        grad_a = out_grad / b
+        grad_b = unbroadcast(-grad_a * (a / b), b.shape) if b.requires_grad else None  # b * b may be outside the dtype
+        return unbroadcast(grad_a, a.shape), grad_b
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
@@ -552,7 +553,7 @@ class Max(TensorOp):
         kept = tuple(1 if i in axes else n for i, n in enumerate(a.shape))
         x = a.realize_cached_data()
         hit = (x == node.realize_cached_data().reshape(kept)).astype(out_grad.dtype)
-        share = hit / hit.sum(axis=axes, keepdims=True)
+        share = hit / hit.sum(axis=axes or None, keepdims=True)  # a 0-d array has no axis to name
         return broadcast_to(reshape(out_grad, kept), a.shape) * Tensor.make_const(share)
 
 

@@ -163,7 +163,10 @@ class UnDilate(_Move):
         return a[_every(self.axes, self.dilation, a.ndim)].compact()
 
     def gradient(self, out_grad, node):
-        return dilate(out_grad, self.axes, self.dilation)
+        from .ops_index import _Embed
+
+        shape = node.inputs[0].shape  # of lengths that need be no multiples of dilation + 1
+        return _Embed(shape, _every(self.axes, self.dilation, len(shape)))(out_grad)
 
 
 def undilate(a: Tensor, axes, dilation: int) -> Tensor:
