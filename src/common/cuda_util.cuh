@@ -58,6 +58,23 @@ LaunchConfig grid_with_shared(int64_t work_items, int block, int64_t shared_byte
 __device__ inline int64_t first_index() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t index_step() { return int64_t(gridDim.x) * blockDim.x; }
 
+// use(i, load(i)) for i = first, first + step, ... < end. Four loads are under way together, or
+// memory would stand idle; where `use` stores, perhaps in place, the compiler could not know that
+// they may.
+template <class Load, class Use>
+__device__ void in_fours(int64_t first, int64_t step, int64_t end, Load load, Use use) {
+  constexpr int kAtOnce = 4;
+  for (int64_t i = first; i < end; i += kAtOnce * step) {
+    decltype(load(i)) loaded[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (i + j * step < end) loaded[j] = load(i + j * step);
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j)
+      if (i + j * step < end) use(i + j * step, loaded[j]);
+  }
+}
+
 // --- vectors: N elements moved by one instruction ------------------------------------------------
 
 template <class T, int N>
@@ -249,21 +266,10 @@ template <int Lanes>
 __device__ int64_t row_step() {
   return int64_t(gridDim.x) * (kBlock / Lanes);
 }
-// use(c, load(c)) for the columns that this thread has of a row shared by Lanes threads. Four loads
-// are under way together, or memory would stand idle; where `use` stores, perhaps in place, the
-// compiler could not know that they may.
+// use(c, load(c)) for the columns that this thread has of a row.
 template <int Lanes, class Load, class Use>
 __device__ void for_columns(int64_t cols, Load load, Use use) {
-  constexpr int kAtOnce = 4;
-  for (int64_t first = threadIdx.x % Lanes; first < cols; first += kAtOnce * Lanes) {
-    decltype(load(first)) loaded[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      if (first + i * Lanes < cols) loaded[i] = load(first + i * Lanes);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      if (first + i * Lanes < cols) use(first + i * Lanes, loaded[i]);
-  }
+  in_fours(threadIdx.x % Lanes, Lanes, cols, load, use);
 }
 
 }  // namespace needle::NEEDLE_DEVICE

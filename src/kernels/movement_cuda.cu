@@ -29,12 +29,23 @@ __global__ void strided_fill_kernel(T* out, T value, Walk<1> walk, int64_t n) {
   for (int64_t i = first_index(); i < n; i += index_step()) out[walk(i).of[0]] = value;
 }
 
+// An element on its way, and where to.
+template <class T>
+struct Moved {
+  T value;
+  int64_t to;
+};
+template <class T>
+__device__ Moved<T> fetch(const T* a, const Walk<2>& walk, int64_t i) {
+  const auto at = walk(i);
+  return {a[at.of[0]], at.of[1]};
+}
+
 template <class B>
 __global__ void strided_copy_kernel(const B* a, B* out, Walk<2> walk, int64_t n) {
-  for (int64_t i = first_index(); i < n; i += index_step()) {
-    const auto at = walk(i);
-    out[at.of[1]] = a[at.of[0]];
-  }
+  in_fours(
+      first_index(), index_step(), n, [&](int64_t i) { return fetch(a, walk, i); },
+      [&](int64_t, Moved<B> moved) { out[moved.to] = moved.value; });
 }
 
 // A batch of (rows, cols) matrices whose columns are contiguous in `out` and whose rows are
@@ -74,10 +85,9 @@ __device__ To convert(From value) {
 
 template <class From, class To>
 __global__ void convert_copy_kernel(const From* a, To* out, Walk<2> walk, int64_t n) {
-  for (int64_t i = first_index(); i < n; i += index_step()) {
-    const auto at = walk(i);
-    out[at.of[1]] = convert<To>(a[at.of[0]]);
-  }
+  in_fours(
+      first_index(), index_step(), n, [&](int64_t i) { return fetch(a, walk, i); },
+      [&](int64_t, Moved<From> moved) { out[moved.to] = convert<To>(moved.value); });
 }
 
 // Copies by tiles when the last dimension of `out` is contiguous and another dimension is

@@ -24,8 +24,9 @@ template <class T>
 __global__ void random_uniform_kernel(T* out, int64_t n, uint64_t seed, uint64_t offset) {
   for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
     const Philox words = philox(offset + uint64_t(q), seed);
-    for (int j = 0; j < 4 && q * 4 + j < n; ++j)
-      out[q * 4 + j] = T(uniform_of<accum_t<T>>(words, j));
+    accum_t<T> four[4];
+    for (int j = 0; j < 4; ++j) four[j] = uniform_of<accum_t<T>>(words, j);
+    store_run(out + q * 4, four, n - q * 4);
   }
 }
 
@@ -34,12 +35,14 @@ __global__ void random_normal_kernel(T* out, int64_t n, uint64_t seed, uint64_t 
   using A = accum_t<T>;
   for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
     const Philox words = philox(offset + uint64_t(q), seed);
-    for (int j = 0; j < 4 && q * 4 + j < n; j += 2) {
+    A four[4];
+    for (int j = 0; j < 4; j += 2) {
       const A radius = m_sqrt(A(-2) * m_log(A(1) - uniform_of<A>(words, j)));  // of (0, 1]
       const A angle = A(6.283185307179586) * uniform_of<A>(words, j + 1);
-      out[q * 4 + j] = T(radius * m_cos(angle));
-      if (q * 4 + j + 1 < n) out[q * 4 + j + 1] = T(radius * m_sin(angle));
+      four[j] = radius * m_cos(angle);
+      four[j + 1] = radius * m_sin(angle);
     }
+    store_run(out + q * 4, four, n - q * 4);
   }
 }
 
@@ -49,10 +52,12 @@ __global__ void dropout_kernel(const T* x, T* out, int64_t n, float p, accum_t<T
   using A = accum_t<T>;
   for (int64_t q = first_index(); q * 4 < n; q += index_step()) {
     const Philox words = philox(offset + uint64_t(q), seed);
+    A four[4] = {};
     for (int j = 0; j < 4 && q * 4 + j < n; ++j) {
       const bool keep = uniform_of<float>(words, j) >= p && keep_probability > A(0);
-      out[q * 4 + j] = T(keep ? A(x[q * 4 + j]) / keep_probability : A(0));
+      if (keep) four[j] = A(x[q * 4 + j]) / keep_probability;
     }
+    store_run(out + q * 4, four, n - q * 4);
   }
 }
 
