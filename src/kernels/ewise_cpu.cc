@@ -30,9 +30,7 @@ constexpr bool accepts() {
 
 // --- one loop per row and arithmetic type --------------------------------------------------------
 
-using UnaryLoop = void (*)(const void* x, void* out, int64_t n);
-using BinaryLoop = void (*)(const void* a, const void* b, void* out, int64_t n);
-template <class Loop>
+using Loop = void (*)(const void* a, const void* b, void* out, int64_t n);  // unary rows: no b
 struct Row {
   Loop loop;  // null: not for this type
   bool bool_out, expensive;
@@ -41,39 +39,27 @@ struct Row {
 
 // ivdep: out is an input or does not overlap one.
 template <class Op, Kind kind, class C>
-Row<UnaryLoop> unary_row(const char* name) {
+Row row_of(const char* name) {
   using Out = std::conditional_t<gives_bool(kind), bool, C>;
-  if constexpr (!accepts<kind, C>()) {
-    return {nullptr, gives_bool(kind), false, name};
-  } else {
-    const UnaryLoop loop = [](const void* x_, void* out_, int64_t n) {
-      const C* x = static_cast<const C*>(x_);
+  Row row{nullptr, gives_bool(kind), kind == Kind::FLT, name};
+  if constexpr (accepts<kind, C>())
+    row.loop = [](const void* a_, const void* b_, void* out_, int64_t n) {
+      const C *a = static_cast<const C*>(a_), *b = static_cast<const C*>(b_);
       Out* out = static_cast<Out*>(out_);
 #pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) out[i] = Out(Op::apply(x[i]));
+      for (int64_t i = 0; i < n; ++i) {
+        if constexpr (Op::kInputs == 1)
+          out[i] = Out(Op::apply(a[i]));
+        else
+          out[i] = Out(Op::apply(a[i], b[i]));
+      }
     };
-    return {loop, gives_bool(kind), kind == Kind::FLT, name};
-  }
-}
-template <class Op, Kind kind, class C>
-Row<BinaryLoop> binary_row(const char* name) {
-  using Out = std::conditional_t<gives_bool(kind), bool, C>;
-  if constexpr (!accepts<kind, C>()) {
-    return {nullptr, gives_bool(kind), false, name};
-  } else {
-    const BinaryLoop loop = [](const void* a_, const void* b_, void* out_, int64_t n) {
-      const C* a = static_cast<const C*>(a_);
-      const C* b = static_cast<const C*>(b_);
-      Out* out = static_cast<Out*>(out_);
-#pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) out[i] = Out(Op::apply(a[i], b[i]));
-    };
-    return {loop, gives_bool(kind), kind == Kind::FLT, name};
-  }
+  return row;
 }
 
 #define NEEDLE_UNARY(name, kind, expression) \
   struct Unary_##name {                      \
+    static constexpr int kInputs = 1;        \
     template <class T>                       \
     static auto apply(T x) {                 \
       return expression;                     \
@@ -81,6 +67,7 @@ Row<BinaryLoop> binary_row(const char* name) {
   };
 #define NEEDLE_BINARY(name, kind, expression) \
   struct Binary_##name {                      \
+    static constexpr int kInputs = 2;         \
     template <class T>                        \
     static auto apply(T a, T b) {             \
       return expression;                      \
@@ -89,21 +76,21 @@ Row<BinaryLoop> binary_row(const char* name) {
 #include "../common/ewise_ops.def"
 
 template <class C>
-Row<UnaryLoop> unary_row(UnaryOp op) {
+Row row_of(UnaryOp op) {
   switch (op) {
 #define NEEDLE_UNARY(name, kind, expression) \
   case UnaryOp::name:                        \
-    return unary_row<Unary_##name, Kind::kind, C>(#name);
+    return row_of<Unary_##name, Kind::kind, C>(#name);
 #include "../common/ewise_ops.def"
   }
   throw std::invalid_argument("unknown unary op");
 }
 template <class C>
-Row<BinaryLoop> binary_row(BinaryOp op) {
+Row row_of(BinaryOp op) {
   switch (op) {
 #define NEEDLE_BINARY(name, kind, expression) \
   case BinaryOp::name:                        \
-    return binary_row<Binary_##name, Kind::kind, C>(#name);
+    return row_of<Binary_##name, Kind::kind, C>(#name);
 #include "../common/ewise_ops.def"
   }
   throw std::invalid_argument("unknown binary op");
@@ -164,6 +151,13 @@ class Repeated {
   alignas(64) C piece_[kChunk];
 };
 
+// The operand that unary rows have not.
+struct NoOperand {
+  bool direct() const { return true; }
+  const void* from(int64_t) const { return nullptr; }
+  const void* get(int64_t, int64_t, void*) const { return nullptr; }
+};
+
 void check_out(const char* name, DType in, const Array& out, bool bool_out, int64_t n) {
   const DType wanted = bool_out ? DType::kBool : in;
   if (out.dtype() != wanted)
@@ -200,7 +194,7 @@ void for_chunks(const Array& out, bool bool_out, bool whole, bool expensive, con
 }
 
 template <class S, class C, class A, class B>
-void run_binary(const Row<BinaryLoop>& row, const A& a, const B& b, const Array& out) {
+void run(const Row& row, const A& a, const B& b, const Array& out) {
   const bool whole = a.direct() && b.direct();
   for_chunks<S, C>(out, row.bool_out, whole, row.expensive, [&](int64_t at, int64_t n, char* to) {
     if (whole) return row.loop(a.from(at), b.from(at), to, n);
@@ -209,40 +203,31 @@ void run_binary(const Row<BinaryLoop>& row, const A& a, const B& b, const Array&
   });
 }
 
-template <class S, class C>
-void run_unary(const Row<UnaryLoop>& row, const Operand<S, C>& a, const Array& out) {
-  const bool whole = a.direct();
-  for_chunks<S, C>(out, row.bool_out, whole, row.expensive, [&](int64_t at, int64_t n, char* to) {
-    if (whole) return row.loop(a.from(at), to, n);
-    alignas(64) C piece[kChunk];
-    row.loop(a.get(at, n, piece), to, n);
-  });
-}
-
 // The power of a number that is known beforehand: a few exponents are worth a loop of their own.
 struct Power_cube {
+  static constexpr int kInputs = 1;
   template <class T>
   static T apply(T x) {
     return x * x * x;
   }
 };
 struct Power_half {  // pow(-inf, 1/2) is inf, pow(-0, 1/2) is 0
+  static constexpr int kInputs = 1;
   template <class T>
   static T apply(T x) {
     return m_isinf(x) ? std::fabs(x) : m_sqrt(x) + T(0);
   }
 };
 template <class C>
-Row<UnaryLoop> power_row(double exponent) {
-  if (exponent == 2) return unary_row<C>(UnaryOp::square);
-  if (exponent == 3) return unary_row<Power_cube, Kind::NUM, C>("power");
-  if (exponent == 0.5) return unary_row<Power_half, Kind::NUM, C>("power");
-  if (exponent == -1) return unary_row<C>(UnaryOp::reciprocal);
+Row power_row(double exponent) {
+  if (exponent == 2) return row_of<C>(UnaryOp::square);
+  if (exponent == 3) return row_of<Power_cube, Kind::NUM, C>("power");
+  if (exponent == 0.5) return row_of<Power_half, Kind::NUM, C>("power");
+  if (exponent == -1) return row_of<C>(UnaryOp::reciprocal);
   return {nullptr, false, false, "power"};
 }
 
-template <class Loop>
-void require(const Row<Loop>& row, DType dtype) {
+void require(const Row& row, DType dtype) {
   if (row.loop == nullptr)
     throw std::invalid_argument(std::string("[") + row.name + "] no kernel for dtype " +
                                 dtype_name(dtype));
@@ -270,10 +255,10 @@ void ewise_unary(UnaryOp op, const View& a, const Array& out) {
   dispatch_types(a.array.dtype(), [&](auto s, auto c) {
     using S = typename decltype(s)::type;
     using C = typename decltype(c)::type;
-    const Row<UnaryLoop> row = unary_row<C>(op);
+    const Row row = row_of<C>(op);
     require(row, a.array.dtype());
     check_out(row.name, a.array.dtype(), out, row.bool_out, a.size());
-    run_unary<S, C>(row, Operand<S, C>(a), out);
+    run<S, C>(row, Operand<S, C>(a), NoOperand{}, out);
   });
 }
 
@@ -281,11 +266,11 @@ void ewise_binary(BinaryOp op, const View& a, const View& b, const Array& out) {
   dispatch_types(a.array.dtype(), [&](auto s, auto c) {
     using S = typename decltype(s)::type;
     using C = typename decltype(c)::type;
-    const Row<BinaryLoop> row = binary_row<C>(op);
+    const Row row = row_of<C>(op);
     require(row, a.array.dtype());
     check_same(row.name, a, b);
     check_out(row.name, a.array.dtype(), out, row.bool_out, a.size());
-    run_binary<S, C>(row, Operand<S, C>(a), Operand<S, C>(b), out);
+    run<S, C>(row, Operand<S, C>(a), Operand<S, C>(b), out);
   });
 }
 
@@ -293,17 +278,17 @@ void scalar_binary(BinaryOp op, const View& a, Scalar b, const Array& out) {
   dispatch_types(a.array.dtype(), [&](auto s, auto c) {
     using S = typename decltype(s)::type;
     using C = typename decltype(c)::type;
-    const Row<BinaryLoop> row = binary_row<C>(op);
+    const Row row = row_of<C>(op);
     require(row, a.array.dtype());
     check_out(row.name, a.array.dtype(), out, row.bool_out, a.size());
     const Operand<S, C> x(a);
     if constexpr (std::is_floating_point_v<C>) {
       if (op == BinaryOp::power) {
-        const Row<UnaryLoop> power = power_row<C>(b.d);
-        if (power.loop) return run_unary<S, C>(power, x, out);
+        const Row power = power_row<C>(b.d);
+        if (power.loop) return run<S, C>(power, x, NoOperand{}, out);
       }
     }
-    run_binary<S, C>(row, x, Repeated<C>(b.to<C>(), out.size()), out);
+    run<S, C>(row, x, Repeated<C>(b.to<C>(), out.size()), out);
   });
 }
 
@@ -311,10 +296,10 @@ void rscalar_binary(BinaryOp op, Scalar a, const View& b, const Array& out) {
   dispatch_types(b.array.dtype(), [&](auto s, auto c) {
     using S = typename decltype(s)::type;
     using C = typename decltype(c)::type;
-    const Row<BinaryLoop> row = binary_row<C>(op);
+    const Row row = row_of<C>(op);
     require(row, b.array.dtype());
     check_out(row.name, b.array.dtype(), out, row.bool_out, b.size());
-    run_binary<S, C>(row, Repeated<C>(a.to<C>(), out.size()), Operand<S, C>(b), out);
+    run<S, C>(row, Repeated<C>(a.to<C>(), out.size()), Operand<S, C>(b), out);
   });
 }
 
