@@ -5,7 +5,9 @@ The definition is the reference backend in float64: the same call on the same va
 """
 
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -760,11 +762,37 @@ def test_threads_of_the_host_do_not_share_partial_results():
             out = backend.Array(1, "float32")
             backend.reduce_sum(arrays[value], out, 1, n, 1)
             found.add(get(backend, out)[0])
+            backend.matmul(arrays[1], arrays[value], out, 1, 4096, 1)
+            found.add(get(backend, out)[0] * n / 4096)
         return found
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(sums, arrays)) == [{n}, {2 * n}]
-    assert ran("reduce_partials_kernel") == [100]
+    assert ran("reduce_partials_kernel", "matmul_sum_kernel") == [100, 100]
+
+
+@pytest.mark.parametrize("wait", ["sync", "to_numpy"])
+def test_other_threads_run_while_one_waits_for_the_device(wait, monkeypatch):
+    monkeypatch.setenv("NEEDLE_SIM_STREAMS", "lazy")
+    n, times = (4096, 40) if backend.__device_name__ == "cuda" else (96, 100)
+    x, out = put(backend, np.ones((n, n)), "float32"), backend.Array(n * n)
+    backend.sync()
+    started, done = Event(), Event()
+
+    def other():
+        started.wait()
+        for _ in range(3):
+            time.sleep(1e-3)
+        done.set()
+
+    thread = Thread(target=other)
+    thread.start()
+    for _ in range(times):
+        backend.matmul(x, x, out, n, n, n)
+    started.set()
+    backend.sync() if wait == "sync" else backend.to_numpy(out, (4,), (1,), 0)
+    assert done.is_set()
+    thread.join()
 
 
 def test_large_and_small_transfers():

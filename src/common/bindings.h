@@ -9,6 +9,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "backend.h"
@@ -24,13 +25,16 @@ namespace py = pybind11;
 
 // --- calling kernels -----------------------------------------------------------------------------
 
-// Lets other Python threads run during large work; for small work the hand-over costs more than the
-// kernel. Python ends a daemon thread that comes back after the interpreter has gone, up to 3.13 by
-// unwinding it, which a destructor must let through.
+// Whether kernels are under way when their calls return, so that a copy may have to wait for them.
+constexpr bool kAsynchronous = std::string_view(NEEDLE_STRING(NEEDLE_DEVICE)) != "cpu";
+
+// Lets other Python threads run during large work, and while this one waits for a device; for small
+// work the hand-over costs more than the kernel. Python ends a daemon thread that comes back after
+// the interpreter has gone, up to 3.13 by unwinding it, which a destructor must let through.
 class Unlocked {
  public:
-  explicit Unlocked(int64_t elements)
-      : state_(elements >= kLargeElements ? PyEval_SaveThread() : nullptr) {}
+  explicit Unlocked(int64_t elements, bool waits = false)
+      : state_(elements >= kLargeElements || waits ? PyEval_SaveThread() : nullptr) {}
   ~Unlocked() noexcept(false) {
     if (state_) PyEval_RestoreThread(state_);
   }
@@ -41,6 +45,11 @@ class Unlocked {
   static constexpr int64_t kLargeElements = 1 << 15;
   PyThreadState* state_;
 };
+
+inline void wait_for_device() {
+  Unlocked unlocked(0, kAsynchronous);
+  sync();
+}
 
 inline int64_t elements_of(const Array& array) { return array.size(); }
 template <class T>
@@ -172,7 +181,7 @@ inline void bind_memory(py::module_& m) {
   m.def("memory_stats", [] { return stats_dict(allocator().stats()); });
   m.def("reset_peak", [] { allocator().reset_peak(); });
   m.def("empty_cache", [] {
-    sync();
+    wait_for_device();
     allocator().empty_cache();
   });
   m.def("set_limit", [](int64_t bytes) { allocator().set_limit(bytes); });
@@ -211,7 +220,7 @@ inline py::array to_numpy(const Array& a, const Dims& shape, const Dims& strides
   if (n == 0) return result;
   const Dims compact = compact_strides(shape);
   void* to = result.mutable_data();
-  Unlocked unlocked(n);
+  Unlocked unlocked(n, kAsynchronous);
   if (strides == compact) {
     copy_to_host(a.view(offset, n), to);
   } else if (dlpack_device().device_type == kDLCPU) {  // straight into numpy's memory
@@ -236,7 +245,7 @@ inline void from_numpy(py::array a, const Array& out) {
                                 std::to_string(a.size()) + " elements, out has " +
                                 std::to_string(out.size()));
   const void* from = a.data();
-  Unlocked unlocked(out.size());
+  Unlocked unlocked(out.size(), kAsynchronous);
   if (out.size() > 0) copy_from_host(from, out);
 }
 
@@ -245,7 +254,7 @@ inline void bind_movement(py::module_& m) {
   m.def("from_numpy", &from_numpy);
   m.def("to_dlpack", [](const Array& a, Dims shape, Dims strides, int64_t offset) {
     checked(a, shape, strides, offset);
-    sync();
+    wait_for_device();
     return dlpack_export(a, std::move(shape), std::move(strides), offset, dlpack_device());
   });
   m.def("from_dlpack", [](py::capsule capsule) {
@@ -449,7 +458,7 @@ inline void bind_fused(py::module_& m) {
 
 inline void bind_backend(py::module_& m) {
   m.attr("__device_name__") = NEEDLE_STRING(NEEDLE_DEVICE);
-  m.def("sync", [] { sync(); });
+  m.def("sync", &wait_for_device);
   bind_array(m);
   bind_memory(m);
   bind_movement(m);
