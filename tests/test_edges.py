@@ -487,6 +487,16 @@ def test_the_first_step_of_adam_is_its_learning_rate(device):
     np.testing.assert_allclose(p.numpy(), [-1, 1], rtol=5e-7)
 
 
+def test_momentum_adds_up_what_16_bits_would_lose(device):
+    p = nn.Parameter(leaf([0], device, "bfloat16"))
+    optimizer = SGD([p], lr=0.0, momentum=0.99)
+    for value in (1.0, *[1 / 512] * 20):  # each less than half of what bfloat16 has at 1
+        p.grad = leaf([value], device, "bfloat16")
+        optimizer.step()
+    wanted = 0.01 * 0.99**20 + (1 - 0.99**20) / 512
+    np.testing.assert_allclose(optimizer.u[p].numpy(), [wanted], rtol=1e-5)
+
+
 def test_a_shared_parameter_is_updated_once(device):
     layer = nn.Linear(2, 2, bias=False, device=device)
     model = nn.Sequential(layer, nn.ReLU(), layer)

@@ -169,6 +169,22 @@ def test_the_chunks_that_a_plan_leaves_out_change_nothing(cpu, rows):
     assert memory.peak_bytes(build) == memory.peak_bytes(build, device=cpu)
 
 
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3])
+def test_a_clipped_step_is_planned_to_the_byte(cpu, max_norm):
+    def build(device):
+        model = nn.Linear(40, 30, device=device)
+        x, optimizer = ndl.init.ones(2, 40, device=device), SGD(model.parameters(), lr=0.1)
+
+        def step():
+            model(x).sum().backward()
+            optimizer.clip_grad_norm(max_norm)
+            optimizer.step()
+
+        return step
+
+    assert memory.peak_bytes(build) == memory.peak_bytes(build, device=cpu)
+
+
 @pytest.mark.parametrize("rows", [1 << 13, 1 << 18])
 def test_a_loss_takes_its_chunk_and_no_more(rows):
     width, vocab_size = 512, 50_257

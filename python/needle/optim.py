@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from functools import reduce
 from typing import Any
 
+from . import dtype as dt
 from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
@@ -52,10 +53,10 @@ class Optimizer:
     def clip_grad_norm(self, max_norm: float = 0.25) -> float:
         """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before."""
         norm = math.sqrt(_global_sumsq(self.params).item())
-        if norm > max_norm:
-            for p in self.params:
-                if p.grad is not None:
-                    p.grad = Tensor.make_const(p.grad.realize_cached_data() * (max_norm / (norm + 1e-6)))
+        scale = min(1.0, max_norm / (norm + 1e-6))
+        for p in self.params:  # also by 1: a plan, which has no norm, takes the memory of every step
+            if p.grad is not None:
+                p.grad = Tensor.make_const(p.grad.realize_cached_data() * scale)
         return norm
 
 
@@ -95,7 +96,7 @@ class SGD(Optimizer):
             if self.weight_decay:
                 g = g + w * self.weight_decay
             if self.momentum:
-                g = g * (1 - self.momentum)
+                g = g.astype(dt.promote(g.dtype, "float32"), copy=False) * (1 - self.momentum)
                 u = self.u.get(p)
                 if u is None:
                     self.u[p] = _as_state(g)
