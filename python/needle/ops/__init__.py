@@ -2,6 +2,7 @@
 
 from .ops_attention import *  # noqa: F403
 from .ops_blocksparse import *  # noqa: F403
+from .ops_conv import *  # noqa: F403
 from .ops_index import *  # noqa: F403
 from .ops_logarithmic import *  # noqa: F403
 from .ops_loss import *  # noqa: F403

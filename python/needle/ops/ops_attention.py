@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
-from ..autograd import Tensor, TensorOp, TensorTupleOp, is_grad_enabled
+from ..autograd import Tensor, TensorTupleOp, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..errors import ShapeError
+from ._reads import _NoRead
 from .ops_index import where
 from .ops_logarithmic import softmax
 from .ops_mathematic import matmul
@@ -137,11 +138,8 @@ def rotary_qkv(qkv: Tensor, cos: NDArray, sin: NDArray) -> tuple[Tensor, Tensor,
     return q, k, v
 
 
-class Rotary(TensorOp):
+class Rotary(_NoRead):
     """x (B, H, T, D) with its first features rotated by position. grad: the inverse rotation."""
-
-    reads_inputs = False
-    reads_output = False
 
     def __init__(self, cos: NDArray, sin: NDArray, inverse: bool = False):
         self.cos, self.sin, self.inverse = cos, sin, inverse

@@ -8,7 +8,10 @@ from .. import dtype as dt
 from ..autograd import NDArray, Tensor, TensorOp, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full
+from ..backend_ndarray.ndarray import where as _where
 from ..errors import DTypeError, ShapeError
+from ._reads import _NoRead
+from .ops_mathematic import matmul, unbroadcast
 from .ops_shape import reshape
 
 
@@ -34,11 +37,8 @@ def _view(a: NDArray, index) -> NDArray:
     return view._view(tuple([view.shape[i] for i in kept]), tuple([view.strides[i] for i in kept]))
 
 
-class GetItem(TensorOp):
+class GetItem(_NoRead):
     """a[index] with basic indexing (int, slice, None, ...), as numpy. A view. grad: zeros with dy written at index."""
-
-    reads_inputs = False
-    reads_output = False
 
     def __init__(self, index):
         self.index = index
@@ -55,11 +55,8 @@ def getitem(a: Tensor, index) -> Tensor:
     return GetItem(index)(a)
 
 
-class _Embed(TensorOp):
+class _Embed(_NoRead):
     """Zeros of ``shape`` with a written at ``index``: what the gradient of getitem is."""
-
-    reads_inputs = False
-    reads_output = False
 
     def __init__(self, shape, index):
         self.shape, self.index = shape, index
@@ -73,11 +70,8 @@ class _Embed(TensorOp):
         return getitem(out_grad, self.index)
 
 
-class SetItem(TensorOp):
+class SetItem(_NoRead):
     """A copy of a with b written at index. grad: dy with zeros there, and dy[index]."""
-
-    reads_inputs = False
-    reads_output = False
 
     def __init__(self, index):
         self.index = index
@@ -88,8 +82,6 @@ class SetItem(TensorOp):
         return out
 
     def gradient(self, out_grad, node):
-        from .ops_mathematic import unbroadcast
-
         a, b = node.inputs
         part = getitem(out_grad, self.index)
         part = reshape(part, b.shape) if part.size == b.size else unbroadcast(part, b.shape)
@@ -158,8 +150,6 @@ class Embedding(TensorOp):
 
     @staticmethod
     def reference(weight, ids):
-        from .ops_mathematic import matmul
-
         one_hot = kernels.one_hot(ids.realize_cached_data(), weight.shape[0], weight.dtype)
         return matmul(Tensor.make_const(one_hot), weight)
 
@@ -181,13 +171,9 @@ class Where(TensorOp):
     reads_output = False
 
     def compute(self, condition, a, b):
-        from ..backend_ndarray.ndarray import where as where_array
-
-        return where_array(condition, a, b)
+        return _where(condition, a, b)
 
     def gradient(self, out_grad, node):
-        from .ops_mathematic import unbroadcast
-
         condition, a, b = node.inputs
         zero = Tensor.make_const(full((), 0, out_grad.dtype, out_grad.device))
         return (

@@ -9,7 +9,7 @@ from ..backend_ndarray import kernels
 from ..backend_ndarray.shapes import normalize_axes
 from .ops_index import where
 from .ops_mathematic import exp, summation
-from .ops_shape import broadcast_to, reshape
+from .ops_shape import broadcast_to, reshape, transpose
 
 
 def _last(x: NDArray, axes: tuple[int, ...]) -> NDArray:
@@ -108,6 +108,4 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) over ``axis``, in the shape and dtype of x. raises: DTypeError for integers, ShapeError for a 0-d x."""
     if axis in (-1, x.ndim - 1):
         return Softmax()(x)
-    from .ops_shape import transpose
-
     return transpose(Softmax()(transpose(x, (axis, -1))), (axis, -1))

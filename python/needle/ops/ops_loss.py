@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..autograd import Tensor, TensorTupleOp
+from ..autograd import Tensor, TensorTupleOp, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backward import ALL_ONES
 from ..errors import ShapeError
@@ -118,8 +118,6 @@ def linear_cross_entropy(
 
     At most max(chunk_bytes, one row) of logits exist at any time. raises: ShapeError, IndexError for a target outside 0..V-1.
     """
-    from ..autograd import is_grad_enabled
-
     if chunk_bytes < 1:
         raise ShapeError(f"[linear_cross_entropy] chunk_bytes is {chunk_bytes} (accepted: at least 1)")
     rows, columns = reshape(hidden, (-1, hidden.shape[-1])), reshape(targets, (-1,))

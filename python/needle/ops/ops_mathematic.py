@@ -9,6 +9,7 @@ from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp
 from ..backend_ndarray.ndarray import matmul as _matmul
 from ..backend_ndarray.shapes import normalize_axes
 from ..errors import ShapeError
+from ._reads import _InputRead, _NoRead, _OutputRead
 from .ops_shape import broadcast_to, reshape, transpose
 
 
@@ -19,25 +20,6 @@ def unbroadcast(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     extra = len(grad.shape) - len(shape)
     axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
     return reshape(summation(grad, axes) if axes else grad, shape)
-
-
-class _NoRead(TensorOp):
-    """An op whose gradient needs only the incoming gradient."""
-
-    reads_inputs = False
-    reads_output = False
-
-
-class _InputRead(TensorOp):
-    """An op whose gradient reads its inputs, not its output."""
-
-    reads_output = False
-
-
-class _OutputRead(TensorOp):
-    """An op whose gradient reads its output alone."""
-
-    reads_inputs = False
 
 
 class EWiseAdd(_NoRead):
@@ -154,13 +136,9 @@ class PowerScalar(_InputRead):
         return a**self.scalar
 
     def gradient(self, out_grad, node):
-        if _is_zero(self.scalar):  # the slope of a constant, also where a^-1 is infinite
+        if self.scalar == 0:  # the slope of a constant, also where a^-1 is infinite
             return out_grad * 0
         return out_grad * (power_scalar(node.inputs[0], self.scalar - 1) * self.scalar)
-
-
-def _is_zero(scalar) -> bool:
-    return bool(scalar == 0)
 
 
 def power_scalar(a: Tensor, scalar) -> Tensor:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from ..autograd import Tensor, TensorOp
+from ..autograd import Tensor
 from ..backend_ndarray import kernels
+from ._reads import _NoRead
 
 
-class Dropout(TensorOp):
+class Dropout(_NoRead):
     """x / (1 - p) where a uniform number is at least p, else 0. grad: the same op on dy, with the same numbers.
 
     seed, offset: which numbers of the Philox stream; ceil(size / 4) counters are used.
     source: Srivastava et al. 2014; Salmon et al. 2011 for the stream.
     """
-
-    reads_inputs = False
-    reads_output = False
 
     def __init__(self, p: float, seed: int, offset: int):
         if not 0 <= p <= 1:

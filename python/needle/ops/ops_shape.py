@@ -6,21 +6,15 @@ from collections.abc import Sequence
 from functools import reduce
 
 from .. import dtype as dt
-from ..autograd import Tensor, TensorOp, TensorTuple, TensorTupleOp
+from ..autograd import Tensor, TensorTuple, TensorTupleOp
 from ..backend_ndarray.ndarray import NDArray, empty, full
 from ..backend_ndarray.shapes import normalize_axes, normalize_axis
 from ..errors import DeviceError, ShapeError
+from ._reads import _NoRead
 from .ops_tuple import make_tuple
 
 
-class _Move(TensorOp):
-    """An op whose gradient needs only the incoming gradient."""
-
-    reads_inputs = False
-    reads_output = False
-
-
-class BroadcastTo(_Move):
+class BroadcastTo(_NoRead):
     """The array repeated along axes of length 1 and new leading axes."""
 
     def __init__(self, shape):
@@ -40,7 +34,7 @@ def broadcast_to(a: Tensor, shape) -> Tensor:
     return a if a.shape == shape else BroadcastTo(shape)(a)
 
 
-class Reshape(_Move):
+class Reshape(_NoRead):
     """The same elements in row-major order under another shape; one length may be -1."""
 
     def __init__(self, shape):
@@ -58,7 +52,7 @@ def reshape(a: Tensor, shape) -> Tensor:
     return Reshape(shape)(a)
 
 
-class Transpose(_Move):
+class Transpose(_NoRead):
     """Swaps two axes, by default the last two."""
 
     def __init__(self, axes=None):
@@ -82,7 +76,7 @@ def transpose(a: Tensor, axes=None) -> Tensor:
     return Transpose(axes)(a)
 
 
-class Permute(_Move):
+class Permute(_NoRead):
     """The axes in another order, numpy's transpose."""
 
     def __init__(self, axes):
@@ -102,7 +96,7 @@ def permute(a: Tensor, axes) -> Tensor:
     return Permute(axes)(a)
 
 
-class Flip(_Move):
+class Flip(_NoRead):
     """The elements in reverse order along ``axes`` (None: all)."""
 
     def __init__(self, axes=None):
@@ -120,11 +114,7 @@ def flip(a: Tensor, axes=None) -> Tensor:
     return Flip(axes)(a)
 
 
-def _dilated(n: int, dilation: int) -> int:
-    return n * (dilation + 1)
-
-
-class Dilate(_Move):
+class Dilate(_NoRead):
     """``dilation`` zeros after every element along ``axes``; axes the array does not have are ignored."""
 
     def __init__(self, axes, dilation: int):
@@ -134,7 +124,7 @@ class Dilate(_Move):
             raise ShapeError(f"[dilate] dilation is {dilation} (accepted: at least 0)")
 
     def compute(self, a):
-        shape = tuple(_dilated(n, self.dilation) if i in self.axes else n for i, n in enumerate(a.shape))
+        shape = tuple(n * (self.dilation + 1) if i in self.axes else n for i, n in enumerate(a.shape))
         out = full(shape, 0, a.dtype, a.device)
         out[_every(self.axes, self.dilation, a.ndim)] = a
         return out
@@ -152,7 +142,7 @@ def dilate(a: Tensor, axes, dilation: int) -> Tensor:
     return Dilate(axes, dilation)(a)
 
 
-class UnDilate(_Move):
+class UnDilate(_NoRead):
     """Every (dilation + 1)-th element along ``axes``: undoes dilate."""
 
     def __init__(self, axes, dilation: int):
@@ -174,7 +164,7 @@ def undilate(a: Tensor, axes, dilation: int) -> Tensor:
     return UnDilate(axes, dilation)(a)
 
 
-class Pad(_Move):
+class Pad(_NoRead):
     """Zeros around the array: one (left, right) pair per axis."""
 
     def __init__(self, widths):
@@ -187,10 +177,8 @@ class Pad(_Move):
         return a.pad(self.widths)
 
     def gradient(self, out_grad, node):
-        from .ops_index import getitem
-
         shape = node.inputs[0].shape
-        return getitem(out_grad, tuple(slice(left, left + n) for n, (left, _) in zip(shape, self.widths)))
+        return out_grad[tuple(slice(left, left + n) for n, (left, _) in zip(shape, self.widths))]
 
 
 def pad(a: Tensor, widths) -> Tensor:
@@ -212,11 +200,8 @@ def _widest(args) -> str:
     return reduce(dt.promote, [a.dtype for a in args])
 
 
-class Stack(TensorOp):
+class Stack(_NoRead):
     """Equal-shaped arrays along a new axis, written into one array. Takes a TensorTuple."""
-
-    reads_inputs = False
-    reads_output = False
 
     def __init__(self, axis: int):
         self.axis = axis
@@ -264,11 +249,8 @@ def split(a: Tensor, axis: int) -> TensorTuple:
     return Split(axis)(a)
 
 
-class Concatenate(TensorOp):
+class Concatenate(_NoRead):
     """Arrays joined along an axis that they have, written into one array. Takes a TensorTuple."""
-
-    reads_inputs = False
-    reads_output = False
 
     def __init__(self, axis: int):
         self.axis = axis
@@ -288,13 +270,11 @@ class Concatenate(TensorOp):
         return out
 
     def gradient(self, out_grad, node):
-        from .ops_index import getitem
-
         parts, start = [], 0
         axis = self.axis % out_grad.ndim
         for item in node.inputs[0].tuple():
             n = item.shape[axis]
-            parts.append(getitem(out_grad, (slice(None),) * axis + (slice(start, start + n),)))
+            parts.append(out_grad[(slice(None),) * axis + (slice(start, start + n),)])
             start += n
         return make_tuple(*parts)
 
@@ -302,86 +282,3 @@ class Concatenate(TensorOp):
 def concatenate(args, axis: int = 0) -> Tensor:
     """Tensors joined along an axis that they have. raises: ShapeError if they differ in another one."""
     return Concatenate(axis)(args if isinstance(args, TensorTuple) else make_tuple(*args))
-
-
-class Conv(TensorOp):
-    """2-D convolution as a matrix product over windows (im2col by strides).
-
-    a: (N, H, W, Cin); b: (K, L, Cin, Cout); padding on both sides of H and W. Result: (N, H', W', Cout) with
-    H' = (H + 2 padding - K) // stride + 1, W' likewise. raises: ShapeError for other ranks or unequal channels.
-    """
-
-    autocast = "lower"
-    reads_output = False
-
-    def __init__(self, stride: int = 1, padding: int = 0):
-        if stride < 1 or padding < 0:
-            raise ShapeError(f"[conv] stride is {stride}, padding is {padding} (accepted: at least 1, at least 0)")
-        self.stride = stride
-        self.padding = padding
-
-    def compute(self, a, b):
-        if a.ndim != 4 or b.ndim != 4 or a.shape[3] != b.shape[2]:
-            raise ShapeError(f"[conv] image is {a.shape}, kernel is {b.shape} (accepted: (N, H, W, Cin), (K, L, Cin, Cout))")
-        p, s = self.padding, self.stride
-        padded = a.pad(((0, 0), (p, p), (p, p), (0, 0))) if p else a.compact()
-        N, H, W, C = padded.shape
-        K, L, _, out_channels = b.shape
-        if H < K or W < L:
-            raise ShapeError(f"[conv] kernel {K} x {L} is larger than the padded image {H} x {W}")
-        rows, cols = (H - K) // s + 1, (W - L) // s + 1
-        sn, sh, sw, sc = padded.strides
-        windows = padded.as_strided((N, rows, cols, K, L, C), (sn, sh * s, sw * s, sh, sw, sc)).compact()
-        product = windows.reshape((N * rows * cols, K * L * C)) @ b.compact().reshape((K * L * C, out_channels))
-        return product.reshape((N, rows, cols, out_channels))
-
-    def gradient(self, out_grad, node):
-        a, b = node.inputs
-        K, L = b.shape[:2]
-        if self.stride > 1:
-            out_grad = dilate(out_grad, (1, 2), self.stride - 1)
-        # What the stride left over at the far edge was not read: its gradient is zero, so the dilated gradient is cut to the
-        # length a stride of 1 would have given.
-        rows = a.shape[1] + 2 * self.padding - K + 1
-        cols = a.shape[2] + 2 * self.padding - L + 1
-        out_grad = _resized(out_grad, rows, cols)
-        turned = transpose(flip(b, (0, 1)), (2, 3))
-        around = pad(out_grad, ((0, 0), (K - 1, K - 1), (L - 1, L - 1), (0, 0))) if K > 1 or L > 1 else out_grad
-        grad_a = _cut(conv(around, turned, 1, 0), self.padding, a.shape[1], a.shape[2])
-        # dL/db[k, l, c, o] sums over images and positions: a convolution whose batch is c and whose channels are n.
-        image = transpose(a, (0, 3))
-        kernel = permute(out_grad, (1, 2, 0, 3))
-        grad_b = permute(conv(image, kernel, 1, self.padding), (1, 2, 0, 3))
-        return grad_a, grad_b
-
-
-def _resized(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Axes 1 and 2 cut or filled with zeros at their end to rows and cols."""
-    from .ops_index import getitem
-
-    more = (_larger(rows - x.shape[1], 0), _larger(cols - x.shape[2], 0))
-    if any(more):
-        x = pad(x, ((0, 0), (0, more[0]), (0, more[1]), (0, 0)))
-    if x.shape[1:3] != (rows, cols):
-        x = getitem(x, (slice(None), slice(0, rows), slice(0, cols)))
-    return x
-
-
-def _cut(x: Tensor, padding: int, rows: int, cols: int) -> Tensor:
-    from .ops_index import getitem
-
-    if not padding:
-        return x
-    return getitem(x, (slice(None), slice(padding, padding + rows), slice(padding, padding + cols)))
-
-
-def _larger(a: int, b: int) -> int:
-    return a if a > b else b
-
-
-def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
-    """2-D convolution: a (N, H, W, Cin), b (K, L, Cin, Cout) -> (N, H', W', Cout), H' = (H + 2 padding - K) // stride + 1.
-
-    padding: zeros on each side of H and W; the default is the course's. raises: ShapeError.
-    """
-    return Conv(stride, padding)(a, b)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
+from ._reads import _NoRead
 
 
 class MakeTensorTuple(TensorTupleOp):
@@ -25,11 +26,8 @@ def make_tuple(*args: Tensor) -> TensorTuple:
     return MakeTensorTuple()(*args)
 
 
-class TupleGetItem(TensorOp):
+class TupleGetItem(_NoRead):
     """Item ``index`` of a TensorTuple. Shares the item's array."""
-
-    reads_inputs = False
-    reads_output = False
 
     def __init__(self, index: int):
         self.index = index
