@@ -23,9 +23,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from needle import files
+from needle.command_line import Parser, exit_code, flag, standard_streams
 from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
-from pythia_app.command_line import Parser, exit_code, flag, standard_streams
 from pythia_app.loading import MODEL_HELP, load_model
 from pythia_app.options import DEVICES, device
 

@@ -17,10 +17,10 @@ import time
 
 import numpy as np
 
+from needle.command_line import Parser, exit_code, flag, standard_streams
 from needle.data.text_stream import TextStream
 from needle.errors import DataError
 from needle.models import GenerationConfig
-from pythia_app.command_line import Parser, exit_code, flag, standard_streams
 from pythia_app.loading import MODEL_HELP, load_model
 from pythia_app.options import DEVICES, device
 

@@ -18,10 +18,10 @@ import shlex
 import sys
 import time
 
+from needle.command_line import Parser, exit_code, flag, standard_streams
 from needle.data.prepare import Prepared, Progress, prepare
 from needle.data.text_tokenizer import END_OF_TEXT
 from needle.errors import DataError
-from pythia_app.command_line import Parser, exit_code, flag, standard_streams
 
 SECONDS_A_LINE = 10  # where there is no terminal
 

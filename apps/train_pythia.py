@@ -23,17 +23,18 @@ import numpy as np
 
 from needle.backend_ndarray.device import drop_device_caches
 from needle.checkpoints import CheckpointFolder
+from needle.command_line import exit_code, standard_streams
 from needle.data.text import TextData, load_text, unigram_entropy
 from needle.memory import LeakCheck, reset_peak, set_limit, stats
+from needle.memory.units import table
 from needle.models import PythiaConfig
 from needle.models.pretrained import TOKENIZER
 from pythia_app import checkpoint, config_file
-from pythia_app.command_line import exit_code, standard_streams
 from pythia_app.flops import peak_flops
 from pythia_app.memory import Budget
 from pythia_app.options import device, new_folder, not_taken, parse, run_folder
 from pythia_app.page import METRICS, PAGE, About, mask_picture
-from pythia_app.report import Reporter, alone_in, duration, mib, table
+from pythia_app.report import Reporter, alone_in, duration, mib
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 48
@@ -89,7 +90,7 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     if options.compare_dense:
         with StopRequest() as stop:
             rows = compare_dense(options, configs, text, where, stop)
-        print(table(rows, list(rows[0])))
+        print(table([list(rows[0]), *(list(row.values()) for row in rows)]))
         return stop.exit_code if stop.asked else 0
     trainer = Trainer(options, configs[0], text, where)
     if saved is not None and state is not None:

@@ -14,13 +14,13 @@ from pathlib import Path
 import needle as ndl
 from needle import files
 from needle.amp import PRECISIONS
+from needle.command_line import Parser, flag
 from needle.data.text_tokenizer import LARGEST_VOCABULARY
 from needle.errors import DataError, DeviceError, ShapeError
 from needle.memory import parse_bytes
 from needle.models import SIZES, layers_or_bytes
 from needle.nn import PATTERNS
 from pythia_app import config_file
-from pythia_app.command_line import Parser, flag
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
 MOST_TOKENS = 1 << 22  # in a micro-batch
@@ -234,7 +234,7 @@ def run_folder(options: argparse.Namespace, saved: Path | None) -> Path:
         tempfile.TemporaryFile(dir=path).close()
         taken = any(path.glob("step-*")) and not (saved and path.samefile(saved.parent))
     except (OSError, ValueError) as error:  # ValueError: no path at all
-        reason = getattr(error, "strerror", None) or error
+        reason = files.reason(error)
         raise DataError(f"[checkpoint_dir] cannot write into {path}: {reason} (a folder that can be written)") from error
     finally:
         for folder in missing:

@@ -28,7 +28,7 @@ METRICS, PAGE = "metrics.jsonl", "report.html"
 MOST_POINTS, MOST_SAMPLES, MOST_CHARACTERS, MOST_CELLS = 1000, 32, 4000, 128
 FIGURES = ("loss", "lr", "grad_norm", "tokens_per_second", "mfu", "live_bytes", "peak_bytes")
 MIB = 2.0**20
-BLUE, ORANGE, GREEN, GREY = ("#0072b2", "#56b4e9"), ("#d55e00", "#f0a04b"), ("#00785a", "#2fc79b"), ("#777777", "#999999")
+BLUE, ORANGE, GREY = ("#0072b2", "#56b4e9"), ("#d55e00", "#f0a04b"), ("#777777", "#999999")  # in the light, in the dark
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from needle import files
-from needle.data.text_files import write_atomically
+from needle.data.text_files import write_atomically, writing
 from needle.errors import DataError
 from pythia_app import page
 from pythia_app.config_file import CONFIG
@@ -30,15 +30,6 @@ def mib(nbytes: float) -> str:
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes}:{seconds:02d}"
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """raises: DataError, in one line, where ``path`` cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"[checkpoint_dir] cannot write {path}: {error.strerror or error} (room in a writable folder)") from error
 
 
 @contextlib.contextmanager
@@ -78,7 +69,7 @@ class Reporter:
                 if 0 < row["step"] <= self.first:
                     file.write(json.dumps(row).encode() + b"\n")
         if self.tensorboard:
-            with writing(self.folder / "tensorboard"):
+            with writing(self.folder / "tensorboard", "checkpoint_dir"):
                 self._events = Events(self.folder / "tensorboard", self.first)
         if sys.stdout.isatty():
             try:
@@ -130,10 +121,10 @@ class Reporter:
     def record(self, row: dict[str, Any]) -> None:
         """One line in metrics.jsonl, with the time; null for what is no finite number."""
         found = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
-        with writing(self.path), open(self.path, "a") as file:
+        with writing(self.path, "checkpoint_dir"), open(self.path, "a") as file:
             file.write(json.dumps({**found, "time": time.time()}) + "\n")
         if self._events is not None:
-            with writing(self.folder / "tensorboard"):
+            with writing(self.folder / "tensorboard", "checkpoint_dir"):
                 self._events.add(found)
 
     def draw(self, now: bool = False) -> None:
@@ -148,10 +139,3 @@ class Reporter:
         except DataError as error:
             self.say(f"no {page.PAGE}: {error}")
             self._draw_at = math.inf
-
-
-def table(rows: list[dict], columns: list[str]) -> str:
-    """Right-aligned columns under their names."""
-    cells = [columns] + [[str(row[c]) for c in columns] for row in rows]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)

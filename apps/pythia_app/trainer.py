@@ -188,7 +188,7 @@ def attention_seconds(config: PythiaConfig, batch: int, T: int, device, precisio
     return median(times) * config.layers
 
 
-def compare_dense(options, configs: list[PythiaConfig], text: TextData, device, stop: StopRequest) -> list[dict]:
+def compare_dense(options, configs: list[PythiaConfig], text: TextData, device, stop: StopRequest) -> list[dict[str, str]]:
     """Trains the configurations on the same batches, one after the other; a row of figures for each."""
     rows = []
     for config in configs:
@@ -206,7 +206,7 @@ def compare_dense(options, configs: list[PythiaConfig], text: TextData, device, 
             {
                 "attention": config.pattern or "dense",
                 "density": f"{layout.density:.3f}",
-                "blocks": layout.nnz_total,
+                "blocks": f"{layout.nnz_total}",
                 "ms/step": f"{median(times) * 1e3:.0f}" if times else "-",
                 "attention ms/step": f"{attention * options.accumulation_steps * 1e3:.0f}",
                 "peak MiB": f"{device.memory_stats()['peak'] / 2**20:.0f}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from . import files, memory
 from .amp import PRECISIONS
+from .command_line import exit_code, flag, standard_streams
 from .errors import DataError, ShapeError
 from .memory.units import readable, table
 from .models import SIZES, PythiaConfig, checkpointed, layers_or_bytes, plannable
@@ -36,21 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     add_plan(commands)
     options = parser.parse_args(argv)
-    try:
-        code = options.run(options)
-        print(end="", flush=True)  # here, where it is noticed that nobody reads on, or that there is no room
-        return code
-    except (ShapeError, DataError, MemoryError) as error:
-        print(f"needle: error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        gone = isinstance(error, BrokenPipeError)  # as in `... | head`
-        if not gone:
-            print(f"needle: error: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
-        return 1 if gone else 2
+    return exit_code("needle", lambda: options.run(options))
 
 
 def add_plan(commands: Any) -> None:
@@ -61,9 +47,9 @@ def add_plan(commands: Any) -> None:
     )
     plan.add_argument("--model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)} (default: 70m)")
     for name, (value, _, what) in NUMBERS.items():
-        plan.add_argument(*_spellings(name), type=int, default=value, metavar="N", help=f"{what} (default: {value})")
-    plan.add_argument(
-        *_spellings("checkpoint_layers"), default="0", metavar="N|SIZE",
+        flag(plan, name, type=int, default=value, help=f"{what} (default: {value})")
+    flag(
+        plan, "checkpoint_layers", default="0", metavar="N|SIZE",
         help="compute so many layers at a time again in backward instead of keeping their arrays (default: 0, keep all); or as few "
         "as keep the peak within SIZE, like 2GiB",
     )  # fmt: skip
@@ -81,10 +67,6 @@ def add_plan(commands: Any) -> None:
     )
     plan.add_argument("--html", default=None, metavar="FILE", help="draw the memory over time, of building and of both steps")
     plan.set_defaults(run=run_plan)
-
-
-def _spellings(name: str) -> list[str]:
-    return [f"--{name}"] + ([f"--{name.replace('_', '-')}"] if "_" in name else [])
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -158,4 +140,5 @@ def fits(config: PythiaConfig, peak_of: Callable[..., int], name: str, budget: i
 
 
 if __name__ == "__main__":
+    standard_streams()
     sys.exit(main())

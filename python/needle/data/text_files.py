@@ -16,13 +16,19 @@ from ..errors import DataError
 
 
 @contextlib.contextmanager
+def writing(path: Path, what: str = "files") -> Iterator[None]:
+    """raises: DataError, in one line, where ``path`` cannot be written; ``what`` the user gave for it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"[{what}] cannot write {path}: {files.reason(error)} (room in a writable folder)") from error
+
+
+@contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
     """``files.write_atomically``. raises: DataError if the folder cannot be made, or the file not be written to its end."""
-    try:
-        with files.write_atomically(path) as file:
-            yield file
-    except OSError as error:
-        raise DataError(f"[files] cannot write {path}: {files.reason(error)} (room in a writable folder)") from error
+    with writing(path), files.write_atomically(path) as file:
+        yield file
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

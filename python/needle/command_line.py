@@ -1,4 +1,4 @@
-"""What the command lines of the apps share: how flags are written, what errors say, how a program ends."""
+"""What the command lines of needle and of its apps share: how flags are written, what errors say, how a program ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from needle.errors import CheckpointError, DataError, DeviceError, ShapeError
+from .errors import CheckpointError, DataError, DeviceError, ShapeError
 
 # What the user can mend. FloatingPointError: numbers that training or generating has driven out of range.
 EXPECTED = (ShapeError, DataError, DeviceError, CheckpointError, IndexError, MemoryError, FloatingPointError)
