@@ -6,18 +6,9 @@ import re
 
 from ..errors import ShapeError
 
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS |= {f"{_letter}b": 1000**_power, **dict.fromkeys((_letter, f"{_letter}i", f"{_letter}ib"), 1024**_power)}
 
 # What `nvidia-smi` shows as the memory of a card, in MiB. source: NVIDIA's data sheets and the driver's own figure.
 _GPUS_MIB = {
@@ -28,7 +19,11 @@ GPUS = {name: mib << 20 for name, mib in _GPUS_MIB.items()}
 
 
 def parse_bytes(text: int | str) -> int:
-    """A number of bytes: an int, ``"16GiB"``, ``"500 MB"``, or the name of a GPU. raises: ShapeError for anything else."""
+    """A number of bytes: an int, ``"16GiB"``, ``"500 MB"``, or the name of a GPU. raises: ShapeError for anything else.
+
+    ``"16G"`` and ``"16Gi"`` are 16 GiB, as Docker, Slurm and systemd take the one and Kubernetes the other; ``"16GB"`` is 16 * 10^9
+    bytes.
+    """
     if isinstance(text, int) and not isinstance(text, bool):
         found = text
     else:
@@ -41,7 +36,8 @@ def parse_bytes(text: int | str) -> int:
             found = int(min(float(match[1]) * _UNITS[match[2]], 2.0**63))
         else:
             raise ShapeError(
-                f"[memory] not an amount of memory: {text!r} (accepted: 16GiB, 500MB, a number of bytes, or {', '.join(GPUS)})"
+                f"[memory] not an amount of memory: {text!r} (accepted: 16GiB, or 16G for the same, 500MB, a number of bytes, or "
+                f"{', '.join(GPUS)})"
             )
     if not 0 < found < 1 << 63:
         raise ShapeError(f"[memory] not an amount of memory: {text!r} (accepted: above 0, below 2^63 bytes)")

@@ -15,13 +15,13 @@ from ..backend_ndarray import meta as shapes_only
 from ..backend_selection import as_device
 from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
 from ..data.text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
-from ..errors import CheckpointError, DataError
+from ..errors import CheckpointError, DataError, ShapeError
+from ..memory.units import parse_bytes
 from .published import config_from_json, config_json, fitting, load_published, published_state
 from .pythia import Pythia, PythiaConfig
 
 CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def load(kind: type[Pythia], source: str | Path, device: BackendDevice | None, dtype: str, revision: str | None) -> Pythia:
@@ -140,10 +140,9 @@ def _write_json(path: Path, content: dict) -> None:
 
 def parse_size(size: int | str) -> int:
     """Bytes of a number, or of a text such as "5GB" or "200MiB". raises: CheckpointError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)?", str(size).upper().strip())
-    bytes_ = int(float(found[1]) * _UNITS[found[2] or ""]) if found else 0
-    if bytes_ < 1:
+    try:
+        return parse_bytes(size)
+    except ShapeError:
         raise CheckpointError(
             f"[save_pretrained] max_shard_size is {size!r} (accepted: bytes, or a text such as '5GB' or '200MiB')"
-        )
-    return bytes_
+        ) from None
