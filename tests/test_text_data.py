@@ -112,6 +112,17 @@ def test_pieces_are_read_in_parts_without_loss(tmp_path):
     assert whole_text(corpus.train + corpus.heldout) == text[1:].replace("\r\n", "\n")
 
 
+@pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.jsonl.gz"])
+def test_json_lines_are_left_to_prepare_data(folder, tmp_path, name):
+    """As text they would be learnt with their keys and quotes."""
+    (folder / name).write_text('{"text": "alpha"}\n' * 1000)
+    for dataset in (folder / name, folder):
+        said = rf"\[dataset\] no text but JSON lines: .*{name} \(python apps/prepare_data.py {dataset} --vocab_size N --output NAME"
+        with pytest.raises(DataError, match=said):
+            load_text(str(dataset), cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
 def test_wikitext_from_a_local_folder(tmp_path):
     local = tmp_path / "data" / "wikitext-2"
     local.mkdir(parents=True)

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from .. import files
 from ..errors import DataError
-from .text_corpus import walk
+from .text_corpus import is_json_lines, walk
 
 _BLOCK_BYTES = 1 << 18
 _BLOCK_PIECES = 1 << 12
@@ -36,7 +36,7 @@ class Source:
     @property
     def lines(self) -> bool:
         """Whether each line is a document."""
-        return self.path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+        return is_json_lines(self.path)
 
     def stamp(self) -> Source | None:
         """What it is now."""
@@ -119,7 +119,7 @@ def find_sources(inputs: Sequence[str | Path]) -> tuple[list[Source], set[int]]:
         folder = os.path.isdir(path)
         if not folder and not os.path.isfile(path):
             raise DataError(f"[inputs] no such file or folder: {str(given)!r} (text files, .jsonl files and folders of them)")
-        found = [file for file in walk(path, path.name) if not file.name.startswith(".")] if folder else [path]
+        found = walk(path, path.name) if folder else [path]
         if not found:
             raise DataError(f"[inputs] no files: {given} (text files, .jsonl files and folders of them)")
         for file in found:

@@ -10,6 +10,7 @@ import codecs
 import hashlib
 import logging
 import os
+import shlex
 import sysconfig
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
@@ -86,7 +87,8 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
     under ``cache_dir``). A folder that has a training and a validation file under WikiText's usual names is split as
     they say; of any other folder some whole files are held out, of a single large file its end.
 
-    raises: DataError for an unknown name, and for text that is missing, empty, binary or unreadable.
+    raises: DataError for an unknown name, for text that is missing, empty, binary or unreadable, and for JSON lines, which
+    ``prepare`` reads.
     """
     if dataset == "stdlib":
         return _stdlib()
@@ -94,14 +96,17 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
         folder = Path(data_dir) / "wikitext-2"
         return _wikitext(folder if folder.is_dir() else _download_wikitext(folder, Path(cache_dir)))
     path = home(dataset)
-    if dataset and os.path.isfile(path):  # unlike Path's, False also for what can be no path
-        return _from_files(path.name, [path], path.parent)
-    if dataset and os.path.isdir(path):
-        if all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
-            return _wikitext(path)
-        files = [file for file in walk(path, path.name) if not file.name.startswith(".")]
-        return _from_files(path.name or str(path), files, path, skip_binary=True)
-    raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, a file or folder of text, or a token file)")
+    is_folder = bool(dataset) and os.path.isdir(path)  # unlike Path's, False also for what can be no path
+    if not is_folder and not (dataset and os.path.isfile(path)):
+        raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, a file or folder of text, or a token file)")
+    if is_folder and all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
+        return _wikitext(path)
+    files = walk(path, path.name) if is_folder else [path]
+    lines = next(filter(is_json_lines, files), None)
+    if lines is not None:
+        command = f"python apps/prepare_data.py {shlex.quote(dataset)} --vocab_size N --output NAME"
+        raise DataError(f"[dataset] no text but JSON lines: {lines} ({command} makes a token file of them, for --dataset NAME)")
+    return _from_files(path.name or str(path), files, path if is_folder else path.parent, skip_binary=is_folder)
 
 
 def _stdlib() -> Corpus:
@@ -211,8 +216,13 @@ def _cut(piece: Piece, name: str) -> tuple[Piece, Piece]:
     return Piece(piece.path, 0, cut), Piece(piece.path, cut, piece.stop)
 
 
+def is_json_lines(path: Path) -> bool:
+    """Whether each line of a file is an object with a document in it, by the file's name."""
+    return path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+
+
 def walk(folder: Path, name: str, leave_out: Set[str] = frozenset()) -> list[Path]:
-    """The files below ``folder`` in a fixed order, without hidden folders; links to folders are not followed."""
+    """The files below ``folder`` in a fixed order, without hidden ones; links to folders are not followed."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"[{name}] cannot read {error.filename}: {error.strerror} (readable folders)") from error
@@ -220,7 +230,7 @@ def walk(folder: Path, name: str, leave_out: Set[str] = frozenset()) -> list[Pat
     found = []
     for parent, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = sorted(f for f in folders if f not in leave_out and not f.startswith("."))
-        found += [Path(parent, file) for file in sorted(files)]
+        found += [Path(parent, file) for file in sorted(files) if not file.startswith(".")]
     return [file for file in found if os.path.isfile(file)]
 
 
