@@ -27,12 +27,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from interleave import append_results, machine
+from interleave import append_results, cores, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
 LOG = BUILD / "log.txt"
-CORES = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2, 16)
+PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q"]
 CHUNK = 48  # tests in one process
 BENCHMARKS_S = 180  # that the tests leave for the benchmarks
 SANITIZED = re.compile(r"test_parity\[.*float32.*(softmax|matmul|layer_norm|attention_sparse|dsd)|_on_tensor_cores\[.*bfloat16")
@@ -153,8 +153,7 @@ class Check:
 
     def tests(self) -> list[str]:
         """The tests that run on the device, by the name it has among their parameters."""
-        pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "--collect-only", "-q"]
-        _, output = self.run([*pytest, "--continue-on-collection-errors", "tests"], 180)
+        _, output = self.run([*PYTEST, "--collect-only", "--continue-on-collection-errors", "tests"], 180)
         named = re.compile(rf"^tests/\S+\.py::\S+\[(.*-)?{self.device}(-.*)?\]$")
         found = [line for line in output.splitlines() if named.match(line) and re.search(self.options.tests, line)]
         for line in output.splitlines():
@@ -171,10 +170,9 @@ class Check:
         A test that loses the GPU takes those after it along, so each that did not pass runs again in a process of its own; all do
         where the process did not come to its end.
         """
-        command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "--tb=short"]
         try:
             leave_s = BENCHMARKS_S if "benchmarks" in self.options.stages else 0
-            code, output = self.run([*command, *tests], 60 if len(tests) == 1 else 150, leave_s)
+            code, output = self.run([*PYTEST, "--tb=short", *tests], 60 if len(tests) == 1 else 150, leave_s)
         except Failure:
             return
         if code == 0 or len(tests) == 1:
@@ -191,7 +189,7 @@ class Check:
     def parity(self) -> None:
         tests, start = self.tests(), time.monotonic()
         chunks = [tests[i : i + CHUNK] for i in range(0, len(tests), CHUNK)]
-        with ThreadPoolExecutor(min(4, CORES)) as pool:
+        with ThreadPoolExecutor(min(4, cores())) as pool:
             verdicts = [verdict for chunk in pool.map(lambda chunk: list(self.verdicts(chunk)), chunks) for verdict in chunk]
         failed = [test for test, output in verdicts if output is not None]
         for test, output in verdicts:
@@ -253,9 +251,8 @@ class Check:
         part = [test for test in self.tests() if SANITIZED.search(test)]
         failed = []
         for kind in ("memcheck", "racecheck", "synccheck", "initcheck"):
-            pytest = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", *part]
             start = time.monotonic()
-            code, output = self.run([tool, "--tool", kind, "--error-exitcode", "1", *pytest], 120)
+            code, output = self.run([tool, "--tool", kind, "--error-exitcode", "1", *PYTEST, *part], 120)
             say("\n".join(output.splitlines()[-40:]))
             self.record(case=kind, tests=len(part), exit_code=code, seconds=time.monotonic() - start)
             failed += [f"{kind}: exit code {code}"] if code else []

@@ -204,13 +204,17 @@ def _record(worker: Worker, first: Worker, threads: int, busy: int) -> dict:
     return record
 
 
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine() -> dict:
     """What the figures depend on: date, commit, CPU, number of usable cores."""
     cpu = platform.processor()
     with contextlib.suppress(FileNotFoundError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -221,7 +225,7 @@ def machine() -> dict:
         "date": now.isoformat(timespec="seconds"),
         "commit": commit,
         "cpu": cpu,
-        "cores": cores,
+        "cores": cores(),
         "load_1min": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()}",
     }

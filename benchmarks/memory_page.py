@@ -32,6 +32,7 @@ from needle.memory.planning import Build
 from needle.models import PythiaConfig, plannable, train_step
 from needle.models.pythia import Pythia
 from needle.optim import AdamW
+from worker import memory_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "memory.md"
@@ -65,9 +66,7 @@ def in_a_process(job: str, **arguments: object) -> dict:
 
 
 def peak_rss() -> int:
-    """Of this process alone: getrusage counts also what it was before exec. Linux only."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return memory_bytes()["peak_rss_bytes"]
 
 
 # --- what runs in a process of its own ---

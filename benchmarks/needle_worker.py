@@ -46,7 +46,7 @@ def pythia_step(
     if pattern:
         config = config.with_sparse(pattern, block=64)
     model = Pythia(config, device=where, seed=0)
-    optimizer = AdamW(model.parameter_groups(), lr=1e-4)
+    optimizer = AdamW(model.parameter_groups(), lr=1e-3)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch_size, seq_len + 1))
     ids, targets = (
         ndl.Tensor(part.copy(), device=where, dtype="int32", requires_grad=False) for part in (tokens[:, :-1], tokens[:, 1:])
@@ -184,15 +184,4 @@ def gemm(m: int, k: int, n: int, device: str = "cpu", dtype: str = "float32") ->
 
 if __name__ == "__main__":
     os.environ.setdefault("NEEDLE_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", ""))
-    serve(
-        {
-            "pythia_step": pythia_step,
-            "generation": generation,
-            "read": read,
-            "attention": attention,
-            "product": product,
-            "adds": adds,
-            "loss": loss,
-            "gemm": gemm,
-        }
-    )
+    serve(pythia_step, generation, read, attention, product, adds, loss, gemm)

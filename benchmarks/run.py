@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
-from interleave import HERE, WAITS, Contestant, Row, Worker, WorkerError, append_results, machine, measure
+from interleave import HERE, WAITS, Contestant, Row, Worker, WorkerError, append_results, cores, machine, measure
 
 NEEDLE_WORKER = HERE / "needle_worker.py"
 TORCH_WORKER = HERE / "peers" / "torch_worker.py"
@@ -131,7 +130,7 @@ def main() -> int:
     parser.add_argument("--needle-python", default=sys.executable, help="a Python that has needle (default: this one)")
     parser.add_argument("--only", choices=("needle", "torch"), help="run one side alone")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda_sim (default: cpu)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[_cores()], help="threads per run (default: all cores)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[cores()], help="threads per run (default: all cores)")
     parser.add_argument("--waits", nargs="+", choices=WAITS, default=["passive", "default"], help="how PyTorch waits")
     parser.add_argument("--busy", type=int, default=0, help="cores kept busy beside (default: 0)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant (default: 7)")
@@ -220,10 +219,6 @@ def _print(records: list[dict]) -> None:
                 end=" ",
             )
             print(f"with the attention measured alone {predicted_ms:.2f} ms")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__":

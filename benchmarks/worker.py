@@ -68,8 +68,9 @@ def timed_steps(case: Case, count: int) -> dict:
     return {"seconds": seconds, "value": value}
 
 
-def serve(cases: dict[str, Callable[..., Case]]) -> None:
-    """Answer commands until ``quit`` or the end of input."""
+def serve(*makers: Callable[..., Case]) -> None:
+    """Answer commands until ``quit`` or the end of input. A case is asked for by the name of the function that makes it."""
+    cases = {make.__name__: make for make in makers}
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     case: Case | None = None

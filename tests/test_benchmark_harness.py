@@ -45,7 +45,7 @@ def script(tmp_path):
                     return float(done)
                 return Case(step, {{"fake": "1.0"}}, int(os.environ["NEEDLE_NUM_THREADS"]))
 
-            serve({{"sleep": sleep}})
+            serve(sleep)
             """
         )
     )

@@ -162,15 +162,4 @@ def product(kind: str, size: int, density: float, block: int = 64, device: str =
 
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    serve(
-        {
-            "pythia_step": pythia_step,
-            "generation": generation,
-            "read": read,
-            "attention": attention,
-            "product": product,
-            "adds": adds,
-            "loss": loss,
-            "gemm": gemm,
-        }
-    )
+    serve(pythia_step, generation, read, attention, product, adds, loss, gemm)
