@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
+from contextlib import ContextDecorator
 from typing import Any
 
 from . import dtype as dt
@@ -42,7 +42,7 @@ def _device_type(device: str | BackendDevice) -> str:
     return name
 
 
-class autocast:
+class autocast(ContextDecorator):
     """Context manager and decorator: products of float32 inside run in 16 bits, with the names and the meaning of PyTorch's.
 
     device_type: a device or its name; ops on other devices are left alone.
@@ -79,14 +79,6 @@ class autocast:
 
     def __exit__(self, *exc: object) -> None:
         set_autocast(current_autocast().outer)
-
-    def __call__(self, function: Callable) -> Callable:
-        @wraps(function)
-        def wrapped(*args, **kwargs):
-            with self:
-                return function(*args, **kwargs)
-
-        return wrapped
 
 
 def is_autocast_enabled(device_type: str | BackendDevice) -> bool:

@@ -153,24 +153,7 @@ def run_backward(
     accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then.
     """
     order = differentiable_order([root], stop)
-    segments: dict[Segment, list[Node]] = {}
-    incomplete = root.peek() is None
-    for node in order:
-        if node.op is None or node in stop:
-            continue
-        if node.released:
-            node.keep()
-            incomplete = True
-        if node.segment is not None:
-            segments.setdefault(node.segment, []).append(node)
-            outer = node.segment.parent
-            while outer is not None:
-                segments.setdefault(outer, [])
-                outer = outer.parent
-    if incomplete:  # a second call, or lazy mode: all in one pass, not op by op
-        for segment in segments:
-            segment.arm()
-        restore(n for n in order if n.segment is None and n not in stop)
+    segments = _made_ready(root, order, stop)
     closing: dict[Node, tuple[Segment, list[Node]]] = {}
     keeps = retain_graph or create_graph
     with enable_grad() if create_graph else no_grad(), _NoAutocast():
@@ -218,6 +201,29 @@ def run_backward(
             for segment in segments:  # whose arrays nobody read
                 segment.disarm()
     return found
+
+
+def _made_ready(root: Node, order: list[Node], stop: frozenset[Node]) -> dict[Segment, list[Node]]:
+    """Sees to it that gradients find what they read outside of segments. The segments in ``order``, each with its own nodes."""
+    segments: dict[Segment, list[Node]] = {}
+    incomplete = root.peek() is None
+    for node in order:
+        if node.op is None or node in stop:
+            continue
+        if node.released:
+            node.keep()
+            incomplete = True
+        if node.segment is not None:
+            segments.setdefault(node.segment, []).append(node)
+            outer = node.segment.parent
+            while outer is not None:
+                segments.setdefault(outer, [])
+                outer = outer.parent
+    if incomplete:  # a second call, or lazy mode: all in one pass, not op by op
+        for segment in segments:
+            segment.arm()
+        restore(n for n in order if n.segment is None and n not in stop)
+    return segments
 
 
 def _open_segment(segment: Segment, waiting: dict[Segment, list[Node]], closing: dict, disarm: bool) -> None:

@@ -91,11 +91,6 @@ def is_float(name: str) -> bool:
     return _KINDS[name] == "f"
 
 
-def is_integer(name: str) -> bool:
-    """Whether the dtype of that name is an integer, bool not included."""
-    return _KINDS[name] == "i"
-
-
 def promote(a: str, b: str) -> str:
     """The dtype of ``a op b``: floats win over integers, integers over bool, wider over narrower."""
     if a == b:

@@ -6,7 +6,7 @@ Gradients are compared with finite differences in float64 only: in float32 the n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,7 +40,6 @@ class OpCase:
     reason: str = ""
     dtypes: Sequence[str] = ("float64", "float32", "float16", "bfloat16")
     differentiable: Sequence[int] | None = None
-    tags: frozenset[str] = field(default_factory=frozenset)
 
     def inputs(self, seed: int = 0) -> list[np.ndarray]:
         """The inputs in float64, rounded to bfloat16 so that every dtype is given the same numbers."""

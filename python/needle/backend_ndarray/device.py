@@ -129,12 +129,12 @@ class BackendDevice:
         return self._drawn(np.random.rand, shape, dtype)
 
     def _drawn(self, draw: Callable, shape: tuple[int, ...], dtype: str):
-        from .ndarray import empty
+        from .ndarray import NDArray, empty
 
         if self.name == "meta":  # a plan of a large model makes no numbers
             return empty(shape, dtype, self)
-        values = draw(*shape)
-        return self._array(values if self.numpy_semantics else np.asarray(values, np.float32), dtype)
+        values = np.asarray(draw(*shape))
+        return NDArray(values, self) if self.numpy_semantics else NDArray(values.astype(np.float32), self, dtype or "float32")
 
     def one_hot(self, n: int, i: Any, dtype: str = "float32"):
         """(*i.shape, n): 1 where the last index equals ``i``, made on the device. raises: IndexError for an i outside 0..n-1."""
@@ -163,13 +163,6 @@ class BackendDevice:
     def ones(self, *shape: int, dtype: str | None = "float32"):
         """An array of ones."""
         return self.full(shape, 1.0, dtype)
-
-    def _array(self, values: Any, dtype: str | None):
-        from .ndarray import NDArray
-
-        if self.numpy_semantics:
-            return NDArray(np.asarray(values), device=self)
-        return NDArray(np.asarray(values), device=self, dtype=dtype or "float32")
 
 
 @lru_cache(maxsize=None)

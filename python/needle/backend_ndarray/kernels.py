@@ -45,7 +45,7 @@ def _check(op: str, *arrays: NDArray, floating: bool = True) -> NDArray:
     return first
 
 
-def as_ids(op: str, ids: NDArray) -> NDArray:
+def _as_ids(ids: NDArray) -> NDArray:
     """Whole numbers as int32 or int64; floats (the course's data) are cast."""
     return ids if ids._dtype in ("int32", "int64") else ids.astype("int32")
 
@@ -172,7 +172,7 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
 
 def embedding(weight: NDArray, ids: NDArray) -> NDArray:
     """one_hot(ids) @ weight as a gather: weight (V, D), ids (...) -> (..., D). raises: IndexError for an id outside 0..V-1."""
-    ids = as_ids("embedding", ids)
+    ids = _as_ids(ids)
     _check("embedding", weight, ids, floating=False)
     if weight.ndim != 2:
         raise ShapeError(f"[embedding] weight is {weight._shape} (accepted: (vocabulary, features))")
@@ -184,7 +184,7 @@ def embedding(weight: NDArray, ids: NDArray) -> NDArray:
 
 def embedding_backward(dy: NDArray, ids: NDArray, vocab: int, into: NDArray | None = None) -> NDArray:
     """The gradient of the weight, (V, D): rows of dy summed by id, in order of position. into: add to this instead."""
-    ids = as_ids("embedding", ids)
+    ids = _as_ids(ids)
     dim = dy._shape[-1]
     dweight = into if into is not None else _new((vocab, dim), dy._dtype, dy._device)
     workspace = _workspace((ids.size + vocab + 1,), "int32", dy._device)
@@ -197,7 +197,7 @@ def embedding_backward(dy: NDArray, ids: NDArray, vocab: int, into: NDArray | No
 
 def one_hot(ids: NDArray, depth: int, dtype: str = "float32") -> NDArray:
     """(...) -> (..., depth). raises: IndexError for an id outside 0..depth-1."""
-    ids = as_ids("one_hot", ids)
+    ids = _as_ids(ids)
     out = _new(ids._shape + (depth,), dt.name_of(dtype), ids._device)
     ids._device.require().one_hot(ids.contiguous_handle(), out._handle, ids.size, depth)
     return out
@@ -208,7 +208,7 @@ def one_hot(ids: NDArray, depth: int, dtype: str = "float32") -> NDArray:
 
 def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = -100) -> tuple[NDArray, NDArray]:
     """(loss, lse), one per row: logits (N, V), targets (N). Rows whose target is ignore_index have loss 0."""
-    targets = as_ids("cross_entropy", targets)
+    targets = _as_ids(targets)
     _check("cross_entropy", logits)
     _check("cross_entropy", logits, targets, floating=False)
     if logits.ndim != 2 or targets._shape != logits._shape[:1]:
@@ -222,18 +222,22 @@ def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = -100) -
     return loss, lse
 
 
-def cross_entropy_backward(
-    logits: NDArray, targets: NDArray, lse: NDArray, dloss: NDArray, ignore_index: int = -100, in_place: bool = False
-) -> NDArray:
-    """dlogits; in_place overwrites ``logits`` with it."""
-    targets = as_ids("cross_entropy", targets)
+def cross_entropy_backward(logits: NDArray, targets: NDArray, lse: NDArray, dloss: NDArray, ignore_index: int = -100) -> NDArray:
+    targets = _as_ids(targets)
     rows, cols = logits._shape
-    dlogits = logits if in_place else _new(logits._shape, logits._dtype, logits._device)
+    dlogits = _new(logits._shape, logits._dtype, logits._device)
     logits._device.cross_entropy_backward(
         logits.contiguous_handle(), targets.contiguous_handle(), lse.contiguous_handle(), dloss.contiguous_handle(),
         dlogits._handle, rows, cols, ignore_index,
     )  # fmt: skip
     return dlogits
+
+
+def _chunk_rows(rows: int, most: int) -> int:
+    """How many rows are taken at a time, ``most`` at most: chunks of one size, the last perhaps shorter, in whole panels."""
+    panel = min(most, PANEL_ROWS)
+    chunks = max(1, -(-rows // (most - most % panel)))
+    return max(1, min(rows, -(-rows // (chunks * panel)) * panel))
 
 
 def linear_cross_entropy(
@@ -252,7 +256,7 @@ def linear_cross_entropy(
     so the hard cap is max(chunk_bytes, one row). Each logit is computed once: three matrix products in all.
     compute_dtype: what hidden, weight and logits are cast to; the gradients are float32 then, and with 16-bit inputs.
     """
-    targets = as_ids("linear_cross_entropy", targets)
+    targets = _as_ids(targets)
     if compute_dtype is not None:
         hidden, weight = hidden.astype(compute_dtype, copy=False), weight.astype(compute_dtype, copy=False)
     _check("linear_cross_entropy", hidden, weight)
@@ -264,11 +268,7 @@ def linear_cross_entropy(
         )
     rows, vocab = hidden._shape[0], weight._shape[1]
     device, dtype, wide = hidden._device, hidden._dtype, _wide(hidden._dtype)
-    at_once = max(1, chunk_bytes // max(1, vocab * dt.ROWS[dtype].itemsize))
-    panel = min(at_once, PANEL_ROWS)
-    at_once -= at_once % panel
-    even = -(-rows // -(-rows // at_once)) if rows else 1  # chunks of one size, the last at most shorter, in whole panels
-    at_once = min(rows, -(-even // panel) * panel) if rows else 1
+    at_once = _chunk_rows(rows, max(1, chunk_bytes // max(1, vocab * dt.ROWS[dtype].itemsize)))
     hidden = hidden if hidden._contiguous else hidden.copy()
     counted = (targets != ignore_index).astype(wide).sum().maximum(1.0)
     losses = _new((rows,), wide, device)

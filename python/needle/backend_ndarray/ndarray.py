@@ -363,7 +363,7 @@ class NDArray:
                 raise ShapeError(f"[reshape] cannot reshape {self._shape} to {shape}")
             shape = tuple(self.size // known if n == -1 else n for n in shape)
         if math.prod(shape) != self.size:
-            raise ShapeError(f"[reshape] sizes differ: {self._shape} has {self.size} elements, {shape} has {prod(shape)}")
+            raise ShapeError(f"[reshape] sizes differ: {self._shape} has {self.size} elements, {shape} has {math.prod(shape)}")
         if not self._contiguous:
             raise ShapeError(f"[reshape] {self._shape} with strides {self._strides} is not contiguous (call compact first)")
         return self._view(shape, compact_strides(shape))
@@ -419,8 +419,8 @@ class NDArray:
         start, stop, step = sl.indices(self._shape[dim])
         return slice(start, stop, step)
 
-    def _index_view(self, idxs) -> tuple[list[int], list[int], int]:
-        """(shape, strides, offset) of the view that basic indexing gives; an int keeps its axis with length 1."""
+    def __getitem__(self, idxs) -> NDArray:
+        """Basic indexing, a view. As in the course an int keeps its axis: ``A[1, 2]`` has shape (1, 1)."""
         items = list(idxs) if isinstance(idxs, tuple) else [idxs]
         if any(item is Ellipsis for item in items):
             at = next(i for i, item in enumerate(items) if item is Ellipsis)
@@ -451,11 +451,7 @@ class NDArray:
             else:
                 raise IndexError(f"[getitem] unsupported index {item!r} (accepted: int, slice, None, ...)")
             axis += 1
-        return shape, strides, self._offset if 0 in shape else offset  # without elements it could end up beyond the memory
-
-    def __getitem__(self, idxs) -> NDArray:
-        """Basic indexing, a view. As in the course an int keeps its axis: ``A[1, 2]`` has shape (1, 1)."""
-        shape, strides, offset = self._index_view(idxs)
+        offset = self._offset if 0 in shape else offset  # without elements it could end up beyond the memory
         return self._view(tuple(shape), tuple(strides), offset)
 
     def __setitem__(self, idxs, other) -> None:
@@ -494,9 +490,9 @@ class NDArray:
             function(self._handle, self._strides, self._offset, out._handle, self._shape)
         return out
 
-    def _float_unary(self, op: str) -> NDArray:
+    def _float_unary(self, op: str, dtype: str | None = None) -> NDArray:
         x = self if dt.is_float(self._dtype) else self.astype(self._device.default_float)
-        return x._unary(op)
+        return x._unary(op, dtype)
 
     def _binary(self, other, op: str, scalar_op: str, to_bool: bool = False, to_float: bool = False) -> NDArray:
         device = self._device
@@ -658,19 +654,15 @@ class NDArray:
 
     def isnan(self):
         """Which elements are NaN, as bool."""
-        return self._float_unary_test("ewise_isnan")
+        return self._float_unary("ewise_isnan", "bool")
 
     def isinf(self):
         """Which elements are infinite, as bool."""
-        return self._float_unary_test("ewise_isinf")
+        return self._float_unary("ewise_isinf", "bool")
 
     def isfinite(self):
         """Which elements are neither infinite nor NaN, as bool."""
-        return self._float_unary_test("ewise_isfinite")
-
-    def _float_unary_test(self, op: str) -> NDArray:
-        x = self if dt.is_float(self._dtype) else self.astype(self._device.default_float)
-        return x._unary(op, "bool")
+        return self._float_unary("ewise_isfinite", "bool")
 
     def log(self):
         """Natural logarithm; integers become floats."""

@@ -25,6 +25,12 @@ class Dataset:
             x = transform(x)
         return x
 
+    def _transformed(self, images: np.ndarray) -> np.ndarray:
+        """One image, or several of them, each after all transforms."""
+        if images.ndim == 3 or not self.transforms:
+            return self.apply_transforms(images)
+        return np.stack([self.apply_transforms(image) for image in images])
+
 
 class DataLoader:
     """Batches of a data set as tuples of Tensors, float32 on the default device, without gradient; the last may be short.

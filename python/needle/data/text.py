@@ -80,9 +80,7 @@ def load_text(
     if tokenizer is not None:
         tokenizer = home(tokenizer)
         tokens = load_tokenizer(tokenizer)
-        vocab_size = tokens.size if vocab_size is None else vocab_size
-        if tokens.size > vocab_size:
-            raise DataError(f"[vocab_size] smaller than the tokenizer's: {vocab_size} ({tokens.size} or more)")
+        vocab_size = _vocabulary(vocab_size, tokens)
         tokenizer_key = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     else:
         vocab_size = 10_000 if vocab_size is None else vocab_size
@@ -120,12 +118,10 @@ def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path |
     beside = path.with_name(path.name.removesuffix(".bin") + TOKENIZER_ENDING)
     found = home(tokenizer) if tokenizer is not None else beside if beside.is_file() else None
     tokens = load_tokenizer(found) if found is not None else None
-    if vocab_size is None:
-        if tokens is None:
-            raise DataError(f"[{path.name}] neither a vocabulary nor a tokenizer (one of vocab_size, tokenizer and {beside.name})")
-        vocab_size = tokens.size
-    elif tokens is not None and tokens.size > vocab_size:
-        raise DataError(f"[vocab_size] smaller than the tokenizer's: {vocab_size} ({tokens.size} or more)")
+    if tokens is not None:
+        vocab_size = _vocabulary(vocab_size, tokens)
+    elif vocab_size is None:
+        raise DataError(f"[{path.name}] neither a vocabulary nor a tokenizer (one of vocab_size, tokenizer and {beside.name})")
     file = read_token_file(path, vocab_size)
     for piece in sample(file.tokens, _LOOKED_AT_TOKENS):
         low, high = int(piece.min()), int(piece.max())
@@ -140,6 +136,13 @@ def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path |
     if count - cut < held / 2:  # long documents
         cut = count - held
     return TextData(path.name, file.tokens[:cut], file.tokens[cut:], vocab_size, tokens, None, file.sequence_tokens)
+
+
+def _vocabulary(vocab_size: int | None, tokenizer: TextTokenizer) -> int:
+    """The model's vocabulary, by default the tokenizer's. raises: DataError if it is smaller."""
+    if vocab_size is not None and vocab_size < tokenizer.size:
+        raise DataError(f"[vocab_size] smaller than the tokenizer's: {vocab_size} ({tokenizer.size} or more)")
+    return tokenizer.size if vocab_size is None else vocab_size
 
 
 def _kept_tokenizer(path: Path) -> TextTokenizer | None:

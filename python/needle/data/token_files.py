@@ -39,18 +39,16 @@ _SEQUENCE_TOKENS = 1 << 30  # the most in a sequence that is written; its length
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A token file. A document is one sequence or several; a file without an index is one document.
+    """A token file; one without an index is one sequence.
 
     tokens: (tokens,) integers, those of all sequences in a row. lengths: (sequences,) int32. starts: (sequences,) int64, in bytes.
-    documents: (documents + 1,) int64, the number of sequences before each document and after the last. All are memory-mapped.
-    sequence_tokens: how long every sequence is, if they are of one length.
+    All are memory-mapped. sequence_tokens: how long every sequence is, if they are of one length.
     """
 
     path: Path
     tokens: np.ndarray
     lengths: np.ndarray
     starts: np.ndarray
-    documents: np.ndarray
     sequence_tokens: int | None
 
     def __len__(self) -> int:
@@ -119,7 +117,7 @@ def _indexed(path: Path, index: Path, nbytes: int) -> TokenFile:
     shortest, longest = _check_sequences(index.name, lengths, starts, itemsize, nbytes, path.name)
     _check_documents(index.name, documents, sequences)
     tokens = _map(path, _DTYPES[code], 0, nbytes // itemsize)
-    return TokenFile(path, tokens, lengths, starts, documents, longest if shortest == longest else None)
+    return TokenFile(path, tokens, lengths, starts, longest if shortest == longest else None)
 
 
 def _check_sequences(name: str, lengths: np.ndarray, starts: np.ndarray, itemsize: int, nbytes: int, data: str) -> tuple[int, int]:
@@ -146,6 +144,9 @@ def _check_sequences(name: str, lengths: np.ndarray, starts: np.ndarray, itemsiz
 
 
 def _check_documents(name: str, documents: np.ndarray, sequences: int) -> None:
+    """How many sequences there are before each document and after the last: training looks at sequences alone, but a table that
+    is not in order tells of damage.
+    """
     before = 0
     for first in range(0, len(documents), _ENTRIES):
         piece = np.asarray(documents[first : first + _ENTRIES])
@@ -174,7 +175,7 @@ def _unindexed(path: Path, nbytes: int, vocab_size: int | None) -> TokenFile:
             raise DataError(f"[{path.name}] cut off: {nbytes} bytes (whole ids of {np.dtype(dtype).itemsize} bytes)")
     if not count:
         raise DataError(f"[{path.name}] no tokens: {nbytes} bytes (one token at least)")
-    return TokenFile(path, _map(path, dtype, place, count), np.array([count]), np.array([0]), np.array([0, 1]), None)
+    return TokenFile(path, _map(path, dtype, place, count), np.array([count]), np.array([0]), None)
 
 
 def _width(path: Path, nbytes: int, vocab_size: int | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backend_ndarray.device import BackendDevice, drop_device_caches
+from ..backend_ndarray.device import BackendDevice, cpu, cpu_numpy, drop_device_caches
 from ..backend_ndarray.host_memory import CATEGORIES
 from ..backend_selection import as_device
 from . import sites
@@ -134,7 +134,7 @@ def process(device: BackendDevice | None = None) -> dict[str, int]:
     found["rss"] = fields["VmRSS"]
     found["libraries"] = fields.get("RssFile", 0) + fields.get("RssShmem", 0)
     anonymous = found["rss"] - found["libraries"]
-    host = [d.mod.memory_stats() for d in _host_devices() if d.mod is not None]
+    host = [d.require().memory_stats() for d in (cpu(), cpu_numpy()) if d.is_loaded]  # asking must not import a backend
     found["arrays"] = min(sum(s["live"] for s in host), anonymous)
     found["cached"] = min(sum(s["reserved"] - s["live"] for s in host), anonymous - found["arrays"])
     found["rest"] = anonymous - found["arrays"] - found["cached"]
@@ -145,10 +145,3 @@ def process(device: BackendDevice | None = None) -> dict[str, int]:
         found["device_context_and_others"] = max(0, card["total_bytes"] - card["free_bytes"] - raw["reserved"])
         found["device_total"] = card["total_bytes"]
     return found
-
-
-def _host_devices() -> list[BackendDevice]:
-    """The CPU's devices that have been used: asking about memory must not import a backend."""
-    from ..backend_ndarray.device import cpu, cpu_numpy
-
-    return [d for d in (cpu(), cpu_numpy()) if d.is_loaded]

@@ -34,7 +34,6 @@ class Plan:
     peak_bytes: int
     peak_step: int
     peak_op: str
-    peak_phase: str
     peak_module: str
     peak_place: str
     by_category: dict[str, int]
@@ -83,7 +82,6 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
         peak_bytes=t.peak_bytes - base,
         peak_step=int(t.mark_at(t.peak_index).removeprefix("step ") or 0),
         peak_op=site.what,
-        peak_phase=site.phase,
         peak_module=t.peak_module,
         peak_place=(site.forward or site).place,
         by_category=_sums(holders),

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import ops
-from ..autograd import Tensor
 from ..backend_ndarray import kernels
 from ..errors import ShapeError
 from ..ops.ops_loss import IGNORE_INDEX
-from .generation import inference
+from .generation import inference, integers
 from .pythia import Pythia
 
 
@@ -38,10 +37,6 @@ class TextScore:
     def bits_per_byte(self, text_bytes: int) -> float:
         """text_bytes: of the predicted text, in UTF-8. Comparable between vocabularies, which nats per token are not."""
         return self.nats / math.log(2) / text_bytes
-
-
-def _integers(model: Pythia, values: np.ndarray) -> Tensor:
-    return Tensor(values, device=model.device, dtype="int32", requires_grad=False)
 
 
 def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -93,7 +88,7 @@ def score_text(
             targets[row, scored - first : last - first] = ids[scored + 1 : last + 1]
         count = int((targets != IGNORE_INDEX).sum())
         with inference(model):
-            nats += model.loss(_integers(model, inputs), _integers(model, targets)).item() * count
+            nats += model.loss(integers(model, inputs), integers(model, targets)).item() * count
         counted += count
         if progress is not None:
             progress(counted)
@@ -148,12 +143,12 @@ def score_endings(
             inputs[b, : len(row) - 1] = row[:-1]
             asked.append(b * T + np.arange(len(row) - 1 - len(ending), len(row) - 1))
         with inference(model):
-            hidden = model.hidden(_integers(model, inputs))
+            hidden = model.hidden(integers(model, inputs))
             flat = ops.reshape(hidden, (-1, hidden.shape[2]))
-            rows_asked = ops.embedding(flat, _integers(model, np.concatenate(asked)))
+            rows_asked = ops.embedding(flat, integers(model, np.concatenate(asked)))
             logits = ops.matmul(rows_asked, model.embed_out).realize_cached_data()
         targets = np.concatenate([ending for _, ending in part])
-        losses, _ = kernels.cross_entropy(logits, _integers(model, targets).realize_cached_data())
+        losses, _ = kernels.cross_entropy(logits, integers(model, targets).realize_cached_data())
         nats += float(losses.numpy().sum(dtype=np.float64))
         hits = logits.argmax(axis=1).numpy() == targets
         ends = np.cumsum([len(ending) for _, ending in part])

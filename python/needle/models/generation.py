@@ -130,6 +130,11 @@ def inference(model: Pythia) -> Iterator[None]:
         dropout.training = training
 
 
+def integers(model: Pythia, values: np.ndarray) -> Tensor:
+    """Ids or positions on the model's device."""
+    return Tensor(values, device=model.device, dtype="int32", requires_grad=False)
+
+
 class KeyValueCache:
     """Keys and values of every position so far, by layer: (B, H, S, D) each, made once.
 
@@ -181,22 +186,19 @@ class Decoder:
             row[: len(prompt)] = prompt
         with inference(self.model):
             x = self._layers(ids, self.cos, self.sin, self.model.config.layout(T), self.cache.attend_prompt)
-            last = self._ids(np.arange(B, dtype=np.int32) * T + self.lengths - 1)
+            last = integers(self.model, np.arange(B, dtype=np.int32) * T + self.lengths - 1)
             return self._logits(ops.embedding(ops.reshape(x, (B * T, x.shape[2])), last))
 
     def step(self, ids: np.ndarray, running: np.ndarray) -> np.ndarray:
         """ids: (B,), the token after each sequence; running: (B,) of bool, the sequences that it is added to."""
-        self.cache.positions = at = self._ids(self.lengths).realize_cached_data()
+        self.cache.positions = at = integers(self.model, self.lengths).realize_cached_data()
         cos, sin = kernels.embedding(self.cos, at), kernels.embedding(self.sin, at)
         self.lengths += running
         with inference(self.model):
             return self._logits(self._layers(ids[None], cos, sin, self.layout, self.cache.attend_step))
 
-    def _ids(self, values: np.ndarray) -> Tensor:
-        return Tensor(values, device=self.model.device, dtype="int32", requires_grad=False)
-
     def _layers(self, ids: np.ndarray, cos: NDArray, sin: NDArray, layout: BlockLayout, attend: Callable[..., Tensor]) -> Tensor:
-        x = ops.embedding(self.model.embed_in, self._ids(ids))
+        x = ops.embedding(self.model.embed_in, integers(self.model, ids))
         for i, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, layout, partial(attend, i))
         return x

@@ -48,12 +48,7 @@ class CIFAR10Dataset(Dataset):
         self.y = np.concatenate(labels)
 
     def __getitem__(self, index) -> tuple:
-        image = self.X[index]
-        if not self.transforms:
-            return image, self.y[index]
-        if image.ndim == 3:
-            return self.apply_transforms(image), self.y[index]
-        return np.stack([self.apply_transforms(x) for x in image]), self.y[index]
+        return self._transformed(self.X[index]), self.y[index]
 
     def __len__(self) -> int:
         return len(self.y)

@@ -48,12 +48,7 @@ class MNISTDataset(Dataset):
         self.images = images.reshape(-1, SIDE, SIDE, 1)
 
     def __getitem__(self, index) -> tuple:
-        images = self.images[index]
-        if images.ndim == 3:
-            return self.apply_transforms(images), self.labels[index]
-        if self.transforms:
-            images = np.stack([self.apply_transforms(image) for image in images])
-        return images, self.labels[index]
+        return self._transformed(self.images[index]), self.labels[index]
 
     def __len__(self) -> int:
         return len(self.labels)
