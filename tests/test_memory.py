@@ -23,7 +23,7 @@ from devices import usable
 from needle import memory, nn, ops
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import OutOfMemoryError, ShapeError
-from needle.models import Pythia, PythiaConfig, checkpointed, plannable, train_step
+from needle.models import SIZES, Pythia, PythiaConfig, checkpointed, plannable, train_step
 from needle.optim import SGD, Adam, AdamW
 
 ROOT = Path(__file__).parent.parent
@@ -300,14 +300,18 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize("name", ["cpu", "cuda_sim", "cuda", "cpu_numpy"])
 def test_the_plan_is_the_measured_peak_to_the_byte(name):
+    """Every combination on cpu; elsewhere, where the same calls allocate, each configuration and each way to run it once."""
     device = usable(name)
-    for config, *run in CONFIGURATIONS:
-        if run[1] % config.block:
-            continue
+    for config, *run in CONFIGURATIONS if name == "cpu" else CONFIGURATIONS[::8]:
         build = plannable(config, *run)
         planned = memory.peak_bytes(build)
         assert planned == memory.peak_bytes(build, device=device) > 4 * config.parameter_count() * 3, (config, run)
-        assert planned == memory.plan(build).peak_bytes
+
+
+def test_a_plan_has_the_peak_of_the_counters():
+    for config, *run in CONFIGURATIONS[::8]:
+        build = plannable(config, *run)
+        assert memory.plan(build).peak_bytes == memory.peak_bytes(build), (config, run)
 
 
 def test_a_plan_says_where_the_peak_is():
@@ -351,52 +355,39 @@ def test_the_fewest_that_fit_are_found(most):
         memory.smallest(peak_of, 99 - 10 * most, most)
 
 
-def test_a_budget_chooses_how_many_layers_are_checkpointed(cpu):
+def test_a_budget_chooses_how_many_layers_are_checkpointed():
     config = replace(TINY, layers=4)
     peaks = [memory.peak_bytes(plannable(replace(config, checkpoint_layers=(1,) * n), 8, 64)) for n in range(5)]
     assert peaks == sorted(set(peaks), reverse=True)
     for n in range(5):
         chosen = checkpointed(config, f"{peaks[n]}", 8, 64)
         assert chosen.checkpoint_segments == (1,) * n
-        assert memory.peak_bytes(plannable(chosen, 8, 64), device=cpu) == peaks[n]
     with pytest.raises(ShapeError, match=f"{peaks[4]:,} bytes"):
         checkpointed(config, f"{peaks[4] - 1}", 8, 64)
 
 
-def test_the_command_line_plans(capsys):
+@pytest.fixture
+def small_plan(monkeypatch):
+    """The command, for a model of two small layers: README.md's is of a large one."""
+    monkeypatch.setitem(SIZES, "tiny", (2, 32, 2, 64))
+    return ["plan", "--model", "tiny", "--vocab_size", "500", "--batch-size", "2", "--seq_len", "64"]
+
+
+def test_the_command_line_plans(capsys, small_plan):
     from needle.__main__ import main
 
-    assert (
-        main(
-            [
-                "plan",
-                "--model",
-                "14m",
-                "--vocab_size",
-                "500",
-                "--batch-size",
-                "2",
-                "--seq_len",
-                "64",
-                "--gpu",
-                "T4",
-                "--gpu",
-                "600MiB",
-            ]
-        )
-        == 0
-    )
+    assert main([*small_plan, "--gpu", "T4", "--gpu", "600M"]) == 0
     out = capsys.readouterr().out
-    assert "layers.5" in out and "T4: 15.00 GiB" in out and "largest micro-batch" in out
-    assert "0 of 6 (planned above)" in out and all(f"{p}, 6 of 6 layers computed again" in out for p in ("fp32", "bf16", "fp16"))
-    assert main(["plan", "--model", "14m", "--vocab_size", "500", "--seq_len", "64", "--precision", "bf16"]) == 0
+    assert "layers.1" in out and "T4: 15.00 GiB" in out and "600M: 600.00 MiB" in out and "largest micro-batch" in out
+    assert "0 of 2 (planned above)" in out and all(f"{p}, 2 of 2 layers computed again" in out for p in ("fp32", "bf16", "fp16"))
+    assert main([*small_plan, "--precision", "bf16"]) == 0
     assert "AdamW, bf16" in capsys.readouterr().out
     assert main(["plan", "--model", "15m"]) == 2 and main(["plan", "--gpu", "T5"]) == 2 and main(["plan", "--gpu", "1MiB"]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and "unknown model: 15m" in err[0] and "T5" in err[1]
 
 
-def test_numbers_of_a_plan_and_where_it_is_drawn(tmp_path, capsys):
+def test_numbers_of_a_plan_and_where_it_is_drawn(tmp_path, capsys, small_plan):
     pytest.importorskip("plotly")
     from needle.__main__ import NUMBERS, main
 
@@ -404,13 +395,12 @@ def test_numbers_of_a_plan_and_where_it_is_drawn(tmp_path, capsys):
         for value in (-1, 0, most + 1, 10**30):
             assert main(["plan", "--sparse", f"--{name}", str(value)]) == 2
             assert capsys.readouterr().err == f"needle: error: [{name}] is {value} (accepted: 1 to {most:,})\n"
-    small = ["plan", "--model", "14m", "--vocab_size", "500", "--batch_size", "1", "--seq_len", "64"]
     (tmp_path / "file").write_text("")
-    assert main([*small, "--html", str(tmp_path / "file" / "x.html")]) == 2
+    assert main([*small_plan, "--html", str(tmp_path / "file" / "x.html")]) == 2
     assert re.fullmatch(r"needle: error: \[html\] cannot draw .*: Not a directory \(.*\)\n", capsys.readouterr().err)
-    assert main([*small, "--accumulation_steps", "2"]) == 0
+    assert main([*small_plan, "--accumulation_steps", "2"]) == 0
     two = capsys.readouterr().out
-    assert main([*small, "--accumulation_steps", str(1 << 20)]) == 0  # which is not the work of so many
+    assert main([*small_plan, "--accumulation_steps", str(1 << 20)]) == 0  # which is not the work of so many
     assert capsys.readouterr().out.splitlines()[1:] == two.splitlines()[1:]
 
 
@@ -686,6 +676,28 @@ def test_a_leak_is_found_and_named(with_layer, run, name):
     assert set(check.found) == {name}
     assert len(warned) == 1 and "`.detach()`" in str(warned[0].message) and "test_memory.py:" in str(warned[0].message)
     assert check.found[name].steps >= 1 and check.found[name].nbytes > 0
+
+
+def test_objects_that_are_none_of_needles_are_not_asked_what_they_are(with_layer):
+    """Some answer with a warning, as PyTorch's, or with another class."""
+    asked = []
+
+    class Proxy:
+        def __init__(self):
+            self.seen_by_the_collector = []
+
+        @property
+        def __class__(self):
+            asked.append(True)
+            return Proxy
+
+    proxy, history = Proxy(), [relu_of_layer()]
+    asked.clear()
+    assert "history" in [leak.name for leak in memory.leaks()] and proxy.seen_by_the_collector == []
+    with memory.trace():
+        relu_of_layer()
+    assert not asked
+    history.clear()
 
 
 def test_many_leaks_cost_one_search(with_layer, monkeypatch):

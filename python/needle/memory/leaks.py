@@ -117,8 +117,10 @@ def leaks() -> list[Leak]:
 
 def find(before: int | None, ends: list[int]) -> list[Leak]:
     """The leaks among nodes made before tick ``before`` of the write clock (None: all). ends: the ticks at which steps ended."""
-    # An op that failed has left a handle without a node, which its traceback may keep.
-    handles = [x for x in gc.get_objects() if isinstance(x, Value) and getattr(x, "_node", None) is not None and x.op is not None]
+    # By type alone: isinstance would ask each object of the program for its class. An op that failed has left a handle without a
+    # node, which its traceback may keep.
+    handles = [x for x in gc.get_objects() if issubclass(type(x), Value) and getattr(x, "_node", None) is not None]
+    handles = [x for x in handles if x.op is not None]
     is_old = lambda n: n.op is not None and (before is None or n.time <= before)  # noqa: E731
     leads: set[Node] = set()  # to an old node: that, and what is above it
     for node in _under(handles):

@@ -39,7 +39,8 @@ class ModuleNames:
     """
 
     def __init__(self, device: BackendDevice):
-        modules = [m for m in gc.get_objects() if isinstance(m, Module) and any(p.device == device for p in m.parameters())]
+        modules = [m for m in gc.get_objects() if issubclass(type(m), Module)]  # isinstance would ask each object for its class
+        modules = [m for m in modules if any(p.device == device for p in m.parameters())]
         children = {id(child) for m in modules for child in m._children()}
         roots = [m for m in modules if id(m) not in children]
         self.modules: dict[int, str] = {}
