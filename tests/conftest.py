@@ -1,10 +1,15 @@
-"""Devices as fixtures."""
+"""Devices and apps as fixtures."""
 
+import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+# numpy's products and PyTorch: their threads spin while they wait, which is slow where several test processes share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if folder := os.environ.get("NEEDLE_TEST_PACKAGE"):  # another build than the installed one; sanitize.py sets it
     # The finder of an editable install comes before every path.
@@ -35,3 +40,28 @@ def host(request):
 @pytest.fixture
 def cpu():
     return usable("cpu")
+
+
+@pytest.fixture(scope="module")
+def own_cache(tmp_path_factory):
+    """What apps find in their environment: this package, and a cache that is empty at first."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "python"))
+        patch.setenv("NEEDLE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def app(monkeypatch, capsys):
+    """Runs an app in this process, where it takes no second to start; its end is what ``subprocess.run`` gives."""
+    monkeypatch.chdir(Path(__file__).parent.parent)
+
+    def call(name, *arguments):
+        try:
+            code = importlib.import_module(name).main([*map(str, arguments)])
+        except SystemExit as ended:
+            code = ended.code
+        said = capsys.readouterr()
+        return subprocess.CompletedProcess(arguments, code, said.out, said.err)
+
+    return call

@@ -250,8 +250,9 @@ def test_no_graph_and_no_growth(host):
     live, tensors = [], []
     for _ in model.stream(PROMPTS[:3], max_new_tokens=200, do_sample=True, repetition_penalty=1.1):
         live.append(host.memory_stats()["live"])
-        tensors.append(ndl.autograd.TENSOR_COUNTER)
-    assert len(set(live[1:])) == 1 and len(set(tensors[1:])) == 1
+        if len(live) in (10, 200):
+            tensors.append(ndl.autograd.TENSOR_COUNTER)  # which looks at every object there is
+    assert len(set(live[1:])) == 1 and tensors[0] == tensors[1]
     del _
     cache = 2 * 2 * 3 * 4 * (20 + 199) * 8 * 4  # keys and values, layers, sequences, heads, positions, features, bytes
     tables = 2 * (20 + 199) * 4 * 2  # cos and sin; rot / 2 is 1

@@ -478,7 +478,7 @@ def run(*arguments, **kwargs):
     return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, **kwargs)
 
 
-def test_the_app(tmp_path, tokenizer):
+def test_the_app(app, tmp_path, tokenizer):
     texts = write_inputs(tmp_path / "in put")
     (tmp_path / "in put" / "f.png").write_bytes(b"\x89PNG\0")
     done = run(tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out put" / "x", "--workers", 2)
@@ -496,7 +496,8 @@ def test_the_app(tmp_path, tokenizer):
         (("--save_every", "nan"), "[save_every] is nan"),
         ((), "exists (accepted: another name, or --overwrite)"),
     ):
-        done = run(tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out put" / "x", *arguments)
+        flags = (tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out put" / "x")
+        done = app("prepare_data", *flags, *arguments)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr and done.stdout == ""
 
 
@@ -582,7 +583,6 @@ def test_a_folder_that_cannot_be_written(tmp_path, tokenizer):
 
 
 def test_a_terminal_without_a_bar_gets_lines(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "apps"))
     import prepare_data
 
     class Terminal(io.StringIO):

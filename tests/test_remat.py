@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
+from devices import usable
 from needle import autograd, nn, ops
 from needle.errors import GraphError
 from needle.models import Pythia, PythiaConfig
@@ -259,10 +260,9 @@ def test_accumulation_is_bitwise_the_same(cpu):
     assert_same(train(cpu, 2, steps=2, micro_batches=3), train(cpu, 0, steps=2, micro_batches=3))
 
 
-def test_training_on_the_emulated_device(device):
-    if device.name == "cuda_sim":
-        config = PythiaConfig(layers=2, width=32, heads=2, feed_forward=32, vocab_size=61)
-        assert_same(train(device, 1, config, steps=1), train(device, 0, config, steps=1))
+def test_training_on_the_emulated_device():
+    device, config = usable("cuda_sim"), PythiaConfig(layers=2, width=32, heads=2, feed_forward=32, vocab_size=61)
+    assert_same(train(device, 1, config, steps=1), train(device, 0, config, steps=1))
 
 
 def test_nothing_is_left_and_nothing_is_in_a_cycle(cpu):
