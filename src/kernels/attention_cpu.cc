@@ -112,11 +112,11 @@ struct Problem {
   BlockIndex by_query, by_key;
 };
 
-template <class A>
 BlockIndex block_index(const Array& ptr, const Array& idx, const Array& partial, int64_t block,
                        int64_t size, int64_t others) {
-  const uint8_t* flags = static_cast<const uint8_t*>(partial.ptr());
-  return {ptr.data<int32_t>(), idx.data<int32_t>(), flags, block, ceil_div(size, block), others};
+  return {ptr.data<int32_t>(),     idx.data<int32_t>(),
+          partial.data<uint8_t>(), block,
+          ceil_div(size, block),   others};
 }
 
 template <class A>
@@ -129,7 +129,7 @@ Problem<A> problem(const Array& row_ptr, const Array& col_idx, const Array& part
   if (block < 1)
     throw std::invalid_argument("[attention] bad block size: " + std::to_string(block) +
                                 " (at least 1)");
-  const BlockIndex by_query = block_index<A>(row_ptr, col_idx, partial, block, T, S);
+  const BlockIndex by_query = block_index(row_ptr, col_idx, partial, block, T, S);
   return {B, H, T, S, D, layout_heads, block, q_start, A(scale), by_query, by_query};
 }
 
@@ -239,12 +239,9 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
     lane_gemm(n, width - begin, D, keys.data, keys.stride, 1, s.q_lanes + begin, kTile,
               s.scores + begin, kTile, false);
     const bool first_run = out_sums.begin_run(begin);
-    if (partial) {
-      causal_limits(p.q_start + first, key, width, s.limit);
-      online_softmax<A, true>(s.scores, n, begin, width, D, p.scale, first_run, s);
-    } else {
-      online_softmax<A, false>(s.scores, n, begin, width, D, p.scale, first_run, s);
-    }
+    if (partial) causal_limits(p.q_start + first, key, width, s.limit);
+    const auto softmax = partial ? online_softmax<A, true> : online_softmax<A, false>;
+    softmax(s.scores, n, begin, width, D, p.scale, first_run, s);
     const Matrix<A> values = fetch<const T>(v, key, n, D, s.rows);
     lane_gemm(D, width - begin, n, values.data, 1, values.stride, s.scores + begin, kTile,
               s.out_lanes + begin, kTile, !first_run);
@@ -327,14 +324,10 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
               s.scores + begin, kTile, false);
     lane_gemm(n, width - begin, D, values.data, values.stride, 1, s.dout_lanes + begin, kTile,
               s.dscores + begin, kTile, false);
-    if (partial) {
-      causal_limits(p.q_start + first, key, width, s.limit);
-      softmax_gradient<A, true, true>(s.scores, s.dscores, n, begin, width, p.scale, s.lse, s.delta,
-                                      s.limit);
-    } else {
-      softmax_gradient<A, false, true>(s.scores, s.dscores, n, begin, width, p.scale, s.lse,
-                                       s.delta, s.limit);
-    }
+    if (partial) causal_limits(p.q_start + first, key, width, s.limit);
+    const auto gradient =
+        partial ? softmax_gradient<A, true, true> : softmax_gradient<A, false, true>;
+    gradient(s.scores, s.dscores, n, begin, width, p.scale, s.lse, s.delta, s.limit);
     lane_gemm(D, width - begin, n, keys.data, 1, keys.stride, s.dscores + begin, kTile,
               s.out_lanes + begin, kTile, !dq_sums.begin_run(begin));
     if constexpr (with_keys) {
@@ -376,14 +369,10 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
     lane_gemm(n, end, D, queries.data, queries.stride, 1, s.q_lanes, kTile, s.scores, kTile, false);
     lane_gemm(n, end, D, douts.data, douts.stride, 1, s.dout_lanes, kTile, s.dscores, kTile, false);
     load_lse(lse + query, n, n, row_lse);
-    if (partial) {
-      causal_limits(p.q_start + query, first, n, limit);
-      softmax_gradient<A, true, false>(s.scores, s.dscores, n, 0, end, p.scale, row_lse,
-                                       delta + query, limit);
-    } else {
-      softmax_gradient<A, false, false>(s.scores, s.dscores, n, 0, end, p.scale, row_lse,
-                                        delta + query, limit);
-    }
+    if (partial) causal_limits(p.q_start + query, first, n, limit);
+    const auto gradient =
+        partial ? softmax_gradient<A, true, false> : softmax_gradient<A, false, false>;
+    gradient(s.scores, s.dscores, n, 0, end, p.scale, row_lse, delta + query, limit);
     lane_gemm(D, end, n, douts.data, 1, douts.stride, s.scores, kTile, s.out2_lanes, kTile, true);
     lane_gemm(D, end, n, queries.data, 1, queries.stride, s.dscores, kTile, s.out_lanes, kTile,
               true);
@@ -463,7 +452,7 @@ void attention_backward(const Array& dout, const Dims& dout_strides, const Array
     using A = accum_t<E>;
     auto p =
         problem<A>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block, q_start, scale);
-    p.by_key = block_index<A>(col_ptr, row_idx, t_partial, block, S, T);
+    p.by_key = block_index(col_ptr, row_idx, t_partial, block, S, T);
     row_products<E>(dout, dout_strides, out, out_strides, delta.data<A>(), B, H, T, D);
 
     // As many whole heads as divide evenly among the threads go one per task; the rest, tile by
