@@ -1,7 +1,6 @@
 """The course's API: names, signatures, and behaviour that its homeworks rely on, in both of its backends."""
 
 import gzip
-import inspect
 import os
 import struct
 import subprocess
@@ -76,19 +75,6 @@ def test_importing_prints_nothing_unless_the_backend_is_unknown(backend, code, s
         env={**os.environ, "PYTHONPATH": path, "NEEDLE_BACKEND": backend},
     )  # fmt: skip
     assert done.returncode == code and done.stdout == "" and said in done.stderr and bool(said) == bool(done.stderr)
-
-
-def test_signatures():
-    def parameters(f):
-        return [p for p in inspect.signature(f).parameters if p not in ("self", "kwargs")]
-
-    assert parameters(nn.Linear) == ["in_features", "out_features", "bias", "device", "dtype"]
-    assert parameters(nn.LSTM) == ["input_size", "hidden_size", "num_layers", "bias", "device", "dtype"]
-    assert parameters(ndl.optim.Adam) == ["params", "lr", "beta1", "beta2", "eps", "weight_decay"]
-    assert parameters(ndl.init.kaiming_uniform) == ["fan_in", "fan_out", "shape", "nonlinearity"]
-    assert parameters(ops.Conv) == ["stride", "padding"] and inspect.signature(ops.conv).parameters["padding"].default == 1
-    assert str(ndl.cpu()) == "cpu()" and str(ndl.cpu_numpy()) == "cpu_numpy()" and ndl.default_device() == ndl.cpu()
-    assert [d.name for d in ndl.all_devices()][:3] == ["cpu", "cuda", "cpu_numpy"]
 
 
 def test_device_module_calls(cpu):
@@ -171,10 +157,6 @@ def test_layers_against_numpy(host):
         hs = sigmoid(o) * np.tanh(cs)
     np.testing.assert_allclose(c.numpy()[0], cs, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(out.numpy()[-1], hs, rtol=1e-4, atol=1e-5)
-    norm = nn.BatchNorm1d(4, device=host)
-    y = norm(ndl.Tensor(x[0], device=host)).numpy()
-    np.testing.assert_allclose(y, (x[0] - x[0].mean(0)) / np.sqrt(x[0].var(0) + 1e-5), rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * x[0].var(0), rtol=1e-5)
 
 
 def test_conv_against_loops(host):

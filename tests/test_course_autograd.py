@@ -160,15 +160,6 @@ def test_fields_of_a_value(ab):
     assert leaf.is_leaf() and not leaf.requires_grad and leaf.num_outputs == 1
 
 
-def test_lazy_mode(ab, monkeypatch):
-    a, b = ab
-    monkeypatch.setattr(autograd, "LAZY_MODE", True)
-    c = a * b
-    assert c._data is None
-    np.testing.assert_array_equal(c.numpy(), A * B)
-    assert isinstance(autograd.TENSOR_COUNTER, int)
-
-
 def test_what_a_tensor_is_made_of(device):
     a = Tensor(A, device=device, unknown_keyword=1)
     assert Tensor(a).cached_data is a.cached_data and Tensor(a, device=ndl.cpu_numpy()).device == ndl.cpu_numpy()

@@ -258,8 +258,7 @@ def browser():
         started.close()
 
 
-@pytest.mark.parametrize("width", [1280, 360])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme, width", [("light", 1280), ("dark", 360)])
 def test_in_a_browser(browser, tmp_path, scheme, width):
     rows = [*a_run(2500), row(2501, loss=math.nan), {"step": 2501, "prompt": HOSTILE, "sample": HOSTILE}]
     written(tmp_path, rows, title="Pythia-" + "long" * 40)

@@ -1,6 +1,7 @@
 """Pythia in PyTorch as a good engineer would write it: sdpa, fused AdamW, no logits copy, float32.
 
-The same training step that needle's worker does: forward, mean cross-entropy, backward, AdamW (no clipping).
+The training step that needle's worker does, but for the gradients' norm, which is not clipped: forward, mean cross-entropy,
+backward, AdamW.
 """
 
 from __future__ import annotations
