@@ -60,9 +60,23 @@ def test_what_is_no_tensor_is_named(host):
         x @ np.eye(2)
     with pytest.raises(DTypeError, match=r"\[Linear\] input 0 is of type int"):
         nn.Linear(2, 2)(3)
+    for other in (None, np.eye(2)):
+        for f in (
+            lambda y: ops.add(x, y), lambda y: ops.multiply(y, x), ops.relu, ops.softmax, lambda y: ops.broadcast_to(y, (2, 2)),
+            lambda y: ops.astype(y, "float32"), lambda y: ops.embedding(x, y), lambda y: ops.cross_entropy(y, x), ops.logsumexp,
+            lambda y: ops.linear_cross_entropy(x, y, x), lambda y: ops.attention(x, y, x), nn.BatchNorm1d(2), nn.BatchNorm2d(2),
+            nn.Conv(1, 1, 1), nn.Flatten(), nn.Dropout(0.0), nn.SeededDropout(0.5), nn.LayerNorm(2), nn.RNN(2, 2), nn.LSTM(2, 2),
+        ):  # fmt: skip
+            with pytest.raises(DTypeError, match=r"input [01] is of type \w+ \(accepted: a Tensor\)"):
+                f(other)
+    with pytest.raises(DTypeError, match="input 0 is of type TensorTuple"):
+        ops.relu(ops.make_tuple(x, x))
     for params in (x, None):
         with pytest.raises(TypeError, match="accepted: several Tensors"):
             AdamW(params)
+    for make in (lambda: ndl.optim.SGD([x], lr="a"), lambda: ndl.optim.Adam([x], beta1=None), lambda: AdamW([x], weight_decay=[0])):
+        with pytest.raises(TypeError, match=r"is of type \w+ \(accepted: a number\)"):
+            make()
     assert ndl.optim.SGD([x]).clip_grad_norm() == 0 and AdamW([x]).clip_grad_norm().item() == 0
 
 

@@ -132,6 +132,19 @@ def test_numbers_outside_an_integer_dtype_are_refused(device):
     assert full((1,), 255.9, "uint8", device).item() == 255
 
 
+def test_an_error_is_one_line(device):
+    square = np.eye(2)
+    for make in (
+        lambda: ops.summation(leaf(square, device), square), lambda: leaf(square, device).reshape(square), lambda: leaf([1], device)[square],
+        lambda: ops.astype(leaf(1, device), square), lambda: init.rand(1.5, device=device), lambda: init.zeros(-1, device=device),
+        lambda: ndl.Tensor([[1], [2, 3]], device=device), lambda: ndl.Tensor([object()], device=device), lambda: init.arange(-1, device),
+        lambda: nn.RNN(2, 0, device=device), lambda: ops.add(leaf(1, device), square), lambda: init.one_hot(1.5, leaf(0, device), device),
+    ):  # fmt: skip
+        with pytest.raises((ShapeError, DTypeError, IndexError), match=r"^\[\w+\] .*$") as raised:
+            make()
+        assert "\n" not in str(raised.value)
+
+
 def test_what_is_no_number(device):
     a = array([1.0], device)
     for make in (

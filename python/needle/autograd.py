@@ -139,6 +139,8 @@ class Op:
     consuming_gradient: Callable[..., Any] | None = None
     # True: gradient of a tuple-valued op takes None for outputs that nothing used, instead of zeros.
     accepts_missing_grads: bool = False
+    # True: the input is a TensorTuple.
+    takes_tuple: bool = False
     # The index of the item that a tuple-selecting op gives; None for all others.
     selected_item: int | None = None
 
@@ -171,11 +173,11 @@ class Op:
         return type(self).__name__
 
 
-def _refuse_others(op: Op, inputs: Sequence[Any]) -> None:
-    """raises: DTypeError for an input that is no Tensor. Called when an op has failed, so that the others do not pay for it."""
+def check_tensors(op: str, *inputs: Any) -> None:
+    """raises: DTypeError for an input that is no Tensor."""
     for i, x in enumerate(inputs):
-        if not isinstance(x, Value):
-            raise DTypeError(f"[{op.name}] input {i} is of type {type(x).__name__} (accepted: a Tensor)") from None
+        if not isinstance(x, Tensor):
+            raise DTypeError(f"[{op}] input {i} is of type {type(x).__name__} (accepted: a Tensor)")
 
 
 class TensorOp(Op):
@@ -184,8 +186,9 @@ class TensorOp(Op):
     def __call__(self, *args: Value) -> Tensor:
         try:
             return Tensor.make_from_op(self, args)
-        except AttributeError:
-            _refuse_others(self, args)
+        except (AttributeError, TypeError):  # looked at only now, so that what works does not pay for it
+            if not self.takes_tuple:
+                check_tensors(self.name, *args)
             raise
 
 
@@ -195,8 +198,8 @@ class TensorTupleOp(Op):
     def __call__(self, *args: Value) -> TensorTuple:
         try:
             return TensorTuple.make_from_op(self, args)
-        except AttributeError:
-            _refuse_others(self, args)
+        except (AttributeError, TypeError):
+            check_tensors(self.name, *args)
             raise
 
 

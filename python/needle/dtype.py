@@ -48,7 +48,7 @@ def name_of(dtype: Any) -> str:
         return _FROM_NUMPY[dtype]
     try:
         name = np.dtype(dtype).name
-    except TypeError:
+    except (TypeError, ValueError):
         name = str(dtype)
     if name not in ROWS:
         raise DTypeError(f"[dtype] unknown dtype: {dtype!r} (accepted: {', '.join(ROWS)})")

@@ -6,15 +6,22 @@ from collections.abc import Callable
 from typing import ClassVar
 
 
-class ShapeError(ValueError):
+class _OneLine(Exception):
+    """Its text is one line, also where a value in it would be printed on several."""
+
+    def __init__(self, message: object = ""):
+        super().__init__(" ".join(str(message).split()))
+
+
+class ShapeError(_OneLine, ValueError):
     """Shapes or axes do not fit."""
 
 
-class DTypeError(TypeError):
+class DTypeError(_OneLine, TypeError):
     """A dtype is unknown or not accepted by an op."""
 
 
-class DeviceError(RuntimeError):
+class DeviceError(_OneLine, RuntimeError):
     """A device is absent, or arrays of one op are on different devices."""
 
 

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from numbers import Real
 from typing import Any
 
 from . import dtype as dt
@@ -21,6 +22,13 @@ def _several(params: Any) -> list:
         kind = type(params).__name__
         raise TypeError(f"[optim] params is of type {kind} (accepted: several Tensors, such as model.parameters())")
     return list(params)
+
+
+def _checked(op: str, **numbers: Any) -> None:
+    """raises: TypeError for a hyperparameter that is no number."""
+    for name, value in numbers.items():
+        if not isinstance(value, Real):
+            raise TypeError(f"[{op}] {name} is of type {type(value).__name__} (accepted: a number)")
 
 
 class Optimizer:
@@ -85,6 +93,7 @@ class SGD(Optimizer):
 
     def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0):
         super().__init__(params)
+        _checked("SGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.u: dict[Tensor, NDArray] = {}
 
@@ -140,6 +149,7 @@ class Adam(_Moments):
 
     def __init__(self, params, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
         super().__init__(params)
+        _checked("Adam", lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
         self.lr, self.beta1, self.beta2, self.eps, self.weight_decay = lr, beta1, beta2, eps, weight_decay
 
     def step(self) -> None:
@@ -174,6 +184,10 @@ class AdamW(_Moments):
         self.groups: list[dict[str, Any]] = [
             {"lr": lr, "weight_decay": weight_decay, **g, "params": _several(g["params"])} for g in groups
         ]
+        for g in self.groups:
+            _checked("AdamW", lr=g["lr"], weight_decay=g["weight_decay"])
+        beta1, beta2 = betas
+        _checked("AdamW", beta1=beta1, beta2=beta2, eps=eps)
         super().__init__(p for g in self.groups for p in g["params"])
         self.betas, self.eps = betas, eps
         self._scale: NDArray | None = None

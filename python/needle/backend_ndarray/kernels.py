@@ -13,6 +13,7 @@ from ..errors import DeviceError, DTypeError, ShapeError
 from .block_layout import BlockLayout
 from .host_memory import GRADIENT, WORKSPACE
 from .ndarray import NDArray, _new, full, matmul
+from .shapes import as_shape
 
 LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
 DEFAULT_CHUNK_BYTES = 100 << 20
@@ -198,7 +199,7 @@ def embedding_backward(dy: NDArray, ids: NDArray, vocab: int, into: NDArray | No
 def one_hot(ids: NDArray, depth: int, dtype: str = "float32") -> NDArray:
     """(...) -> (..., depth). raises: IndexError for an id outside 0..depth-1."""
     ids = _as_ids(ids)
-    out = _new(ids._shape + (depth,), dt.name_of(dtype), ids._device)
+    out = _new(as_shape((*ids._shape, depth)), dt.name_of(dtype), ids._device)
     ids._device.require().one_hot(ids.contiguous_handle(), out._handle, ids.size, depth)
     return out
 
@@ -557,6 +558,6 @@ def dropout(x: NDArray, p: float, seed: int, offset: int) -> NDArray:
 def arange(n: int, dtype: str, device) -> NDArray:
     """0, 1, ..., n - 1."""
     device.require()
-    out = _new((n,), dt.name_of(dtype), device)
+    out = _new(as_shape(n), dt.name_of(dtype), device)
     device.arange(out._handle, 0, 1)
     return out

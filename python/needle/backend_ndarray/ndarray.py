@@ -58,7 +58,10 @@ class NDArray:
             made = other._copy_to(device, dtype)
         else:
             device = as_device(device)
-            values = np.asarray(other)
+            try:
+                values = np.asarray(other)
+            except ValueError as error:  # lists of different lengths
+                raise ShapeError(f"[array] {error}") from None
             if dtype is None:
                 dtype = dt.storable(values.dtype) if device.numpy_semantics else "float32"
             made = _from_values(values, device, dt.name_of(dtype))
@@ -449,7 +452,7 @@ class NDArray:
                 strides.append(stride)
                 offset += int(item) % n * stride
             else:
-                raise IndexError(f"[getitem] unsupported index {item!r} (accepted: int, slice, None, ...)")
+                raise IndexError(f"[getitem] unsupported index of type {type(item).__name__} (accepted: int, slice, None, ...)")
             axis += 1
         offset = self._offset if 0 in shape else offset  # without elements it could end up beyond the memory
         return self._view(tuple(shape), tuple(strides), offset)
@@ -798,7 +801,10 @@ def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArr
     if values.dtype.kind == "O" and any(x is None for x in values.flat):  # which numpy takes for NaN
         raise DTypeError("[array] cannot store None")
     with np.errstate(all="ignore"):
-        values = np.ascontiguousarray(values, dtype=dt.to_numpy(dtype)).reshape(values.shape)
+        try:
+            values = np.ascontiguousarray(values, dtype=dt.to_numpy(dtype)).reshape(values.shape)
+        except (TypeError, ValueError) as error:  # objects that are no numbers
+            raise DTypeError(f"[array] cannot store these values as {dtype}: {error}") from None
     device.require()
     out = _new(values.shape, dtype, device)
     if dtype == "bfloat16" and device.name != "cpu_numpy":

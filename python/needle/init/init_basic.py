@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from ..autograd import Tensor
 from ..backend_ndarray import kernels
+from ..backend_ndarray.shapes import as_shape
 from ..backend_selection import as_device
 
 
 def _lengths(shape: tuple) -> tuple:
     """The shape given as one tuple or list, or as several numbers."""
-    return tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    return as_shape(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
 
 
 def rand(*shape, low=0.0, high=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import init, ops
-from ..autograd import Tensor, is_grad_enabled, rematerialize
+from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
 from ..errors import CheckpointError, GraphError, ShapeError
 
@@ -179,6 +179,7 @@ class Flatten(Module):
     """(B, ...) -> (B, product of the rest)."""
 
     def forward(self, X: Tensor) -> Tensor:
+        check_tensors("Flatten", X)
         return ops.reshape(X, (X.shape[0], math.prod(X.shape[1:])))
 
 
@@ -220,6 +221,7 @@ class SoftmaxLoss(Module):
     """
 
     def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        check_tensors("SoftmaxLoss", logits, y)
         if logits.ndim != 2 or y.shape != logits.shape[:1]:
             raise ShapeError(f"[SoftmaxLoss] logits are {logits.shape}, y is {y.shape} (accepted: (N, C) and (N,))")
         one_hot = init.one_hot(logits.shape[1], y, device=logits.device, dtype=logits.dtype)
@@ -245,6 +247,7 @@ class BatchNorm1d(Module):
         self.running_var = Buffer(init.ones(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensors("batch_norm", x)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}))")
         wide = lambda t: ops.broadcast_to(ops.reshape(t, (1, self.dim)), x.shape)  # noqa: E731
@@ -264,6 +267,7 @@ class BatchNorm2d(BatchNorm1d):
     """BatchNorm1d over the channels of (N, C, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensors("batch_norm", x)
         if x.ndim != 4:
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}, H, W))")
         n, c, h, w = x.shape
@@ -282,6 +286,7 @@ class LayerNorm1d(Module):
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensors("layer_norm", x)
         if x.dtype != self.weight.dtype:
             x = ops.astype(x, self.weight.dtype)
         return ops.layer_norm(x, self.weight, self.bias, self.eps)
@@ -301,6 +306,7 @@ class Dropout(Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensors("Dropout", x)
         if not self.training or self.p == 0:
             return x
         if self.p == 1:
@@ -320,6 +326,7 @@ class SeededDropout(Module):
         self.p, self.seed, self.drawn = p, seed, 0
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensors("SeededDropout", x)
         if not self.training or self.p == 0:
             return x
         offset, self.drawn = self.drawn, self.drawn + -(-x.size // 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .. import init, ops
-from ..autograd import Tensor
+from ..autograd import Tensor, check_tensors
 from ..errors import ShapeError
 from .nn_basic import Module, Parameter
 
@@ -39,6 +39,7 @@ class Conv(Module):
             self.bias = Parameter(init.rand(out_channels, low=-bound, high=bound, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensors("Conv", x)
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ShapeError(f"[Conv] x is {x.shape} (accepted: (N, {self.in_channels}, H, W))")
         image = ops.permute(x, (0, 2, 3, 1))

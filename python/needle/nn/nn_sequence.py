@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from .. import init, ops
-from ..autograd import Tensor
+from ..autograd import Tensor, check_tensors
 from ..errors import ShapeError
 from .nn_basic import Module, Parameter
 
@@ -26,6 +26,8 @@ class _Cell(Module):
     def __init__(self, input_size, hidden_size, bias, device, dtype):
         super().__init__()
         self.input_size, self.hidden_size = input_size, hidden_size
+        if hidden_size < 1:
+            raise ShapeError(f"[{type(self).__name__}] hidden_size is {hidden_size} (accepted: at least 1)")
         bound = 1 / math.sqrt(hidden_size)
         kwargs = {"low": -bound, "high": bound, "device": device, "dtype": dtype}
         width = self.gates * hidden_size
@@ -63,8 +65,9 @@ class RNNCell(_Cell):
         return ops.tanh(out) if self.nonlinearity == "tanh" else ops.relu(out)
 
 
-def _check_sequence(op: str, X: Tensor, input_size: int, layers: int, hidden_size: int, states: Iterable[Tensor]) -> None:
+def _check_sequence(op: str, X: Tensor, input_size: int, layers: int, hidden_size: int, states: Sequence[Tensor]) -> None:
     """raises: ShapeError unless X is (positions, batch, input) and each state (layers, batch, hidden)."""
+    check_tensors(op, X, *states)
     if X.ndim != 3 or X.shape[2] != input_size:
         raise ShapeError(f"[{op}] X is {X.shape} (accepted: (positions, batch, {input_size}))")
     for state in states:

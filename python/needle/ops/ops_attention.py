@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..autograd import Tensor, TensorTupleOp, is_grad_enabled
+from ..autograd import Tensor, TensorTupleOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.ndarray import NDArray, empty
@@ -70,6 +70,7 @@ def attention(
     a layout ``causal`` says nothing: the layout is causal or not. scale: of q k^T, default 1 / sqrt(D).
     No (T, S) array is made. raises: ShapeError if shapes or the layout do not fit, DTypeError for dtypes that differ.
     """
+    check_tensors("attention", q, k, v)
     if q.ndim != 4 or k.ndim != 4:
         raise ShapeError(f"[attention] q is {q.shape}, k is {k.shape} (accepted: (batch, heads, positions, features))")
     if layout is None:

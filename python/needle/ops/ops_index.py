@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import dtype as dt
-from ..autograd import NDArray, Tensor, TensorOp, is_grad_enabled
+from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full
 from ..backend_ndarray.ndarray import where as _where
@@ -159,6 +159,7 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
 
     raises: IndexError for an id outside 0..V-1 (on a GPU at the next synchronisation), ShapeError.
     """
+    check_tensors("embedding", weight, ids)
     if weight.ndim != 2:
         raise ShapeError(f"[embedding] weight is {weight.shape} (accepted: (vocabulary, features))")
     return Embedding()(weight, ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api, is_grad_enabled
+from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.shapes import normalize_axes
 from .ops_index import where
@@ -106,6 +106,7 @@ class Softmax(TensorOp):
 
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) over ``axis``, in the shape and dtype of x. raises: DTypeError for integers, ShapeError for a 0-d x."""
+    check_tensors("softmax", x)
     if axis in (-1, x.ndim - 1):
         return Softmax()(x)
     return transpose(Softmax()(transpose(x, (axis, -1))), (axis, -1))

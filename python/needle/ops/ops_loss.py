@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..autograd import Tensor, TensorTupleOp, is_grad_enabled
+from ..autograd import Tensor, TensorTupleOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backward import ALL_ONES
 from ..errors import ShapeError
@@ -64,6 +64,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_IN
 
     Targets equal to ``ignore_index`` do not count; if none counts, the loss is 0. raises: IndexError for a target outside 0..V-1.
     """
+    check_tensors("cross_entropy", logits, targets)
     rows, columns = reshape(logits, (-1, logits.shape[-1])), reshape(targets, (-1,))
     return tuple_get_item(CrossEntropy(ignore_index)(rows, columns), 0)
 
@@ -118,6 +119,7 @@ def linear_cross_entropy(
 
     At most max(chunk_bytes, one row) of logits exist at any time. raises: ShapeError, IndexError for a target outside 0..V-1.
     """
+    check_tensors("linear_cross_entropy", hidden, weight, targets)
     if chunk_bytes < 1:
         raise ShapeError(f"[linear_cross_entropy] chunk_bytes is {chunk_bytes} (accepted: at least 1)")
     rows, columns = reshape(hidden, (-1, hidden.shape[-1])), reshape(targets, (-1,))

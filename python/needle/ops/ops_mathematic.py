@@ -5,7 +5,18 @@ from __future__ import annotations
 import math
 
 from .. import dtype as dt
-from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value, array_api, is_grad_enabled
+from ..autograd import (
+    NDArray,
+    Op,
+    Tensor,
+    TensorOp,
+    TensorTuple,
+    TensorTupleOp,
+    Value,
+    array_api,
+    check_tensors,
+    is_grad_enabled,
+)
 from ..backend_ndarray.ndarray import matmul as _matmul
 from ..backend_ndarray.shapes import normalize_axes
 from ..errors import ShapeError
@@ -38,7 +49,11 @@ _ADD = EWiseAdd()  # ops without parameters hold no state: one object serves eve
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b, elementwise; the two broadcast."""
-    return Tensor.make_from_op(_ADD, (a, b))
+    try:  # what _ADD(a, b) does, with a call less
+        return Tensor.make_from_op(_ADD, (a, b))
+    except (AttributeError, TypeError):
+        check_tensors(_ADD.name, a, b)
+        raise
 
 
 class AddScalar(_NoRead):
@@ -76,7 +91,11 @@ _MULTIPLY = EWiseMul()
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a * b, elementwise; the two broadcast."""
-    return Tensor.make_from_op(_MULTIPLY, (a, b))
+    try:  # what _MULTIPLY(a, b) does, with a call less
+        return Tensor.make_from_op(_MULTIPLY, (a, b))
+    except (AttributeError, TypeError):
+        check_tensors(_MULTIPLY.name, a, b)
+        raise
 
 
 class MulScalar(_NoRead):
@@ -468,7 +487,7 @@ class AsType(_NoRead):
 
 def astype(a: Tensor, dtype) -> Tensor:
     """The values in another dtype (``a`` itself if it has it); the gradient comes back in the old one."""
-    return a if a.dtype == dt.name_of(dtype) else AsType(dtype)(a)
+    return a if isinstance(a, Tensor) and a.dtype == dt.name_of(dtype) else AsType(dtype)(a)
 
 
 class Summation(_NoRead):

@@ -31,7 +31,7 @@ class BroadcastTo(_NoRead):
 
 def broadcast_to(a: Tensor, shape) -> Tensor:
     """a repeated to ``shape`` along axes of length 1 and new leading axes. raises: ShapeError if it does not fit."""
-    return a if a.shape == shape else BroadcastTo(shape)(a)
+    return a if isinstance(a, Tensor) and a.shape == shape else BroadcastTo(shape)(a)
 
 
 class Reshape(_NoRead):
@@ -203,6 +203,8 @@ def _widest(args) -> str:
 class Stack(_NoRead):
     """Equal-shaped arrays along a new axis, written into one array. Takes a TensorTuple."""
 
+    takes_tuple = True
+
     def __init__(self, axis: int):
         self.axis = axis
 
@@ -251,6 +253,8 @@ def split(a: Tensor, axis: int) -> TensorTuple:
 
 class Concatenate(_NoRead):
     """Arrays joined along an axis that they have, written into one array. Takes a TensorTuple."""
+
+    takes_tuple = True
 
     def __init__(self, axis: int):
         self.axis = axis

@@ -29,6 +29,8 @@ def make_tuple(*args: Tensor) -> TensorTuple:
 class TupleGetItem(_NoRead):
     """Item ``index`` of a TensorTuple. Shares the item's array."""
 
+    takes_tuple = True
+
     def __init__(self, index: int):
         self.index = index
         self.selected_item = index
