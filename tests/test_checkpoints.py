@@ -60,7 +60,7 @@ def make_trainer(*flags):
     """Makes the app's own, with a model that takes milliseconds."""
     tokens = np.random.default_rng(0).integers(0, 40, 400).astype(np.uint16)
     text = TextData("toy", tokens[:300], tokens[300:], 40, None, None)
-    options = parse(["--max_steps", "60", "--batch_size", "2", "--seq_len", "8", "--accumulation_steps", "2", *flags])
+    options = parse(["--max_steps", "100", "--batch_size", "2", "--seq_len", "8", "--accumulation_steps", "2", *flags])
     return lambda device: Trainer(options, CONFIG, text, device)
 
 
@@ -73,28 +73,28 @@ def resumed(made, path):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("name", ["cpu_numpy", "cpu", "cuda_sim", "cuda"])
-def test_30_and_30_steps_are_60(name, precision, tmp_path):
-    """With accumulation, dropout, recomputed layers, text that begins again, and in float16 a scale that grows every 20 steps."""
+def test_50_and_50_steps_are_100(name, precision, tmp_path):
+    """With accumulation, dropout, recomputed layers, text that begins again, and in float16 a scale that grows every 30 steps."""
     device = usable(name)
     made = make_trainer("--precision", precision)
 
     def trainer(device):
         run = made(device)
-        run.scaler.growth_interval = 20
+        run.scaler.growth_interval = 30
         return run
 
     np.random.seed(1)
     whole = trainer(device)
-    expected = [whole.train_step() for _ in range(60)]
+    expected = [whole.train_step() for _ in range(100)]
     drawn = np.random.rand(3)
     np.random.seed(1)
     first = trainer(device)
-    found = [first.train_step() for _ in range(30)]
+    found = [first.train_step() for _ in range(50)]
     path = checkpoint.save(CheckpointFolder(tmp_path), first.model, first.optimizer, first.state())
     del first
     second = resumed(trainer(device), path)
-    assert second.step == 30 and second.batches.source.epoch > 3
-    found += [second.train_step() for _ in range(30)]
+    assert second.step == 50 and second.batches.source.epoch > 5
+    found += [second.train_step() for _ in range(50)]
     losses = [step.loss for step in found]
     assert found == expected and sum(losses[-20:]) < sum(losses[:20])
     for (name, p), q in zip(whole.model.named_parameters(), second.model.parameters()):
@@ -102,7 +102,7 @@ def test_30_and_30_steps_are_60(name, precision, tmp_path):
         for kept, also in ((whole.optimizer.m, second.optimizer.m), (whole.optimizer.v, second.optimizer.v)):
             assert kept[p].numpy().tobytes() == also[q].numpy().tobytes(), name
     np.testing.assert_array_equal(np.random.rand(3), drawn)
-    assert second.metrics["tokens"] == whole.metrics["tokens"] == 60 * 2 * 2 * 8
+    assert second.metrics["tokens"] == whole.metrics["tokens"] == 100 * 2 * 2 * 8
     scale = 2.0 ** (12 + 3) if precision == "fp16" else 1
     assert second.scaler.get_scale() == whole.scaler.get_scale() == scale and whole.scaler.skipped_steps == 0
 

@@ -310,9 +310,9 @@ def few_objects():
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("name", ["cpu", "cuda_sim", "cuda", "cpu_numpy"])
 def test_the_plan_is_the_measured_peak_to_the_byte(name):
-    """Every combination on cpu; elsewhere, where the same calls allocate, each configuration and each way to run it once."""
+    """Every combination on cpu; elsewhere, where the same calls allocate, 25 of them, with each configuration and each run."""
     device = usable(name)
-    for config, *run in CONFIGURATIONS if name == "cpu" else CONFIGURATIONS[::8]:
+    for config, *run in CONFIGURATIONS if name == "cpu" else CONFIGURATIONS[::2]:
         build = plannable(config, *run)
         planned = memory.peak_bytes(build)
         assert planned == memory.peak_bytes(build, device=device) > 4 * config.parameter_count() * 3, (config, run)
