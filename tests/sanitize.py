@@ -67,7 +67,7 @@ def main() -> int:
     parser.add_argument("kind", choices=list(DEVICES))
     parser.add_argument("--smallest", action="store_true", help="the kernels' smallest cases alone")
     parser.add_argument("tests", nargs="*", help="passed on to pytest instead of the files that belong to KIND")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.smallest and options.kind not in SMALLEST:
         parser.error(f"--smallest: {options.kind} has none (accepted: {', '.join(SMALLEST)})")
     devices = ["cuda_sim"] if options.smallest else DEVICES[options.kind]
