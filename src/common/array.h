@@ -103,6 +103,15 @@ class Array {
   DType dtype_;
 };
 
+// f(Tag<type>) for the type of ids, int32 or int64.
+template <class F>
+void dispatch_ids(const Array& ids, const char* op, F&& f) {
+  if (ids.dtype() == DType::kInt32) return f(Tag<int32_t>{});
+  if (ids.dtype() == DType::kInt64) return f(Tag<int64_t>{});
+  throw std::invalid_argument(std::string("[") + op + "] ids have a bad dtype: " +
+                              dtype_name(ids.dtype()) + " (int32 or int64)");
+}
+
 struct View {
   const Array& array;
   const Dims& shape;

@@ -20,15 +20,6 @@ __device__ inline void report_bad_id(ErrorFlag* flag, BadId op, int64_t value, i
   flag->limit = limit;
 }
 
-// f(Tag<type>) for the integer type of ids.
-template <class F>
-void dispatch_ids(const Array& ids, const char* op, F&& f) {
-  if (ids.dtype() == DType::kInt32) return f(Tag<int32_t>{});
-  if (ids.dtype() == DType::kInt64) return f(Tag<int64_t>{});
-  throw std::invalid_argument(std::string("[") + op + "] ids are " + dtype_name(ids.dtype()) +
-                              " (int32, int64)");
-}
-
 // --- launch shapes -------------------------------------------------------------------------------
 
 // Enough blocks to fill the device, no more: kernels loop over what is left (a grid-stride loop).

@@ -1,4 +1,4 @@
-// Index arrays on the CPU: int32 or int64, checked before anything is written.
+// Index arrays on the CPU: checked before anything is written.
 #pragma once
 
 #include <stdexcept>
@@ -7,18 +7,6 @@
 #include "array.h"
 
 namespace needle::cpu {
-
-// f(pointer) with the C++ type of an int32 or int64 array.
-template <class F>
-void dispatch_ids(const Array& ids, const char* op, F&& f) {
-  if (ids.dtype() == DType::kInt32)
-    f(static_cast<const int32_t*>(ids.ptr()));
-  else if (ids.dtype() == DType::kInt64)
-    f(static_cast<const int64_t*>(ids.ptr()));
-  else
-    throw std::invalid_argument(std::string("[") + op + "] ids have a bad dtype: " +
-                                dtype_name(ids.dtype()) + " (int32 or int64)");
-}
 
 // Throws for the first id outside 0 .. limit-1 that is not `ignored`; `id` and `range` name the two
 // in the text.

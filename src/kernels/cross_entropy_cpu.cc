@@ -20,7 +20,8 @@ void check_targets(const I* targets, int64_t rows, int64_t cols, int64_t ignore_
 
 void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss,
                            const Array& lse, int64_t rows, int64_t cols, int64_t ignore_index) {
-  dispatch_ids(targets, "cross_entropy", [&](auto* target) {
+  dispatch_ids(targets, "cross_entropy", [&](auto id_tag) {
+    const auto* target = targets.data<typename decltype(id_tag)::type>();
     check_targets(target, rows, cols, ignore_index);
     dispatch_float(logits.dtype(), "cross_entropy", [&](auto tag) {
       using T = typename decltype(tag)::type;
@@ -40,7 +41,8 @@ void cross_entropy_forward(const Array& logits, const Array& targets, const Arra
 void cross_entropy_backward(const Array& logits, const Array& targets, const Array& lse,
                             const Array& dloss, const Array& dlogits, int64_t rows, int64_t cols,
                             int64_t ignore_index) {
-  dispatch_ids(targets, "cross_entropy", [&](auto* target) {
+  dispatch_ids(targets, "cross_entropy", [&](auto id_tag) {
+    const auto* target = targets.data<typename decltype(id_tag)::type>();
     check_targets(target, rows, cols, ignore_index);
     dispatch_float(logits.dtype(), "cross_entropy", [&](auto tag) {
       using T = typename decltype(tag)::type;

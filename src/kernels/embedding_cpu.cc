@@ -19,7 +19,8 @@ int64_t rows_per_task(int64_t dim) { return 1 + 16384 / (dim + 1); }
 
 void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
                        int64_t vocab, int64_t dim) {
-  dispatch_ids(ids, "embedding", [&](auto* id) {
+  dispatch_ids(ids, "embedding", [&](auto id_tag) {
+    const auto* id = ids.data<typename decltype(id_tag)::type>();
     check_ids(id, n, vocab, "embedding", "id", "vocabulary");
     const int64_t row_bytes = dim * dtype_size(weight.dtype());
     const char* from = static_cast<const char*>(weight.ptr());
@@ -36,7 +37,8 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
                         bool accumulate) {
   int32_t* first = workspace.data<int32_t>();  // (vocab + 1): where the positions of an id start
   int32_t* positions = first + vocab + 1;      // (n): positions by id, ascending within an id
-  dispatch_ids(ids, "embedding", [&](auto* id) {
+  dispatch_ids(ids, "embedding", [&](auto id_tag) {
+    const auto* id = ids.data<typename decltype(id_tag)::type>();
     check_ids(id, n, vocab, "embedding", "id", "vocabulary");
     std::fill_n(first, vocab + 1, 0);
     for (int64_t i = 0; i < n; ++i) ++first[id[i] + 1];
@@ -80,7 +82,8 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
 }
 
 void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth) {
-  dispatch_ids(ids, "one_hot", [&](auto* id) {
+  dispatch_ids(ids, "one_hot", [&](auto id_tag) {
+    const auto* id = ids.data<typename decltype(id_tag)::type>();
     check_ids(id, n, depth, "one_hot", "id", "depth");
     dispatch_any(out.dtype(), [&](auto tag) {
       using T = typename decltype(tag)::type;
