@@ -399,8 +399,15 @@ def test_arguments_of_ops(device):
     for stride, padding in ((0, 1), (-1, 1), (1, -1)):
         with pytest.raises(ShapeError, match=r"\[conv\] stride is"):
             ops.conv(x, leaf(np.ones((3, 3, 1, 1)), device), stride, padding)
-    with pytest.raises(ShapeError, match="dilation"):
-        ops.dilate(x, (1,), -1)
+    for f in (ops.dilate, ops.undilate):
+        with pytest.raises(ShapeError, match="dilation"):
+            f(x, (1,), -1)
+    for f in (ops.mean, ops.summation, ops.max):
+        with pytest.raises(ShapeError, match="names no axis"):
+            f(x, {})
+    assert ops.mean(x, (i for i in (1, 2))).shape == (1, 1)
+    with pytest.raises(DTypeError, match=r"\[tuple_get_item\] value is of type Tensor"):
+        ops.tuple_get_item(x, 0)
     for join in (ops.stack, ops.concatenate):
         with pytest.raises(ShapeError, match="no arrays"):
             join([], 0)

@@ -686,9 +686,9 @@ class NDArray:
     # --- reductions -----------------------------------------------------------------------------------------------
 
     def _reduce(self, op: str, axis, keepdims: bool, dtype: str | None = None, of_nothing: bool | None = None) -> NDArray:
-        if isinstance(axis, (tuple, list)) and not axis:
-            raise ShapeError(f"[{op}] axis () names no axis (accepted: None, an int, or a tuple of ints)")
         axes = normalize_axes(axis, self.ndim, op)
+        if axis is not None and not axes:
+            raise ShapeError(f"[{op}] axis () names no axis (accepted: None, an int, or a tuple of ints)")
         kept = tuple(1 if i in axes else n for i, n in enumerate(self._shape))
         if keepdims:
             shape = kept
@@ -736,7 +736,7 @@ class NDArray:
         """Arithmetic mean over one axis, several, or all (None). The sum behind it has the range of float32 or int64 at least."""
         axes = normalize_axes(axis, self.ndim, "mean")
         wide = "float32" if self._dtype == "float16" else self._dtype
-        mean = self.astype(wide, copy=False).sum(axis, keepdims) / math.prod(self._shape[i] for i in axes)
+        mean = self.astype(wide, copy=False).sum(axis if axis is None else axes, keepdims) / math.prod(self._shape[i] for i in axes)
         return mean.astype("float16") if self._dtype == "float16" else mean
 
     def any(self, axis=None, keepdims=False) -> NDArray:

@@ -148,6 +148,8 @@ class UnDilate(_NoRead):
     def __init__(self, axes, dilation: int):
         self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
         self.dilation = dilation
+        if dilation < 0:
+            raise ShapeError(f"[undilate] dilation is {dilation} (accepted: at least 0)")
 
     def compute(self, a):
         return a[_every(self.axes, self.dilation, a.ndim)].compact()
