@@ -498,6 +498,18 @@ def schedule(scaler, results):
     return scales
 
 
+def test_unscaling_leaves_what_others_hold(host):
+    h, w = (nn.Parameter(np.random.default_rng(0).standard_normal(s), device=host) for s in ((3, 4), (4, 5)))
+    y, ids = (h * 2).retain_grad(), ndl.Tensor([0, 1, 2], device=host, dtype="int32", requires_grad=False)
+    loss = ops.linear_cross_entropy(y, w, ids)  # its gradients are made in forward and belong to the graph
+    loss.backward(retain_graph=True)
+    first = [p.grad.numpy() for p in (w, y)]
+    amp.GradScaler().unscale_(SGD([h, w]))
+    np.testing.assert_array_equal(y.grad.numpy(), first[1])
+    loss.backward()
+    np.testing.assert_array_equal(w.grad.numpy(), first[0])
+
+
 def test_the_scale_follows_megatron():
     """Growth after an interval of good steps; the first overflow is forgiven, later ones are not until the scale has grown."""
     scaler = amp.GradScaler(init_scale=16, growth_interval=3, hysteresis=2)

@@ -210,8 +210,10 @@ class GradScaler:
             if p.grad is not None:
                 if p.grad.dtype == "float16":
                     raise DTypeError("[unscale_] a gradient is float16 (accepted: parameters in float32, products by autocast)")
-                p.grad = Tensor.make_const(p.grad.realize_cached_data().compact())
-                grads.append(p.grad.realize_cached_data())
+                array = p.grad.realize_cached_data()
+                shared = not getattr(p.grad._source, "in_place", True)  # a graph or another gradient may hold the array
+                grads.append(array.copy() if shared else array.compact())
+                p.grad = Tensor.make_const(grads[-1])
         if not grads:
             raise GraphError("[unscale_] no parameter has a gradient (call backward of the scaled loss first)")
         self._flags[optimizer] = kernels.unscale(grads, 1.0 / self._scale)

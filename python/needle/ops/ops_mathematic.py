@@ -472,6 +472,8 @@ def maximum(a: Tensor, b: Tensor) -> Tensor:
 class AsType(_NoRead):
     """The values in another dtype; the gradient comes back in the old one, 0 from floats cut off to integers or bools."""
 
+    makes_gradients = True
+
     def __init__(self, dtype):
         self.dtype = dt.name_of(dtype)
 
@@ -482,7 +484,7 @@ class AsType(_NoRead):
         a = node.inputs[0]
         if dt.is_float(a.dtype) and not dt.is_float(self.dtype):
             return Tensor.make_const(array_api.full(a.shape, 0, dtype=a.dtype, device=a.device))
-        return astype(out_grad, a.dtype)
+        return AsType(a.dtype)(out_grad)
 
 
 def astype(a: Tensor, dtype) -> Tensor:
