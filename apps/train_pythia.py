@@ -81,6 +81,9 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         f"token frequencies alone give {unigram:.3f} nats"
     )
     print(said, flush=True)
+    if text.corpus is not None and text.corpus.skipped:
+        first, *others = text.corpus.skipped
+        print(f"left out, being no text: {first}" + (f" and {len(others)} more" if others else ""), flush=True)
     budgets = [Budget(options, text.vocab_size, where, sparse) for sparse in kinds]
     configs = [budget.config for budget in budgets]
     planned = 0 if options.eval_only else max(budget.peak() for budget in budgets)

@@ -436,6 +436,17 @@ def test_cuda_without_a_gpu(main):
     assert code == 2 and len(lines) == 1 and "cuda() cannot be used" in lines[0]
 
 
+def test_files_of_a_folder_that_are_no_text_are_named(run, text, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "words.txt").write_bytes(text.read_bytes())
+    for n, said in ((1, f"{folder / 'a.png'}\n"), (3, f"{folder / 'a.png'} and 2 more\n")):
+        for name in "abc"[:n]:
+            (folder / f"{name}.png").write_bytes(b"\x89PNG\0\0")
+        done = run("--dataset", folder, "--max_steps", 1, "--checkpoint_dir", tmp_path / f"run {n}")
+        assert done.returncode == 0 and f"left out, being no text: {said}" in done.stdout
+
+
 @pytest.mark.parametrize("content, said", [(b"", "no text"), (bytes(range(256)) * 64, "text"), (b"a few words", "too little text")])
 def test_unusable_text(main, tmp_path, content, said):
     path = tmp_path / "bad.txt"

@@ -63,13 +63,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and held-out text. ``key``: SHA-256 over both; ``skipped``: how many files were no usable text."""
+    """Training and held-out text. ``key``: SHA-256 over both; ``skipped``: files of a folder that are no usable text."""
 
     name: str
     train: tuple[Piece, ...]
     heldout: tuple[Piece, ...]
     key: str
-    skipped: int = 0
+    skipped: tuple[Path, ...] = ()
 
     @property
     def train_bytes(self) -> int:
@@ -159,7 +159,7 @@ def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = Fa
     """A corpus of files."""
     digests: dict[str, Path] = {}  # by content: a copy of a held-out file must not be trained on
     pieces = {file: Piece(file, 0, file.stat().st_size) for file in files}
-    skipped = 0
+    skipped = []
     for file, piece in pieces.items():
         try:
             if piece.stop > 0:
@@ -167,15 +167,16 @@ def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = Fa
         except DataError:
             if not skip_binary:
                 raise
-            skipped += 1
+            skipped.append(file)
     if not digests:
-        raise DataError(f"[{name}] no text: {len(files)} files, {skipped} of them binary or closed (a non-empty UTF-8 text file)")
+        found = f"{len(files)} files, {len(skipped)} of them binary or closed"
+        raise DataError(f"[{name}] no text: {found} (a non-empty UTF-8 text file)")
     pieces = {file: pieces[file] for file in digests.values()}
     # An order by hash of name is fixed, and unlike the alphabet makes every prefix a fair sample of the whole.
     order = sorted(pieces, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
     train, heldout = _split([pieces[file] for file in order], name)
     digest_of = {file: digest for digest, file in digests.items()}
-    return Corpus(name, train, heldout, _key([digest_of[file] for file in order]), skipped)
+    return Corpus(name, train, heldout, _key([digest_of[file] for file in order]), tuple(skipped))
 
 
 def _split(pieces: list[Piece], name: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
