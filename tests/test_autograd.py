@@ -329,6 +329,18 @@ def test_setitem_broadcasts_as_numpy_does(host):
         np.testing.assert_array_equal([with_graph.numpy(), without.numpy()], [wanted, wanted])
 
 
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (2,), (2, 2, 3), (0, 2, 3)])
+def test_setitem_refuses_what_does_not_broadcast(host, shape):
+    x, y = leaf(np.zeros((2, 3)), host), leaf(np.ones(shape), host)
+    for write in (
+        lambda: ops.setitem(x, ..., y),
+        lambda: (x * 1).__setitem__(slice(None), y),
+        lambda: x.detach().__setitem__(..., y.detach()),
+    ):
+        with pytest.raises(ShapeError, match=r"\[setitem\] value is .*, a\[index\] is \(2, 3\)"):
+            write()
+
+
 @pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32"), ("bfloat16", "float64")])
 def test_a_gradient_has_the_dtype_of_its_tensor(host, dtypes):
     """Also within the graph, whose kernels take arrays of one dtype."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from .. import dtype as dt
@@ -35,6 +37,19 @@ def _view(a: NDArray, index) -> NDArray:
     """a[index] in the shape that numpy gives it."""
     view, kept = a[index], _kept_axes(a.ndim, index)
     return view._view(tuple([view.shape[i] for i in kept]), tuple([view.strides[i] for i in kept]))
+
+
+def _assign(a: NDArray, index, value: NDArray | float) -> None:
+    """a[index] = value as numpy does it. NDArray's own assignment, the course's, also takes as many elements in another shape."""
+    view = _view(a, index)
+    if isinstance(value, NDArray):
+        extra = value.ndim - view.ndim  # of which axes of length 1 may be in front
+        shape = value.shape[extra:] if extra > 0 else value.shape
+        aligned = zip(reversed(shape), reversed(view.shape))
+        if value.size != math.prod(shape) or any(n not in (1, wanted) for n, wanted in aligned):
+            raise ShapeError(f"[setitem] value is {value.shape}, a[index] is {view.shape} (accepted: what broadcasts to it)")
+        value = value.reshape(shape) if extra > 0 else value
+    view[...] = value
 
 
 class GetItem(_NoRead):
@@ -78,7 +93,7 @@ class SetItem(_NoRead):
 
     def compute(self, a, b):
         out = a.copy()
-        _view(out, self.index)[...] = b
+        _assign(out, self.index, b)
         return out
 
     def gradient(self, out_grad, node):
@@ -90,7 +105,7 @@ class SetItem(_NoRead):
 
 
 def setitem(a: Tensor, index, value) -> Tensor:
-    """A copy of ``a`` with ``value`` (Tensor, array or number) written at ``index``."""
+    """A copy of ``a`` with ``value`` (Tensor, array or number) written at ``index``. raises: IndexError, ShapeError."""
     if not isinstance(value, Tensor):
         value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
     return SetItem(index)(a, value)
@@ -108,12 +123,12 @@ def _own_array(a: Tensor) -> NDArray:
 def setitem_in_place(a: Tensor, index, value) -> None:
     """``a[index] = value``. With a graph the handle becomes the new value; without one the array is written."""
     if isinstance(value, (int, float)) and not a.requires_grad:
-        _view(_own_array(a), index)[...] = value
+        _assign(_own_array(a), index, value)
         return
     if not isinstance(value, Tensor):
         value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
     if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
-        _view(_own_array(a), index)[...] = value.realize_cached_data()
+        _assign(_own_array(a), index, value.realize_cached_data())
         return
     before = a._as_node()
     old = Tensor.make_const(a._data, requires_grad=a.requires_grad)  # the old value lives on; this handle moves to the new one
