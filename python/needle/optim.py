@@ -14,6 +14,7 @@ from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
+from .errors import ShapeError
 
 
 def _several(params: Any) -> list:
@@ -79,13 +80,15 @@ def _as_state(array: NDArray) -> NDArray:
     return array
 
 
-def _compact(p: Tensor) -> NDArray:
-    """The parameter's array, to be updated in place."""
-    w = p.realize_cached_data()
+def _arrays(p: Any) -> tuple[NDArray, NDArray]:
+    """The parameter's array, compact since it is updated in place, and its gradient's. raises: ShapeError."""
+    w, g = p.realize_cached_data(), p.grad.realize_cached_data()
+    if g.shape != w.shape:
+        raise ShapeError(f"[optim] a gradient is {g.shape}, its parameter is {w.shape}")
     if not w.is_compact():
         w = w.compact()
         p.data = Tensor.make_const(w)
-    return w
+    return w, g
 
 
 class SGD(Optimizer):
@@ -101,7 +104,7 @@ class SGD(Optimizer):
         for p in self.params:
             if p.grad is None:
                 continue
-            w, g = _compact(p), p.grad.realize_cached_data()
+            w, g = _arrays(p)
             if self.weight_decay:
                 g = g + w * self.weight_decay
             if self.momentum:
@@ -158,7 +161,7 @@ class Adam(_Moments):
         for p in self.params:
             if p.grad is None:
                 continue
-            w, g = _compact(p), p.grad.realize_cached_data()
+            w, g = _arrays(p)
             if self.weight_decay:
                 g = g + w * self.weight_decay
             one = full((1,), 1, "float32", w.device)
@@ -228,7 +231,7 @@ class AdamW(_Moments):
             for p in g["params"]:
                 if p.grad is None:
                     continue
-                w, grad = _compact(p), p.grad.realize_cached_data()
+                w, grad = _arrays(p)
                 if scale is None:
                     scale = full((1,), 1, "float32", w.device)
                 self._update(p, w, grad, scale, g["lr"], self.betas, self.eps, g["weight_decay"])
