@@ -222,11 +222,14 @@ def _name_in(r: Any, item: Any, inner: Any, owners: dict[int, Any]) -> str:
     """
     if isinstance(r, types.FrameType):
         key = _key(sites.locals_of(r), item)
-        return f"{key} in {r.f_code.co_name}, kept by a traceback" if key and not sites.is_core(r.f_code.co_filename) else ""
+        if not key or sites.is_core(r.f_code.co_filename):
+            return ""
+        paused = next((o for o in gc.get_referrers(r) if isinstance(o, _PAUSED)), None)  # from Python 3.11 on it has no such frame
+        return f"{key} in {_paused_title(paused) if paused is not None else f'{r.f_code.co_name}, kept by a traceback'}"
     if isinstance(r, _PAUSED):
         frame = next((found for name in ("gi_frame", "cr_frame", "ag_frame") if (found := getattr(r, name, None))), None)
         key = _key(sites.locals_of(frame), item) if frame is not None else ""
-        return f"{key} in the {type(r).__name__} {r.__name__}" if key else ""
+        return f"{key} in {_paused_title(r)}" if key else ""
     if isinstance(r, types.FunctionType):
         names = [n for n, cell in zip(r.__code__.co_freevars, r.__closure__ or ()) if r.__closure__ is item and cell is inner]
         return f"{names[0]} in the closure of {r.__name__}" if names else ""
@@ -252,6 +255,10 @@ def _owns(owner: Any, names: dict) -> bool:
     if isinstance(owner, type):
         return any(x is names for x in gc.get_referents(owner)) and "__module__" in names
     return not isinstance(owner, types.FrameType) and getattr(owner, "__dict__", None) is names
+
+
+def _paused_title(paused: Any) -> str:
+    return f"the {type(paused).__name__} {paused.__name__}"
 
 
 def _title(owner: Any) -> str:
