@@ -88,7 +88,7 @@ class Check:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return_code, output = -9, process.communicate()[0] + f"\n(ended after {limit_s:.0f} s)"
-        except BaseException:
+        except BaseException:  # Ctrl-C among them, which the family of processes, a session of its own, does not get
             os.killpg(process.pid, signal.SIGKILL)
             raise
         return process.returncode if return_code is None else return_code, output

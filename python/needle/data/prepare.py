@@ -202,7 +202,7 @@ class _Run:
         """Around what leaves nothing to go on with."""
         try:
             yield
-        except BaseException:
+        except BaseException:  # Ctrl-C among them
             _empty(self.folder)
             raise
 

@@ -228,7 +228,7 @@ class TokenWriter:
                     self._files[name] = open(folder / name, "r+b" if state else "w+b")
                     self._files[name].truncate(size)
                     self._files[name].seek(size)
-        except BaseException:
+        except BaseException:  # Ctrl-C among them: nobody else has these files to close
             self.close()
             raise
 
