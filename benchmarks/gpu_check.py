@@ -148,7 +148,7 @@ class Check:
 
     def ready(self) -> None:
         """The module loads, and finds a device."""
-        code = f"import needle; d = needle.{self.device}(); d.require(); print(d.device_properties())"
+        code = f"import needle; d = needle.{self.device}(); print(d.require().device_properties(), d.cublaslt_in_use())"
         say(self.must([sys.executable, "-c", code], 60).strip())
 
     def tests(self) -> list[str]:

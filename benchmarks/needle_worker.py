@@ -30,6 +30,7 @@ def _case(step: Callable[[], float | None], device, **facts) -> Case:
     versions = {"needle": "0.1.0", "numpy": np.__version__}
     if device.name.startswith("cuda"):
         versions["device"] = device.device_properties()["name"]
+        versions["cublasLt"] = str(device.cublaslt_in_use()[1] or None)
     return Case(finished_step, versions, device.num_threads(), lambda: device.memory_stats()["peak"], facts)
 
 
@@ -170,9 +171,11 @@ def loss(rows: int, vocab_size: int, dense: bool = False, width: int = 512, devi
     return _case(step, where)
 
 
-def gemm(m: int, k: int, n: int, device: str = "cpu", dtype: str = "float32") -> Case:
-    """(m, k) @ (k, n)."""
+def gemm(m: int, k: int, n: int, device: str = "cpu", dtype: str = "float32", own: bool = False) -> Case:
+    """(m, k) @ (k, n); own: by needle's kernel where a library would do it."""
     where = _device(device)
+    if own:
+        where.use_cublaslt("")
     rng = np.random.default_rng(0)
     a, b = _array(rng, (m, k), where, dtype=dtype), _array(rng, (k, n), where, dtype=dtype)
 

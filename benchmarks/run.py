@@ -90,11 +90,13 @@ GROUPS: dict[str, list[Row]] = {
 
 def _beside(group: str, row: Row) -> dict[str, Row]:
     """What needle runs in the same turns as a row, by name: shares of the blocks; the sparse model and the attention of both; the
-    loss by whole logits."""
+    loss by whole logits; on a GPU the product by needle's own kernel."""
     if group in ("attention", "gpu_attention", "gpu_products"):
         return {f"needle-{share:g}": replace(row, args={**row.args, "density": share}) for share in SHARES}
     if group == "loss":
         return {"needle-dense": replace(row, args={**row.args, "dense": True})}
+    if group == "gpu_gemm":
+        return {"needle-own": replace(row, args={**row.args, "own": True})}
     if group == "generation":
         return {"needle-local": replace(row, args={**row.args, **LOCAL})}
     if group != "long":

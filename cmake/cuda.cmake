@@ -1,7 +1,7 @@
 # The CUDA backend, twice: by nvcc for GPUs, and by the C++ compiler against the emulator (cuda_sim).
 file(GLOB cuda_kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/kernels/*_cuda.cu)
 # The module itself is host code, for the C++ compiler in both cases: nvcc would read the bindings once per architecture.
-set(cuda_module ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cc)
+set(cuda_module ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cc ${PROJECT_SOURCE_DIR}/src/common/cublaslt.cc)
 
 # Compiling for GPUs takes minutes: without being asked to, only where there is one.
 if(NEEDLE_CUDA STREQUAL "AUTO" AND NOT EXISTS /dev/nvidia0 AND NOT EXISTS /dev/dxg)
@@ -31,7 +31,6 @@ if(NOT NEEDLE_CUDA STREQUAL "OFF")
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
       target_compile_options(ndarray_backend_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
     endif()
-    target_link_libraries(ndarray_backend_cuda PRIVATE ${CMAKE_DL_LIBS})
     message(STATUS "needle: CUDA backend by ${CMAKE_CUDA_COMPILER} for ${NEEDLE_CUDA_ARCHITECTURES}")
   elseif(NEEDLE_CUDA STREQUAL "ON")
     message(FATAL_ERROR "NEEDLE_CUDA=ON, but no CUDA compiler was found (set CUDACXX or put nvcc on PATH)")

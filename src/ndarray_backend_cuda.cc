@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "common/bindings.h"
+#include "common/cublaslt.h"
 #include "common/cuda_device.h"
 
 namespace needle::NEEDLE_DEVICE {
@@ -275,7 +276,11 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
     return extents;
   });
   m.def("reset_launch_counts", &needle::reset_launch_counts);
-  m.def("num_threads", [] { return 1; });  // of the host: kernels decide on the device's
+  m.attr("cudart_major") = CUDART_VERSION / 1000;
+  // Products by the cuBLASLt at this path, or ("") by needle's own kernels.
+  m.def("use_cublaslt", &use_cublaslt, py::arg("path"));
+  m.def("cublaslt_in_use", &cublaslt_in_use);  // (path, version); ("", 0)
+  m.def("num_threads", [] { return 1; });      // of the host: kernels decide on the device's
   m.def("set_num_threads", [](int) {});
   m.attr("__tile_size__") = 4;  // the course's; nothing here is in such tiles
 }

@@ -33,6 +33,10 @@ def use(name):
 @pytest.fixture(autouse=True, params=[name for name in ("cuda_sim", "cuda") if name in DEVICES])
 def _device(request):
     use(request.param)
+    library, _ = backend.cublaslt_in_use()
+    backend.use_cublaslt("")
+    yield
+    backend.use_cublaslt(library)
 
 
 @pytest.fixture

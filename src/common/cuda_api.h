@@ -92,14 +92,17 @@ inline std::string base_name_of(const std::string& full) {
   return colon == std::string::npos ? head : head.substr(colon + 2);
 }
 
-[[gnu::noinline]] inline KernelRecord& register_kernel(const char* pretty) {
+inline KernelRecord& register_name(const std::string& full_name) {
   auto* made = new KernelRecord;  // lives as long as the process
-  made->full_name = kernel_name_from(pretty);
+  made->full_name = full_name;
   made->name = base_name_of(made->full_name);
   made->next = kernel_records().load();
   while (!kernel_records().compare_exchange_weak(made->next, made)) {
   }
   return *made;
+}
+[[gnu::noinline]] inline KernelRecord& register_kernel(const char* pretty) {
+  return register_name(kernel_name_from(pretty));
 }
 
 struct LaunchCount {

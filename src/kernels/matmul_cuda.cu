@@ -1,4 +1,5 @@
-// out[batch] = op(a[batch]) @ op(b[batch]) on a GPU, or += with accumulate.
+// out[batch] = op(a[batch]) @ op(b[batch]) on a GPU, or += with accumulate: by cuBLASLt where that
+// is open (cublaslt.h), else by the kernels here.
 //
 // One block of threads forms one tile of one matrix of the batch: matmul_kernel by
 // tile_product_cuda.cuh, matmul_mma_kernel by tensor_core_product_cuda.cuh (16-bit floats, compute
@@ -8,6 +9,7 @@
 // Where `out` has few tiles and k is long, as in the gradient of a weight or the product of a
 // single row, k is cut into equal parts, which are items of a larger batch and are added up
 // afterwards, in their order. The cut depends on the shape alone.
+#include "../common/cublaslt.h"
 #include "tensor_core_product_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
@@ -135,6 +137,10 @@ int64_t parts_of(int64_t outputs, int64_t tiles, int64_t k, int64_t item_bytes) 
   return std::max<int64_t>(parts, 1);
 }
 
+const void* address(const Array& x, int64_t offset) {
+  return static_cast<const char*>(x.ptr()) + offset * dtype_size(x.dtype());
+}
+
 }  // namespace
 
 void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64_t lda,
@@ -145,6 +151,21 @@ void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64
   if (outputs == 0) return;
   const auto batch =
       make_walk<2>(batch_shape, {{&a_batch_strides, a_offset}, {&b_batch_strides, b_offset}});
+  const auto batch_stride = [&](int operand) {
+    return batch.ndim == 0 ? 0 : batch.strides[operand][0];
+  };
+  if (batch.ndim <= 1 &&
+      multiply_by_cublaslt({a.dtype(),
+                            {address(a, batch.offset[0]), lda, trans_a, batch_stride(0)},
+                            {address(b, batch.offset[1]), ldb, trans_b, batch_stride(1)},
+                            out.ptr(),
+                            out.dtype(),
+                            m,
+                            k,
+                            n,
+                            batches,
+                            accumulate}))
+    return;
   dispatch_num(a.dtype(), "matmul", [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = accum_t<T>;

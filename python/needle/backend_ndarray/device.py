@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError
+from . import cublaslt
 
 _device_caches: list[Any] = []
 when_loaded: Callable[[BackendDevice], None] | None = None  # told of each device that is used for the first time: needle.memory
@@ -96,6 +97,8 @@ class BackendDevice:
         if hasattr(mod, "device_count") and mod.device_count() == 0:
             self._why_absent = f"no usable GPU was found: {mod.why_absent() or 'the driver names none'}"
             return None
+        if hasattr(mod, "use_cublaslt"):
+            cublaslt.open_for(mod)
         return mod
 
     def __getattr__(self, name: str) -> Any:
