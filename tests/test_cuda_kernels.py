@@ -461,9 +461,10 @@ def test_cross_entropy(dtype, shape):
 
 
 @every_float
-def test_adamw_step(dtype):
+@pytest.mark.parametrize("wide_grad", [False, True])
+def test_adamw_step(dtype, wide_grad):
     n = 301
-    check("adamw_step", dtype, Out(n, values=normal(n)), In(normal(n)), Out(n, True, normal(n)),
+    check("adamw_step", dtype, Out(n, values=normal(n)), In(normal(n), wide_grad), Out(n, True, normal(n)),
           Out(n, True, normal(n) ** 2), np.array([0.5], np.float32), 1e-2, 0.9, 0.95, 1e-8, 0.1, 3)  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import pytest
 import needle as ndl
 from needle import amp, data, init, nn, ops
 from needle.backend_ndarray import kernels, ndarray
+from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import NDArray, from_dlpack, full, where
 from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, ShapeError
 from needle.optim import SGD, Adam, AdamW
@@ -187,6 +188,15 @@ def test_a_mean_is_within_what_it_is_the_mean_of(device, mean):
     assert widened.dtype == "float32" and widened.item() == 45000
     whole = mean(array([2**30] * 4, device, "int32"))
     assert whole.dtype == "float32" and whole.item() == 2**30
+
+
+@pytest.mark.parametrize("n", [3, 19])  # one by one; in vectors
+def test_numbers_beside_16_bit_floats_are_not_rounded(device, n):
+    a = array([60000] * n, device, "float16")
+    for x in (a, a[::-1]):
+        np.testing.assert_array_equal((x / 100000).numpy(), np.float16(0.6))
+        np.testing.assert_array_equal((100000 - x).numpy(), 40000)
+    np.testing.assert_array_equal((array([129] * n, device, "bfloat16") * 1.004).numpy(), 130)
 
 
 def test_integer_powers(device):
@@ -394,6 +404,16 @@ def test_attention_to_nothing(device):
     np.testing.assert_array_equal(out.numpy(), np.zeros((1, 2, 3, 4)))
 
 
+def test_what_a_missing_block_would_meet_is_not_read(device):
+    layout = BlockLayout([[True, False]], 16)
+    blocks, dense = array(np.ones((1, 1, 16, 16)), device), np.ones((1, 32, 2))
+    dense[0, 20] = np.nan
+    right = kernels.blocksparse_dsd(blocks, array(dense, device), layout)
+    left = kernels.blocksparse_dds(array(dense.swapaxes(1, 2), device), blocks, layout, transpose=True)
+    np.testing.assert_array_equal(right.numpy(), np.full((1, 16, 2), 16))
+    np.testing.assert_array_equal(left.numpy(), np.full((1, 2, 16), 16))
+
+
 def test_arguments_of_ops(device):
     x = leaf(np.ones((1, 4, 4, 1)), device)
     for stride, padding in ((0, 1), (-1, 1), (1, -1)):
@@ -424,6 +444,8 @@ def test_arguments_of_ops(device):
     with pytest.raises(DeviceError, match="cross_entropy"):
         elsewhere = ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()
         ops.cross_entropy(leaf(np.ones((2, 3)), device), leaf([0, 1], elsewhere))
+    with pytest.raises(DTypeError, match=r"\[embedding\] needs floating arrays, got int32"):
+        ops.embedding(leaf(np.ones((2, 3)), device, "int32", requires_grad=False), leaf([0], device))
     with pytest.raises(DTypeError, match=r"\[rotary\] cos is float64"):
         ops.rotary(x, *[array(np.ones((4, 0)), device, "float64")] * 2)
     with pytest.raises(DTypeError, match="out_grad is ndarray"):
@@ -497,6 +519,18 @@ def test_a_gradient_of_another_shape(device, kind, shape):
     with pytest.raises(ShapeError, match=r"\[optim\] a gradient is .*, its parameter is \(2, 3\)"):
         kind([p]).step()
     np.testing.assert_array_equal(p.numpy(), 1)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+@pytest.mark.parametrize(
+    ("dtype", "of_gradient"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64"), ("float64", "float32")]
+)
+def test_a_gradient_of_another_dtype(device, kind, dtype, of_gradient):
+    p = nn.Parameter(leaf([1, 1], device, dtype))
+    p.grad = leaf([0.5, -0.5], device, of_gradient)
+    kind([p], lr=0.25, weight_decay=0.0).step()
+    down, up = p.numpy()
+    assert p.dtype == dtype and 1 - down == up - 1 > 0
 
 
 def test_adamw_updates_floats_alone(device):

@@ -27,7 +27,8 @@ void strided_fill(const Array& out, const Dims& strides, int64_t offset, const D
 // --- elementwise: one row in ewise_ops.def is one op ------------------------------------------
 // A View is an array with strides, offset and shape; an empty `strides` means contiguous.
 // `out` is contiguous, its dtype is the dtype of the inputs, or bool for comparison/logical/test
-// rows. `out` may be an input (in place) when that input is contiguous.
+// rows. `out` may be an input (in place) when that input is contiguous. A Scalar beside 16-bit
+// floats is a float32, not rounded to 16 bits.
 void ewise_unary(UnaryOp op, const View& a, const Array& out);
 void ewise_binary(BinaryOp op, const View& a, const View& b, const Array& out);
 void scalar_binary(BinaryOp op, const View& a, Scalar b, const Array& out);   // op(a, b)
@@ -107,7 +108,8 @@ void cross_entropy_backward(const Array& logits, const Array& targets, const Arr
 
 // --- optimizer -----------------------------------------------------------------------------------
 // Decoupled weight decay (Loshchilov & Hutter 2019), in place on param, m, v. m, v float32 (float64
-// for float64). grad_scale: one float32 on the device that multiplies every gradient (clipping,
+// for float64). grad may have another floating dtype than param, but float64 goes with float64
+// alone. grad_scale: one float32 on the device that multiplies every gradient (clipping,
 // unscaling).
 void adamw_step(const Array& param, const Array& grad, const Array& m, const Array& v,
                 const Array& grad_scale, double lr, double beta1, double beta2, double eps,

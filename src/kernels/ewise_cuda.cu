@@ -78,12 +78,13 @@ __global__ void ewise_unary_kernel(const T* a, R* out, Walk<1> walk, int64_t n, 
     out[i] = R(Op::apply(load(a, walk(i).of[0])));
 }
 
-// A null pointer stands for the number beside it.
+// A null pointer stands for the number beside it, which is not rounded to 16 bits.
 template <class T>
 struct Operand {
   const T* data;
   accum_t<T> number;
   __device__ accum_t<T> at(int64_t i) const { return data != nullptr ? load(data, i) : number; }
+  __device__ accum_t<T> of(T loaded) const { return data != nullptr ? accum_t<T>(loaded) : number; }
 };
 
 template <class Op, class T, class R, int N>
@@ -92,18 +93,13 @@ __global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, Walk<2> 
   int64_t done = 0;
   if (vectors) {
     done = n / N * N;
-    Vec<T, N> x, y;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      x.v[j] = T(a.number);
-      y.v[j] = T(b.number);
-    }
     for (int64_t i = first_index(); i < n / N; i += index_step()) {
+      Vec<T, N> x{}, y{};
       if (a.data != nullptr) x = reinterpret_cast<const Vec<T, N>*>(a.data + walk.offset[0])[i];
       if (b.data != nullptr) y = reinterpret_cast<const Vec<T, N>*>(b.data + walk.offset[1])[i];
       Vec<R, N> z;
 #pragma unroll
-      for (int j = 0; j < N; ++j) z.v[j] = R(Op::apply(accum_t<T>(x.v[j]), accum_t<T>(y.v[j])));
+      for (int j = 0; j < N; ++j) z.v[j] = R(Op::apply(a.of(x.v[j]), b.of(y.v[j])));
       reinterpret_cast<Vec<R, N>*>(out)[i] = z;
     }
   }
@@ -156,7 +152,7 @@ void binary(const char* name, const View* a, const View* b, Scalar number, const
     using T = typename decltype(tag)::type;
     using R = typename std::conditional<gives_bool(Op::kind), bool, T>::type;
     constexpr int N = vector_length<T>();
-    const accum_t<T> value = accum_t<T>(number.to<T>());
+    const accum_t<T> value = number.to<accum_t<T>>();
     Operand<T> x{a != nullptr ? a->array.data<T>() : nullptr, value};
     Operand<T> y{b != nullptr ? b->array.data<T>() : nullptr, value};
     R* z = out.data<R>();

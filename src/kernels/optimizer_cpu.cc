@@ -44,10 +44,10 @@ void adamw_step(const Array& param, const Array& grad, const Array& m, const Arr
                 const Array& grad_scale, double lr, double beta1, double beta2, double eps,
                 double weight_decay, int64_t step) {
   const float scale = *grad_scale.data<float>();
-  dispatch_float(param.dtype(), "adamw", [&](auto tag) {
+  dispatch_float(param.dtype(), "adamw_step", [&](auto tag) {
     using P = typename decltype(tag)::type;
     using A = accum_t<P>;
-    dispatch_float(grad.dtype(), "adamw", [&](auto grad_tag) {
+    dispatch_float(grad.dtype(), "adamw_step", [&](auto grad_tag) {
       using G = typename decltype(grad_tag)::type;
       if constexpr (std::is_same_v<A, accum_t<G>>) {
         P* params = param.data<P>();
@@ -60,7 +60,7 @@ void adamw_step(const Array& param, const Array& grad, const Array& m, const Arr
                       A(1 / (1 - std::pow(beta2, step))));
         });
       } else {
-        throw std::invalid_argument(std::string("[adamw] gradient has a bad dtype: ") +
+        throw std::invalid_argument(std::string("[adamw_step] gradient has a bad dtype: ") +
                                     dtype_name(grad.dtype()) +
                                     " (float64 with float64 parameters alone)");
       }

@@ -14,10 +14,9 @@ struct AdamWNumbers {
   A lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, correction1, correction2;
 };
 
-template <class T>
-__global__ void adamw_step_kernel(T* param, const T* grad, accum_t<T>* m, accum_t<T>* v,
-                                  const float* grad_scale, AdamWNumbers<accum_t<T>> h, int64_t n) {
-  using A = accum_t<T>;
+template <class T, class G, class A = accum_t<T>>
+__global__ void adamw_step_kernel(T* param, const G* grad, A* m, A* v, const float* grad_scale,
+                                  AdamWNumbers<A> h, int64_t n) {
   const A scale = A(*grad_scale);
   for (int64_t i = first_index(); i < n; i += index_step()) {
     const A g = A(grad[i]) * scale;
@@ -60,9 +59,17 @@ void adamw_step(const Array& param, const Array& grad, const Array& m, const Arr
                                   A(1 - lr * weight_decay),
                                   A(1 - std::pow(beta1, double(step))),
                                   A(1 - std::pow(beta2, double(step)))};
-    launch<adamw_step_kernel<T>>(grid_stride(param.size()), param.data<T>(), grad.data<T>(),
-                                 m.data<A>(), v.data<A>(), grad_scale.data<float>(), numbers,
-                                 param.size());
+    dispatch_float(grad.dtype(), "adamw_step", [&](auto grad_tag) {
+      using G = typename decltype(grad_tag)::type;
+      if constexpr (std::is_same_v<A, accum_t<G>>)
+        launch<adamw_step_kernel<T, G>>(grid_stride(param.size()), param.data<T>(), grad.data<G>(),
+                                        m.data<A>(), v.data<A>(), grad_scale.data<float>(), numbers,
+                                        param.size());
+      else
+        throw std::invalid_argument(std::string("[adamw_step] gradient has a bad dtype: ") +
+                                    dtype_name(grad.dtype()) +
+                                    " (float64 with float64 parameters alone)");
+    });
   });
 }
 
