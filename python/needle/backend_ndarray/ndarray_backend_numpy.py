@@ -613,28 +613,32 @@ def blocksparse_sdd(a, trans_a, b, trans_b, blocks, row_ptr, col_idx, batch, m, 
     _put(blocks, out)
 
 
-def _sparse_to_dense(blocks, trans_s, ptr, idx, entry, batch, lines, crossing, nnz, layout_heads, block):
-    """(batch, lines * block, crossing * block): op(S) spread out, its lines being those of the given index."""
+def _sparse_times_dense(blocks, trans_s, dense, ptr, idx, entry, m, nnz, layout_heads, block):
+    """op(S) @ dense, (batch, m, n), from the index of op(S)'s block rows. What a missing block would meet is not read."""
+    batch, _, n = dense.shape
     stored = _up(blocks.array.reshape(batch, nnz, block, block))
-    dense = np.zeros((batch, lines * block, crossing * block), stored.dtype)
+    stored = stored.swapaxes(2, 3) if trans_s else stored
+    out = np.zeros((batch, m, n), dense.dtype)
+    lines = m // block
     for item, i, j, e in _entries(ptr, idx, batch, lines, layout_heads):
         first = ptr.array[(item % layout_heads) * lines]
         values = stored[item, entry.array[e] - first]
-        dense[item, i * block : (i + 1) * block, j * block : (j + 1) * block] = values.T if trans_s else values
-    return dense
+        out[item, i * block : (i + 1) * block] += values @ dense[item, j * block : (j + 1) * block]
+    return out
 
 
 def blocksparse_dsd(blocks, trans_s, b, trans_b, out, row_ptr, col_idx, entry, batch, m, n, k, nnz,
                     layout_heads, block):  # fmt: skip
-    s = _sparse_to_dense(blocks, trans_s, row_ptr, col_idx, entry, batch, m // block, k // block, nnz, layout_heads, block)
-    _put(out, s @ _stored(b, batch, k, n, trans_b))
+    dense = _stored(b, batch, k, n, trans_b)
+    _put(out, _sparse_times_dense(blocks, trans_s, dense, row_ptr, col_idx, entry, m, nnz, layout_heads, block))
 
 
 def blocksparse_dds(a, trans_a, blocks, trans_s, out, col_ptr, row_idx, entry, batch, m, n, k, nnz,
                     layout_heads, block):  # fmt: skip
-    # The index lists block columns, so what it spreads out is op(S)^T; its blocks are transposed once more.
-    s_t = _sparse_to_dense(blocks, not trans_s, col_ptr, row_idx, entry, batch, n // block, k // block, nnz, layout_heads, block)
-    _put(out, _stored(a, batch, m, k, trans_a) @ s_t.swapaxes(1, 2))
+    # The index lists block columns: out^T = op(S)^T @ op(a)^T.
+    dense = _stored(a, batch, m, k, trans_a).swapaxes(1, 2)
+    product = _sparse_times_dense(blocks, not trans_s, dense, col_ptr, row_idx, entry, n, nnz, layout_heads, block)
+    _put(out, product.swapaxes(1, 2))
 
 
 # --- counter-based random numbers: Philox 4x32-10 ---
