@@ -126,19 +126,19 @@ class DeviceMemory : public MemorySource {
 };
 
 std::string bad_id_text(const ErrorFlag& flag) {
-  const std::string id = std::to_string(flag.value), at = std::to_string(flag.position);
-  const std::string range = "0.." + std::to_string(flag.limit - 1);
+  const auto text = [&](const std::string& id, const char* position, const char* range) {
+    return id + std::to_string(flag.value) + position + std::to_string(flag.position) +
+           " is outside the " + range + " (0.." + std::to_string(flag.limit - 1) + ")";
+  };
   switch (BadId(flag.code)) {
     case BadId::cross_entropy:
-      return "[cross_entropy] target " + id + " at row " + at + " is outside " + range;
+      return text("[cross_entropy] target ", " at position ", "classes");
     case BadId::one_hot:
-      return "[one_hot] id " + id + " at position " + at + " is outside " + range;
+      return text("[one_hot] id ", " at position ", "depth");
     case BadId::attention_decode:
-      return "[attention_decode] position " + id + " of sequence " + at +
-             " is outside the cache (" + range + ")";
+      return text("[attention_decode] position ", " of sequence ", "cache");
     default:
-      return "[embedding] id " + id + " at position " + at + " is outside the vocabulary (" +
-             range + ")";
+      return text("[embedding] id ", " at position ", "vocabulary");
   }
 }
 

@@ -11,6 +11,7 @@ import pytest
 
 import needle as ndl
 from needle import amp, data, init, nn, ops
+from needle import dtype as dt
 from needle.backend_ndarray import kernels, ndarray
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import NDArray, from_dlpack, full, where
@@ -146,6 +147,30 @@ def test_an_error_is_one_line(device):
         assert "\n" not in str(raised.value)
 
 
+def test_ids_outside_their_range_are_named(device):
+    x = array(np.ones((2, 3)), device)
+    for text, make in (
+        ("[embedding] id -1 at position 1 is outside the vocabulary (0..1)", lambda: kernels.embedding(x, array([0, -1], device, "int32"))),
+        ("[one_hot] id 2 at position 0 is outside the depth (0..1)", lambda: kernels.one_hot(array([2], device, "int64"), 2)),
+        ("[cross_entropy] target 3 at position 1 is outside the classes (0..2)", lambda: kernels.cross_entropy(x, array([-100, 3], device))[0]),
+    ):  # fmt: skip
+        with pytest.raises(IndexError) as raised:
+            make().numpy()
+        assert str(raised.value) == text
+
+
+def test_truth_values_are_no_numbers(device):
+    a = array([True, False], device, "bool")
+    for op, make in (
+        ("sub", lambda: a - a),
+        ("power", lambda: a**a),
+        ("power", lambda: a**True),
+        ("relu", lambda: ops.relu(ndl.Tensor.make_const(a))),
+    ):
+        with pytest.raises(ValueError, match=rf"^\[{op}\] no kernel for dtype bool$"):
+            make()
+
+
 def test_what_is_no_number(device):
     a = array([1.0], device)
     for make in (
@@ -201,8 +226,11 @@ def test_numbers_beside_16_bit_floats_are_not_rounded(device, n):
 
 def test_integer_powers(device):
     for dtype in ("int32", "int64"):
-        found = array([0, 1, -1, -1, 2, -3, 3], device, dtype) ** array([-1, -2, -2, -3, -1, 3, 19], device, dtype)
-        assert found.numpy().tolist() == [0, 1, 1, -1, 0, -27, 3**19]
+        least = dt.LIMITS[dtype][0]
+        found = array([0, 1, -1, -1, 2, -3, 3, -1, 2], device, dtype) ** array(
+            [-1, -2, -2, -3, -1, 3, 19, least, least], device, dtype
+        )
+        assert found.numpy().tolist() == [0, 1, 1, -1, 0, -27, 3**19, 1, 0]
     both = array([3, 2], device, "int64") ** array([39, -1], device, "int64")
     assert both.numpy().tolist() == [3**39, 0]
 

@@ -95,6 +95,15 @@ def test_the_kernel_equals_attention(device, dtype, block, heads, D, S):
         np.testing.assert_array_equal(cache.numpy(), values.numpy())
 
 
+def test_a_key_of_no_weight_is_like_one_that_is_not_there(device):
+    """Also where those that are read together with it have none either."""
+    one, cache = (NDArray(np.ones(shape), device=device) for shape in ((1, 1, 1, 8), (1, 1, 20, 8)))
+    for position in (3, 4, 12):
+        at = NDArray(np.array([position]), device=device, dtype="int32")
+        found = kernels.attention_decode(one, one * -np.inf, one * 5, cache.copy(), cache.copy(), at, dense_layout(20, 20, 64), 1.0)
+        np.testing.assert_array_equal(found.numpy(), one.numpy())
+
+
 def test_the_kernel_refuses_what_does_not_fit(device):
     def call(positions, S=20, layout=None):
         x, cache = (NDArray(np.ones(shape), device=device) for shape in ((2, 1, 1, 8), (2, 1, S, 8)))

@@ -117,14 +117,15 @@ __global__ void __launch_bounds__(kThreads)
         if (first + j >= count) scores[j] = A(-INFINITY);
         largest = scores[j] > largest ? scores[j] : largest;
       }
-      const A decay = m_exp(top - largest);
+      const A shift = largest == A(-INFINITY) ? A(0) : largest;  // no weight yet
+      const A decay = m_exp(top - shift);
       top = largest;
       total *= decay;
 #pragma unroll
       for (int i = 0; i < Features; ++i) sums[i] *= decay;
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
-        const A p = m_exp(scores[j] - top);
+        const A p = m_exp(scores[j] - shift);
         total += p;
 #pragma unroll
         for (int i = 0; i < Features; ++i) sums[i] += p * value[j][i];

@@ -163,7 +163,7 @@ def _silu_backward(x, dy):
 def _power(a, b):
     if np.result_type(a, b).kind != "i":
         return np.power(a, b)
-    sign = np.where(np.abs(a) == 1, np.power(a, np.abs(b)), 0)  # an integer's reciprocal, cut off; 0 for that of 0
+    sign = np.where(np.abs(a) == 1, np.power(a, b & 1), 0)  # an integer's reciprocal, cut off; 0 for that of 0
     return np.where(np.less(b, 0), sign, np.power(a, np.maximum(b, 0)))
 
 
@@ -222,7 +222,17 @@ BINARY = {
 }
 
 
-def _unary_entry(function):
+# NUM in ewise_ops.def: numpy has a meaning for some of these on bool.
+_OF_NUMBERS = {"negate", "abs", "sign", "square", "relu", "sub", "power", "relu_backward"}
+
+
+def _operand(name, x):
+    if x.dtype == bool and name in _OF_NUMBERS:
+        raise ValueError(f"[{name}] no kernel for dtype bool")
+    return _up(x)
+
+
+def _unary_entry(name, function):
     def entry(a, *rest):
         if len(rest) == 1:
             (out,) = rest
@@ -231,12 +241,12 @@ def _unary_entry(function):
             strides, offset, out, shape = rest
             x = _strided(a, shape, strides, offset)
         with np.errstate(all="ignore"):
-            _put(out, function(_up(x)))
+            _put(out, function(_operand(name, x)))
 
     return entry
 
 
-def _binary_entry(function):
+def _binary_entry(name, function):
     def entry(a, *rest):
         if len(rest) == 2:
             b, out = rest
@@ -245,12 +255,12 @@ def _binary_entry(function):
             a_strides, a_offset, b, b_strides, b_offset, out, shape = rest
             x, y = _strided(a, shape, a_strides, a_offset), _strided(b, shape, b_strides, b_offset)
         with np.errstate(all="ignore"):
-            _put(out, function(_up(x), _up(y)))
+            _put(out, function(_operand(name, x), _operand(name, y)))
 
     return entry
 
 
-def _scalar_entry(function, reverse):
+def _scalar_entry(name, function, reverse):
     def entry(a, *rest):
         if len(rest) == 2:
             val, out = rest
@@ -258,7 +268,7 @@ def _scalar_entry(function, reverse):
         else:
             strides, offset, val, out, shape = rest
             x = _strided(a, shape, strides, offset)
-        x = _up(x)
+        x = _operand(name, x)
         val = x.dtype.type(val)
         with np.errstate(all="ignore"):
             _put(out, function(val, x) if reverse else function(x, val))
@@ -267,11 +277,11 @@ def _scalar_entry(function, reverse):
 
 
 for _name, _function in UNARY.items():
-    globals()[f"ewise_{_name}"] = _unary_entry(_function)
+    globals()[f"ewise_{_name}"] = _unary_entry(_name, _function)
 for _name, _function in BINARY.items():
-    globals()[f"ewise_{_name}"] = _binary_entry(_function)
-    globals()[f"scalar_{_name}"] = _scalar_entry(_function, reverse=False)
-    globals()[f"rscalar_{_name}"] = _scalar_entry(_function, reverse=True)
+    globals()[f"ewise_{_name}"] = _binary_entry(_name, _function)
+    globals()[f"scalar_{_name}"] = _scalar_entry(_name, _function, reverse=False)
+    globals()[f"rscalar_{_name}"] = _scalar_entry(_name, _function, reverse=True)
 
 
 def where(condition, *rest):
@@ -419,22 +429,22 @@ def rotary(x, x_strides, x_offset, cos, sin, out, out_strides, B, H, T, D, rot, 
 # --- embedding ---
 
 
-def _checked_ids(op, ids, n, limit):
+def _checked_ids(op, ids, n, limit, range_name, id_name="id", ignored=None):
     ids = ids.array[:n]
-    bad = np.flatnonzero((ids < 0) | (ids >= limit))
+    bad = np.flatnonzero(((ids < 0) | (ids >= limit)) & (ids != ignored))
     if bad.size:
-        position = int(bad[0])
-        raise IndexError(f"[{op}] id {int(ids[position])} at position {position} is outside the vocabulary (0..{limit - 1})")
+        at = int(bad[0])
+        raise IndexError(f"[{op}] {id_name} {int(ids[at])} at position {at} is outside the {range_name} (0..{limit - 1})")
     return ids
 
 
 def embedding_forward(weight, ids, out, n, vocab, dim):
-    ids = _checked_ids("embedding", ids, n, vocab)
+    ids = _checked_ids("embedding", ids, n, vocab, "vocabulary")
     _put(out, weight.array.reshape(vocab, dim)[ids])
 
 
 def embedding_backward(dy, ids, dweight, workspace, n, vocab, dim, accumulate):
-    ids = _checked_ids("embedding", ids, n, vocab)
+    ids = _checked_ids("embedding", ids, n, vocab, "vocabulary")
     total = _up(dweight.array.reshape(vocab, dim)).copy() if accumulate else None
     if total is None:
         total = np.zeros((vocab, dim), _up(dweight.array[:0]).dtype)
@@ -443,7 +453,7 @@ def embedding_backward(dy, ids, dweight, workspace, n, vocab, dim, accumulate):
 
 
 def one_hot(ids, out, n, depth):
-    ids = _checked_ids("one_hot", ids, n, depth)
+    ids = _checked_ids("one_hot", ids, n, depth, "depth")
     matrix = np.zeros((n, depth), out.array.dtype)
     matrix[np.arange(n), ids] = 1
     _put(out, matrix)
@@ -453,12 +463,8 @@ def one_hot(ids, out, n, depth):
 
 
 def _targets(targets, rows, cols, ignore_index):
-    ids = targets.array[:rows]
+    ids = _checked_ids("cross_entropy", targets, rows, cols, "classes", "target", ignore_index)
     kept = ids != ignore_index
-    bad = np.flatnonzero(kept & ((ids < 0) | (ids >= cols)))
-    if bad.size:
-        row = int(bad[0])
-        raise IndexError(f"[cross_entropy] target {int(ids[row])} at row {row} is outside 0..{cols - 1}")
     return np.where(kept, ids, 0), kept
 
 
