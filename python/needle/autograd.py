@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from . import dtype as dt
-from .backend_ndarray.host_memory import GRADIENT
+from .backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_selection import Device, NDArray, array_api, as_device
 from .errors import DeviceError, DTypeError, GraphError, ShapeError
@@ -535,6 +535,8 @@ class Tensor(Value):
     def grad(self, value: Tensor | None) -> None:
         if value is not None and not isinstance(value, Tensor):
             raise DTypeError(f"[grad] cannot assign {type(value).__name__} (accepted: a Tensor, or None)")
+        if value is not None and value._data is not None and value._data.category == ACTIVATION:  # that nobody has named yet
+            value._data.category = GRADIENT
         self._grad = value
 
     def retain_grad(self) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import numpy as np
 
 from ..errors import ShapeError
-from .device import BackendDevice, device_cache
+from .device import BackendDevice, caches, device_cache
 from .ndarray import NDArray
 
 MIN_BLOCK, MAX_BLOCK = 16, 128
@@ -90,11 +91,12 @@ class BlockLayout:
         return self.nnz_total / possible if possible else 0.0
 
     def on(self, device: BackendDevice) -> BlockIndex:
-        """The index on ``device``; made there once."""
+        """The index on ``device``; made there once, until ``drop_device_caches``."""
         index = self._on_device.get(device)
         if index is None:
             arrays = {name: NDArray(values, device=device, dtype=str(values.dtype)) for name, values in self._index.items()}
             index = self._on_device[device] = BlockIndex(**arrays)
+            _indexed.add(self)
         return index
 
     def dense_mask(self, rows: int | None = None, cols: int | None = None) -> np.ndarray:
@@ -110,6 +112,18 @@ class BlockLayout:
             f"BlockLayout({self.heads} heads, {self.block_rows} x {self.block_cols} blocks of {self.block}, "
             f"{self.nnz_total} blocks, density {self.density:.3f}{', causal' if self.causal else ''})"
         )
+
+
+_indexed: WeakSet[BlockLayout] = WeakSet()  # those that are on some device
+
+
+def _drop_indices() -> None:
+    for layout in list(_indexed):
+        layout._on_device.clear()
+    _indexed.clear()
+
+
+caches.append(_drop_indices)
 
 
 def _pointers(lines: np.ndarray, n_lines: int) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import DeviceError
 from . import cublaslt
 
-_device_caches: list[Any] = []
+caches: list[Callable[[], None]] = []  # each empties one that holds device memory
 when_loaded: Callable[[BackendDevice], None] | None = None  # told of each device that is used for the first time: needle.memory
 
 
@@ -22,7 +22,7 @@ def device_cache(maxsize: int) -> Callable[[Callable], Any]:
 
     def wrap(function: Callable) -> Any:
         cached = lru_cache(maxsize=maxsize)(function)
-        _device_caches.append(cached)
+        caches.append(cached.cache_clear)
         return cached
 
     return wrap
@@ -30,8 +30,8 @@ def device_cache(maxsize: int) -> Callable[[Callable], Any]:
 
 def drop_device_caches() -> None:
     """Gives back what needle keeps on devices between calls: the indices of block layouts, tables of angles."""
-    for cached in _device_caches:
-        cached.cache_clear()
+    for clear in caches:
+        clear()
 
 
 class BackendDevice:
@@ -132,10 +132,13 @@ class BackendDevice:
         return self._drawn(np.random.rand, shape, dtype)
 
     def _drawn(self, draw: Callable, shape: tuple[int, ...], dtype: str):
+        from .host_memory import DATA
         from .ndarray import NDArray, empty
 
         if self.name == "meta":  # a plan of a large model makes no numbers
-            return empty(shape, dtype, self)
+            out = empty(shape, dtype, self)
+            out.category = DATA  # as what comes from numpy
+            return out
         values = np.asarray(draw(*shape))
         return NDArray(values, self) if self.numpy_semantics else NDArray(values.astype(np.float32), self, dtype or "float32")
 
