@@ -21,6 +21,7 @@ import pytest
 import needle as ndl
 from devices import usable
 from needle import memory, nn, ops
+from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import OutOfMemoryError, ShapeError
 from needle.models import SIZES, Pythia, PythiaConfig, checkpointed, plannable, train_step
@@ -186,6 +187,42 @@ def test_a_clipped_step_is_planned_to_the_byte(cpu, max_norm):
         return step
 
     assert memory.peak_bytes(build) == memory.peak_bytes(build, device=cpu)
+
+
+def test_plans_of_a_layout_of_ones_own_are_all_alike(cpu):
+    """Its index is on a device from its first use there on."""
+    layout = BlockLayout(np.ones((2, 2)), 16)
+
+    def build(device):
+        layer, x = nn.BlockSparseLinear(32, 32, layout, device=device), ndl.init.ones(4, 32, device=device)
+        return lambda: layer(x).sum().backward()
+
+    first = memory.peak_bytes(build)
+    assert memory.plan(build).peak_bytes == memory.peak_bytes(build) == first
+    assert memory.peak_bytes(build, device=cpu) == memory.peak_bytes(build, device=cpu) == first
+
+
+def test_categories_of_a_plan_are_the_measured_ones(cpu):
+    """Random numbers are data; gradients stay gradients where a step assigns them."""
+
+    def build(device):
+        layer, dropout = nn.Linear(40, 30, device=device), nn.Dropout(0.5)
+        optimizer = SGD(layer.parameters(), lr=0.1)
+
+        def step():
+            dropout(layer(ndl.init.randn(20, 40, device=device))).sum().backward()
+            optimizer.clip_grad_norm(1.0)
+            for p in layer.parameters():
+                p.grad = p.grad * 0.5
+            seen.append(memory.stats(device).by_category["gradient"] - memory.stats(device).by_category["parameter"])
+
+        return step
+
+    seen = []
+    planned, measured = memory.plan(build), memory.plan(build, device=cpu)
+    kinds = lambda p: [(kind, h.nbytes, h.category) for kind, h in p.trace.events]  # noqa: E731
+    assert kinds(planned) == kinds(measured) and planned.by_category == measured.by_category
+    assert seen == [0] * 4
 
 
 @pytest.mark.parametrize("rows", [1 << 13, 1 << 18])
@@ -454,9 +491,49 @@ def test_out_of_memory_is_explained(limited):
     assert "requested" in text and "largest holders:" in text and "pythia.py:" in text
     assert "live: activation" in text and "parameter" in text and "layers." in text
     assert f"the step needs {memory.readable(large)}" in text
-    fitting = next(b for b in (4, 2, 1) if memory.peak_bytes(build_for(b)) <= live + (small + large) // 2)
+    fitting = next(b for b in (4, 2, 1) if memory.peak_bytes(build_for(b)) <= (small + large) // 2)
     assert f"what fits: --batch_size {fitting}, peak {memory.readable(memory.peak_bytes(build_for(fitting)))}" in text
     assert caught.value.requested_bytes > 0
+
+
+def test_advice_is_true_wherever_the_step_fails(limited):
+    """In backward, where no graph is recorded, and inside remat and autocast; beside memory that is not of the run."""
+
+    def build_for(rows=64):
+        def build(device):
+            layer, x = nn.Linear(64, 64, device=device), ndl.init.ones(rows, 64, device=device)
+            inner = ndl.remat(lambda x: ops.exp(layer(x) * 0.1))
+
+            def step():
+                y = inner(x)
+                with ndl.amp.autocast(device, "bfloat16"):
+                    y = layer(ops.tanh(y) * y)
+                (y * y).sum().backward()
+
+            return step
+
+        return build
+
+    def failure(build):
+        try:
+            build(limited)()
+        except OutOfMemoryError as error:
+            return error
+
+    needed, fits = (memory.peak_bytes(build_for(rows), steps=1) for rows in (64, 16))
+    other, asked = empty((1 << 20,), device=limited), set()
+    live = memory.stats(limited).live
+    for limit in range(fits, needed, 512):
+        memory.set_limit(live + limit, limited)
+        with memory.advise(build_for, [("48 rows", {"rows": 48}), ("16 rows", {"rows": 16})], steps=1):
+            text = str(failure(build_for()))
+        asked.add(re.search(r"asked by (.*),", text)[1])
+        assert f"{memory.readable(live)} were taken before the run" in text
+        assert f"the step needs {memory.readable(needed)} at its peak (planned); {memory.readable(limit)} is there" in text
+        rows = int(re.search(r"what fits: (\d+) rows", text)[1])
+        assert failure(build_for(rows)) is None
+    assert {"MulScalar", "AsType of Linear", "gradient of EWiseMul"} <= asked  # in remat, autocast, backward
+    del other
 
 
 def test_advice_that_cannot_help_says_so(limited):
@@ -509,6 +586,36 @@ def test_memory_is_free_although_the_traceback_is_kept(limited):
     memory.set_limit(None, limited)
     train_step(model, AdamW(model.parameters()), iter([(ids, ids)]))  # the process goes on
     assert memory.stats(limited).live == base
+
+
+def test_memory_of_closures_is_free_although_the_traceback_is_kept(limited):
+    """From Python 3.11 on the frames that a traceback keeps have their functions, and these what is around them."""
+
+    def run(keep=lambda function: None):
+        model = nn.Linear(100, 100, device=limited)
+        forward = lambda: model(ndl.init.ones(1000, 100, device=limited))  # noqa: E731
+
+        def step():
+            return forward(), model
+
+        keep(step)
+        step()
+
+    def failure(*args):
+        try:
+            run(*args)
+        except OutOfMemoryError as error:
+            return error
+
+    base, again = memory.stats(limited).live, []
+    memory.set_limit(base + 200_000, limited)
+    error = failure()
+    assert error is not None and memory.stats(limited).live == base
+    error = failure(again.append)
+    assert memory.stats(limited).live > base
+    memory.set_limit(None, limited)
+    assert again[0]()[0].shape == (1000, 100)  # what can still be called has lost nothing
+    assert error.__traceback__ is not None
 
 
 def test_a_step_that_runs_out_in_the_optimizer_has_changed_nothing(limited):

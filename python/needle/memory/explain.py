@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ class advise:
     """While it is on, an OutOfMemoryError also says what the step needs and which change makes it fit, found by planning.
 
     build_for(**change): the ``build`` of ``memory.plan`` for the run as it is, or with a change. changes: (what to tell the user,
-    the arguments for build_for) in the order in which they should be tried. Used as a context; the innermost one counts.
+    the arguments for build_for) in the order in which they should be tried. Used as a context; the innermost one counts. Make it
+    before the run makes its model: what a device holds by then is not there for the run.
     """
 
     def __init__(self, build_for: Callable[..., Build], changes: Sequence[tuple[str, dict[str, Any]]] = (), steps: int = 2):
         self.build_for, self.changes, self.steps = build_for, list(changes), steps
+        # A failure may come in the middle of backward, where no graph is recorded, or in a region of autocast or remat.
+        self._context = copy_context()
+        self._before = {d: d.require().memory_stats()["allocations"] for d in all_devices() if d.is_loaded}
 
     def __enter__(self) -> advise:
         _advisers.append(self)
@@ -37,8 +42,16 @@ class advise:
     def __exit__(self, *exc: object) -> None:
         _advisers.remove(self)
 
+    def taken(self, device: BackendDevice) -> int:
+        """Bytes of ``device`` that were held when this was made, and still are."""
+        last = self._before.get(device, 0)
+        return sum(nbytes for _, serial, nbytes, *_ in device.require().memory_holders() if serial <= last)
+
     def text(self, budget: int) -> str:
         """Two lines: what the step needs, and the first change with which it stays within ``budget`` bytes."""
+        return self._context.run(self._text, budget)
+
+    def _text(self, budget: int) -> str:
         needed = peak_bytes(self.build_for(), self.steps)
         lines = [f"the step needs {readable(needed)} at its peak (planned); {readable(budget)} is there"]
         least: tuple[int, str] | None = None
@@ -111,7 +124,10 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
     if budget and error.requested_bytes > budget:
         yield f"this one request is larger than all of {device}, {readable(budget)}: no allocator setting can help"
     if _advisers:
-        yield _advisers[-1].text(budget)
+        taken = _advisers[-1].taken(device)
+        if taken:
+            yield f"{readable(taken)} were taken before the run"
+        yield _advisers[-1].text(budget - taken)
     else:
         yield "what the step needs, and what would fit: needle.memory.plan, or run it inside needle.memory.advise"
 

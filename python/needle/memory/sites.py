@@ -6,14 +6,15 @@ each once, so that a holder of memory carries one number; there are as many as t
 
 from __future__ import annotations
 
+import gc
 import inspect
 import linecache
 import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Iterable
+from types import CellType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from .. import autograd, backward, graph
@@ -279,10 +280,28 @@ def free_failed_frames() -> None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
         traceback.clear_frames(error.__traceback__)
+        _empty_closures(frame for frame, _ in traceback.walk_tb(error.__traceback__))
         if sys.exc_info()[1] is error:  # on its way up: more frames may return before it is over
             return
     _failed = None
     _apply_all()
+
+
+def _empty_closures(frames: Iterable[FrameType]) -> None:
+    """Lets go what the functions of frames that are over have from the functions around them: from Python 3.11 on a frame keeps its
+    function. Where nothing else has that, it is never called again.
+    """
+    functions: list[Any] = [f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType]
+    functions.append(lambda: None)  # has the references that every other one has, less its frame's
+    for _ in range(len(functions)):  # one may have been held by the closure of another
+        own = sys.getrefcount(functions[-1])
+        over = [i for i in range(len(functions) - 1) if sys.getrefcount(functions[i]) == own + 1]
+        cells = [cell for i in over for cell in functions[i].__closure__ or ()]
+        cells.append(CellType())
+        own, ids = sys.getrefcount(cells[-1]), [id(cell) for cell in cells]
+        for i in range(len(cells) - 1):
+            if sys.getrefcount(cells[i]) == own - 1 + 2 * ids.count(ids[i]):  # by this list and by these closures
+                del cells[i].cell_contents
 
 
 def _apply_all() -> None:
