@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 DEVICES = {"asan": ["cpu", "cuda_sim"], "race": ["cuda_sim"], "tsan": ["cpu"]}
 SHARED_TESTS = ["test_parity.py", "test_array.py"]
-OWN_TESTS = {"cpu": ["test_fused_cpu.py"], "cuda_sim": ["test_cuda_smallest.py", "test_cuda_kernels.py"]}
+OWN_TESTS = {"cpu": ["test_fused_cpu.py"], "cuda_sim": ["test_cuda_smallest.py", "test_cuda_kernels.py", "test_cublaslt.py"]}
 SMALLEST = {
     # Without optimization the address checks compile in a third of the time.
     "asan": ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-g1", "-DNEEDLE_ONLY_DTYPES=float32;bfloat16;int32"],

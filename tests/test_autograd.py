@@ -11,7 +11,7 @@ import needle as ndl
 from needle import autograd, nn, ops
 from needle.errors import DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
-from needle.optim import AdamW
+from needle.optim import SGD, Adam, AdamW
 
 
 def leaf(values, device, **kwargs):
@@ -150,6 +150,16 @@ def test_changing_a_parameter_that_is_needed_again_is_refused(host):
     with pytest.raises(GraphError, match="changed in place"):
         y.backward()
     assert np.isfinite(y.item())  # what a live Tensor holds is still there
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Adam, AdamW])
+def test_backward_through_what_an_optimizer_has_changed_is_refused(host, optimizer):
+    x, w = leaf([[1.0, 2.0]], host, requires_grad=False), leaf([[3.0], [4.0]], host)
+    y = ops.exp(ops.tanh(x @ w)).sum()
+    y.backward()
+    optimizer([w]).step()
+    with pytest.raises(GraphError, match="changed in place"):
+        y.backward()
 
 
 def test_values_of_live_tensors_survive_backward_and_step(host):
