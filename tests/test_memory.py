@@ -618,6 +618,18 @@ def test_memory_of_closures_is_free_although_the_traceback_is_kept(limited):
     assert error.__traceback__ is not None
 
 
+def test_functions_of_a_frame_that_goes_on_keep_their_closures(limited):
+    def made_elsewhere(model):
+        return lambda rows: model(ndl.init.ones(rows, 100, device=limited)).shape
+
+    forward = made_elsewhere(nn.Linear(100, 100, device=limited))
+    memory.set_limit(memory.stats(limited).live + 200_000, limited)
+    with pytest.raises(OutOfMemoryError) as kept:
+        made_elsewhere(nn.Linear(100, 100, device=limited))(1000)
+    memory.set_limit(None, limited)
+    assert forward(2) == (2, 100) and kept.value.__traceback__ is not None
+
+
 def test_a_step_that_runs_out_in_the_optimizer_has_changed_nothing(limited):
     model = Pythia(TINY, device=limited)
     optimizer = AdamW(model.parameter_groups())

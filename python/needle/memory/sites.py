@@ -13,7 +13,7 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import CellType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
@@ -279,19 +279,29 @@ def free_failed_frames() -> None:
     if error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
-        traceback.clear_frames(error.__traceback__)
-        _empty_closures(frame for frame, _ in traceback.walk_tb(error.__traceback__))
+        _empty_closures([frame for frame, _ in traceback.walk_tb(error.__traceback__) if _cleared(frame)])
         if sys.exc_info()[1] is error:  # on its way up: more frames may return before it is over
             return
     _failed = None
     _apply_all()
 
 
-def _empty_closures(frames: Iterable[FrameType]) -> None:
+def _cleared(frame: FrameType) -> bool:
+    """Lets go what a frame has, if it is over: else False."""
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _empty_closures(frames: list[FrameType]) -> None:
     """Lets go what the functions of frames that are over have from the functions around them: from Python 3.11 on a frame keeps its
     function. Where nothing else has that, it is never called again.
     """
-    functions: list[Any] = [f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType]
+    functions: list[Any] = [
+        f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType and f.__code__ is frame.f_code
+    ]
     functions.append(lambda: None)  # has the references that every other one has, less its frame's
     for _ in range(len(functions)):  # one may have been held by the closure of another
         own = sys.getrefcount(functions[-1])
