@@ -98,10 +98,11 @@ def test_the_kernel_equals_attention(device, dtype, block, heads, D, S):
 def test_a_key_of_no_weight_is_like_one_that_is_not_there(device):
     """Also where those that are read together with it have none either."""
     one, cache = (NDArray(np.ones(shape), device=device) for shape in ((1, 1, 1, 8), (1, 1, 20, 8)))
-    for position in (3, 4, 12):
+    late = NDArray(np.where(np.arange(20)[:, None] < 16, -np.inf, np.ones((1, 1, 20, 8))), device=device)
+    for keys, position, wanted in ((cache, 3, 1), (cache, 4, 1), (cache, 12, 1), (late, 18, 1), (late, 14, 0)):
         at = NDArray(np.array([position]), device=device, dtype="int32")
-        found = kernels.attention_decode(one, one * -np.inf, one * 5, cache.copy(), cache.copy(), at, dense_layout(20, 20, 64), 1.0)
-        np.testing.assert_allclose(found.numpy(), one.numpy(), rtol=1e-6)
+        found = kernels.attention_decode(one, one * -np.inf, one * 5, keys.copy(), cache.copy(), at, dense_layout(20, 20, 16), 1.0)
+        np.testing.assert_allclose(found.numpy(), one.numpy() * wanted, rtol=1e-6)
 
 
 def test_the_kernel_refuses_what_does_not_fit(device):

@@ -32,7 +32,8 @@ void decode_head(const T* query, const T* keys, const T* values, int64_t positio
                  const int32_t* begin, const int32_t* end, int64_t block, A scale, T* out) {
   alignas(64) A q[kMaxHead], sums[kMaxHead] = {}, scores[kMaxBlock];
   for (int64_t d = 0; d < D; ++d) q[d] = A(query[d]) * scale;
-  A max = -std::numeric_limits<A>::infinity(), total = 0;
+  const A lowest = -std::numeric_limits<A>::infinity();
+  A max = lowest, total = 0;
   for (const int32_t* at = begin; at < end; ++at) {
     const int64_t first = *at * block, n = std::min(block, position + 1 - first);
     if (n <= 0) break;
@@ -41,12 +42,13 @@ void decode_head(const T* query, const T* keys, const T* values, int64_t positio
       scores[j] = dot(q, keys + (first + j) * D, D);
       largest = std::max(largest, scores[j]);
     }
-    const A decay = std::exp(max - largest);
+    const A shift = largest == lowest ? A(0) : largest;  // no weight yet
+    const A decay = std::exp(max - shift);
     max = largest;
     total *= decay;
     for (int64_t d = 0; d < D; ++d) sums[d] *= decay;
     for (int64_t j = 0; j < n; ++j) {
-      const A p = std::exp(scores[j] - max);
+      const A p = std::exp(scores[j] - shift);
       total += p;
       add_scaled(p, values + (first + j) * D, sums, D);
     }

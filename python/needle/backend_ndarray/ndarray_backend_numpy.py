@@ -586,8 +586,10 @@ def attention_decode(q, q_strides, k, k_strides, v, v_strides, key_cache, value_
             seen = seen[seen <= at]
             x = _up(query[b, h])
             scores = _up(keys[b, h, seen]) @ x * x.dtype.type(scale)
-            p = np.exp(scores - scores.max(initial=-np.inf))
-            target[b, h] = (p / p.sum() @ _up(values[b, h, seen])).astype(target.dtype) if len(seen) else 0
+            lse = _lse(scores[None])[0]
+            with np.errstate(all="ignore"):
+                p = np.where(np.isneginf(lse), 0, np.exp(scores - lse))
+                target[b, h] = (p @ _up(values[b, h, seen])).astype(target.dtype)
 
 
 # --- block-sparse products ---
