@@ -369,8 +369,14 @@ def test_large_logits_keep_their_digits(device):
     wanted = x - np.float64(x.max(axis=1, keepdims=True))
     wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(ops.logsoftmax(leaf(x, device)).numpy(), wanted, rtol=1e-6)
-    loss = ops.cross_entropy(leaf(x, device), leaf([1, 2, 3], device, "int64"))
-    np.testing.assert_allclose(loss.item(), -wanted[np.arange(3), [1, 2, 3]].mean(), rtol=1e-6)
+    targets, hidden = leaf([1, 2, 3], device, "int64"), leaf(np.eye(3), device)
+    slope = (np.exp(wanted) - np.eye(40)[[1, 2, 3]]) / 3
+    for f in (lambda logits: ops.cross_entropy(logits, targets), lambda logits: ops.linear_cross_entropy(hidden, logits, targets)):
+        logits = leaf(x, device)
+        loss = f(logits)
+        loss.backward()
+        np.testing.assert_allclose(loss.item(), -wanted[np.arange(3), [1, 2, 3]].mean(), rtol=1e-6)
+        np.testing.assert_allclose(logits.grad.numpy(), slope, rtol=1e-6)
 
 
 def test_logsumexp_where_all_is_minus_infinity(device):

@@ -150,10 +150,11 @@ def test_cross_entropy(dtype, ids, rows, cols):
     lse = logsumexp(f64(logits))
     at_target = np.take_along_axis(f64(logits), np.where(kept, targets, 0)[:, None], 1)
     loss, got_lse = call(
-        "cross_entropy_forward", logits, targets, blank(rows, acc), blank(rows, acc), rows, cols, IGNORE, outputs=[2, 3]
+        "cross_entropy_forward", logits, targets, blank(rows, acc), blank((rows, 2), acc), rows, cols, IGNORE, outputs=[2, 3]
     )
     check(loss, np.where(kept, (lse - at_target)[:, 0], 0), acc)
-    check(got_lse, lse[:, 0], acc)
+    check(got_lse[:, 0], f64(logits).max(1), acc)
+    check(got_lse.sum(1), lse[:, 0], acc)
 
     dloss = draw(rng, rows, acc)
     one_hot = np.eye(cols)[np.where(kept, targets, 0)] if cols < 1000 else np.zeros((rows, cols))
@@ -175,8 +176,9 @@ def test_confident_rows_need_no_subnormals():
     p, blank_x = np.exp(f64(x) - lse), blank(x.shape, "float32")
     assert ((p > 0) & (p < 1e-40)).any()
     check(call("softmax_forward", x, blank_x, 20, 1000, outputs=[1]), p, "float32")
-    lse32, dloss = lse[:, 0].astype(np.float32), np.full(20, 1e-3, np.float32)
-    got = call("cross_entropy_backward", x, targets, lse32, dloss, blank_x, 20, 1000, IGNORE, outputs=[4])
+    top = x.max(1, keepdims=True)
+    parts, dloss = np.concatenate([top, lse - top], 1).astype(np.float32), np.full(20, 1e-3, np.float32)
+    got = call("cross_entropy_backward", x, targets, parts, dloss, blank_x, 20, 1000, IGNORE, outputs=[4])
     check(got * 1e3, p - np.eye(1000)[targets], "float32")
 
 
@@ -193,8 +195,8 @@ def test_bad_ids_are_named_before_anything_is_written():
         backend.one_hot(to_device(np.array([5], np.int32)), out, 1, 5)
     with pytest.raises(IndexError, match=r"\[cross_entropy\] target 9 at position 1 is outside the classes \(0..3\)"):
         targets = to_device(np.array([IGNORE, 9], np.int32))
-        loss = to_device(np.zeros(2, np.float32))
-        backend.cross_entropy_forward(to_device(np.zeros((2, 4), np.float32)), targets, loss, loss, 2, 4, IGNORE)
+        loss, lse = to_device(np.zeros(2, np.float32)), to_device(np.zeros(4, np.float32))
+        backend.cross_entropy_forward(to_device(np.zeros((2, 4), np.float32)), targets, loss, lse, 2, 4, IGNORE)
     with pytest.raises(ValueError, match=r"\[embedding\] ids have a bad dtype: float32"):
         backend.embedding_forward(to_device(weight), to_device(np.zeros(1, np.float32)), out, 1, 50, 4)
 

@@ -97,8 +97,10 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
 void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth);
 
 // --- cross entropy -------------------------------------------------------------------------------
-// logits (rows, cols), targets (rows) int32 or int64, loss and lse (rows) float32 (float64 for
-// float64). A row whose target is ignore_index has loss 0 and gradient 0.
+// logits (rows, cols), targets (rows) int32 or int64, loss (rows) and lse (rows, 2) float32
+// (float64 for float64). lse is the sum of two parts, the largest logit and log sum exp(logits -
+// largest): rounded to one number it would lose the digits of the second beside a large first. A
+// row whose target is ignore_index has loss 0 and gradient 0.
 void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss,
                            const Array& lse, int64_t rows, int64_t cols, int64_t ignore_index);
 // dlogits = (softmax(logits) - one_hot(targets)) * dloss[row]; dlogits may be logits (in place).

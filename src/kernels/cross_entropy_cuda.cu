@@ -1,6 +1,6 @@
 // Cross entropy over rows of logits on a GPU: a warp per short row, a block per long one.
 //
-// lse = max + log(sum), loss = max - logits[target] + log(sum); dlogits = (exp(logits - lse) -
+// lse = max + log(sum), in two parts, loss = lse - logits[target]; dlogits = (exp(logits - lse) -
 // one_hot(target)) dloss. Rows whose target is ignore_index have loss 0 and gradient 0. A target
 // out of range sets the error flag; its loss is NaN.
 #include "online_softmax_cuda.cuh"
@@ -18,11 +18,13 @@ __global__ void cross_entropy_forward_kernel(const T* logits, const Id* targets,
     if (threadIdx.x % Lanes != 0) continue;
     const int64_t target = targets[row];
     const bool inside = target >= 0 && target < cols;
-    lse[row] = seen.lse();
+    const A log_sum = m_log(seen.sum);
+    lse[2 * row] = seen.max;
+    lse[2 * row + 1] = log_sum;
     if (target == ignore_index) {
       loss[row] = A(0);
     } else if (inside) {
-      loss[row] = seen.max - A(logits[row * cols + target]) + m_log(seen.sum);
+      loss[row] = seen.max - A(logits[row * cols + target]) + log_sum;
     } else {
       report_bad_id(flag, BadId::cross_entropy, target, row, cols);
       loss[row] = A(NAN);
@@ -39,11 +41,11 @@ __global__ void cross_entropy_backward_kernel(const T* logits, const Id* targets
   using A = accum_t<T>;
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t target = targets[row];
-    const A total = lse[row], scale = dloss[row];
+    const A shift = lse[2 * row], log_sum = lse[2 * row + 1], scale = dloss[row];
     for_columns<kBlock>(
         cols, [&](int64_t c) { return logits[row * cols + c]; },
         [&](int64_t c, A logit) {
-          const A p = m_exp(logit - total);
+          const A p = m_exp(logit - shift - log_sum);
           dlogits[row * cols + c] = T(target == ignore_index ? A(0) : (p - A(c == target)) * scale);
         });
   }

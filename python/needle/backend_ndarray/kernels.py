@@ -209,7 +209,10 @@ def one_hot(ids: NDArray, depth: int, dtype: str = "float32") -> NDArray:
 
 
 def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = -100) -> tuple[NDArray, NDArray]:
-    """(loss, lse), one per row: logits (N, V), targets (N). Rows whose target is ignore_index have loss 0."""
+    """(loss (N), lse (N, 2)): logits (N, V), targets (N). Rows whose target is ignore_index have loss 0.
+
+    lse is the sum of its two parts, the largest logit and the log of a sum of exponentials, which together keep the digits of both.
+    """
     targets = _as_ids(targets)
     _check("cross_entropy", logits)
     _check("cross_entropy", logits, targets, floating=False)
@@ -217,7 +220,7 @@ def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = -100) -
         raise ShapeError(f"[cross_entropy] logits are {logits._shape}, targets {targets._shape} (accepted: (N, V) and (N,))")
     rows, cols = logits._shape
     loss = _new((rows,), _wide(logits._dtype), logits._device)
-    lse = _new((rows,), _wide(logits._dtype), logits._device)
+    lse = _new((rows, 2), _wide(logits._dtype), logits._device)
     logits._device.cross_entropy_forward(
         logits.contiguous_handle(), targets.contiguous_handle(), loss._handle, lse._handle, rows, cols, ignore_index
     )
@@ -293,7 +296,7 @@ def linear_cross_entropy(
         logits = logits_buffer[0:n]
         ids = targets[part]
         matmul(hidden[part], weight, out=logits)
-        lse = _new((n,), wide, device)
+        lse = _new((n, 2), wide, device)
         device.cross_entropy_forward(
             logits.contiguous_handle(), ids.contiguous_handle(), losses[part].contiguous_handle(), lse._handle,
             n, vocab, ignore_index,

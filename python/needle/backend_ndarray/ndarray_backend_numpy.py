@@ -471,15 +471,16 @@ def _targets(targets, rows, cols, ignore_index):
 def cross_entropy_forward(logits, targets, loss, lse, rows, cols, ignore_index):
     ids, kept = _targets(targets, rows, cols, ignore_index)
     x = _rows(logits, rows, cols)
-    shift, log_sum = (part[:, 0] for part in _lse_parts(x))
-    _put(lse, shift + log_sum)
+    parts = np.concatenate(_lse_parts(x), axis=1)
+    _put(lse, parts)
     with np.errstate(all="ignore"):
-        _put(loss, np.where(kept, shift - x[np.arange(rows), ids] + log_sum, 0))
+        _put(loss, np.where(kept, parts[:, 0] - x[np.arange(rows), ids] + parts[:, 1], 0))
 
 
 def cross_entropy_backward(logits, targets, lse, dloss, dlogits, rows, cols, ignore_index):
     ids, kept = _targets(targets, rows, cols, ignore_index)
-    p = np.exp(_rows(logits, rows, cols) - lse.array[:rows, None])
+    shift, log_sum = np.split(lse.array.reshape(rows, 2), 2, axis=1)
+    p = np.exp(_rows(logits, rows, cols) - shift - log_sum)
     p[np.arange(rows), ids] -= 1
     _put(dlogits, np.where(kept[:, None], p * dloss.array[:rows, None], 0))
 

@@ -32,7 +32,7 @@ class CrossEntropy(TensorTupleOp):
     """(loss, lse): mean over rows of log(sum(exp(logits))) - logits[target].
 
     logits: (N, V) float; targets: (N), whole numbers; rows whose target is ignore_index do not count.
-    loss: (1,), float32 or wider; lse: (N).
+    loss: (1,), float32 or wider; lse: (N, 2), in two parts.
     grad: (softmax(logits) - one_hot(targets)) / rows that count.
     raises: IndexError for a target outside 0..V-1; ShapeError.
     """
