@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DEVICES = {"asan": ["cpu", "cuda_sim"], "race": ["cuda_sim"], "tsan": ["cpu"]}
-SHARED_TESTS = ["test_parity.py", "test_array.py"]
-OWN_TESTS = {"cpu": ["test_fused_cpu.py"], "cuda_sim": ["test_cuda_smallest.py", "test_cuda_kernels.py", "test_cublaslt.py"]}
+SHARED_TESTS = ["test_parity.py", "test_array.py", "test_kernels.py"]
+CUDA_TESTS = ["test_cuda_smallest.py", "test_cuda_kernels.py", "test_cublaslt.py"]
 SMALLEST = {
     # Without optimization the address checks compile in a third of the time.
     "asan": ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-g1", "-DNEEDLE_ONLY_DTYPES=float32;bfloat16;int32"],
@@ -75,7 +75,7 @@ def main() -> int:
         parser.error("the plain build is missing, whose cpu device these tests use too: run make lib first")
     jobs = len(os.sched_getaffinity(0))
     package = build(options.kind, options.smallest, devices, jobs)
-    files = ["test_cuda_smallest.py"] if options.smallest else SHARED_TESTS + [f for d in devices for f in OWN_TESTS[d]]
+    files = CUDA_TESTS[:1] if options.smallest else SHARED_TESTS + (CUDA_TESTS if "cuda_sim" in devices else [])
     tests = options.tests or [f"tests/{name}" for name in files]
     command = [
         sys.executable, "-m", "pytest", "-n", str(jobs), "-p", "no:cacheprovider", "-o", f"pythonpath={package} apps tests .", *tests,

@@ -9,24 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import test_cuda_kernels
-from devices import usable
-from needle import dtype as dt
-from test_cuda_kernels import (
+from kernel_calls import (
     RNG,
     In,
     Out,
     acc,
+    backend,
     check,
-    check_attention,
     check_blocksparse,
+    check_random_attention,
+    devices,
     get,
-    layout_of,
+    index_of,
     normal,
     put,
 )
+from needle import dtype as dt
 
-backend = usable("cuda_sim").require()
+_device = devices("cuda_sim")
 SETTINGS = [
     ("forward", "eager", "late"),
     ("forward", "lazy", "early"),
@@ -39,11 +39,6 @@ ONE_BLOCK = {"embedding_scan_kernel"}  # a running sum over the vocabulary
 KERNELS = Path(__file__).parent.parent / "src" / "kernels"
 # One block's worth of 16-byte vectors and a little more, in every dtype; of elements; of rows that a warp takes each.
 VECTORS, ELEMENTS, ROWS, COLS = 256 * 8 + 5, 300, 9, 33
-
-
-@pytest.fixture(autouse=True)
-def _emulated():
-    test_cuda_kernels.use("cuda_sim")
 
 
 def fills(dtype):
@@ -108,7 +103,7 @@ def tensor_cores(dtype):
         a, b = (normal(k, 72) if trans else normal(m, k)), (normal(n, k) if trans else normal(k, n))
         check("matmul", dtype, In(a), 0, (0,), a.shape[1], trans, In(b), 0, (0,), b.shape[1], trans,
               Out((2, m, n)), (2,), m, k, n, False)  # fmt: skip
-    check_blocksparse(dtype, 16, heads=2, batch=2, nb=2, cross=2, other=24)
+    check_blocksparse(dtype, 16, heads=2, batch=2, n_rows=2, n_cols=2, other=24)
 
 
 def softmax(dtype):
@@ -186,13 +181,13 @@ def random_numbers(dtype):
 
 def attention(dtype):
     for D in (16, 20):  # heads that ldmatrix can read, and others
-        check_attention(dtype, 1, 2, 33, 33, D, 32, 1, 0)
+        check_random_attention(dtype, 1, 2, 33, 33, D, 32, 1, 0)
 
 
 def attention_decode(dtype):
     B, H, S, D, block = 2, 2, 130, 20, 128  # two parts
     masks = np.tril(np.ones((1, 2, 2), bool))
-    (row_ptr, col_idx, *_), *_ = layout_of(masks, np.zeros_like(masks))
+    (row_ptr, col_idx, *_), _ = index_of(masks)
     rows, strides = [normal(B, H, D) for _ in range(3)], (H * D, D)
     caches = [Out((B, H, S, D), values=normal(B, H, S, D)) for _ in range(2)]
     positions = np.array([S - 1, 17], np.int32)
@@ -201,7 +196,7 @@ def attention_decode(dtype):
 
 
 def blocksparse(dtype):
-    check_blocksparse(dtype, 16, heads=2, batch=2, nb=2, cross=2, other=21)
+    check_blocksparse(dtype, 16, heads=2, batch=2, n_rows=2, n_cols=2, other=21)
 
 
 CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, layer_norm, rotary, embedding, adamw,

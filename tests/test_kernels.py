@@ -1,0 +1,476 @@
+"""The kernels of each compiled device, driven directly: sizes, strides and special values that the parity suite's small arrays lack."""
+
+import numpy as np
+import pytest
+
+from kernel_calls import (
+    FLOATS,
+    RNG,
+    TOLERANCE,
+    In,
+    Out,
+    acc,
+    backend,
+    check,
+    check_attention,
+    check_blocksparse,
+    check_random_attention,
+    devices,
+    every_float,
+    get,
+    index_of,
+    normal,
+    put,
+    random_masks,
+    reference,
+)
+from needle import dtype as dt
+
+_device = devices("cpu", "cuda_sim", "cuda")
+on_cpu = pytest.mark.parametrize("_device", ["cpu"], indirect=True)
+every_id = pytest.mark.parametrize("id_dtype", ["int32", "int64"])
+IGNORE = -100
+
+
+# --- movement and elementwise ---------------------------------------------------------------------------------------------
+
+
+def test_strided_copy_of_negative_steps_and_many_dimensions():
+    x = normal(2, 3, 2, 3, 2, 3).astype(np.float32)
+    for view in (x[::-1, :, ::-1, 1:, :, ::2], x.transpose(5, 3, 1, 4, 2, 0)[::-1], x[0, ..., None].transpose()):
+        strides = tuple(s // 4 for s in view.strides)
+        offset = (view.__array_interface__["data"][0] - x.__array_interface__["data"][0]) // 4
+        a, out = put(backend, x, "float32"), backend.Array(view.size, "float32")
+        backend.compact(a, out, view.shape, strides, offset)
+        np.testing.assert_array_equal(get(backend, out), view.reshape(-1))
+
+
+def test_conversions_between_all_dtypes():
+    values = np.array([0, 1, 2, 3.75, 100.5, 0.25] * 7)
+    for a in dt.ROWS:
+        for b in dt.ROWS:
+            x = put(backend, values, a), put(reference, values, a)
+            y = backend.Array(42, b), reference.Array(42, b)
+            for module, source, target in zip((backend, reference), x, y, strict=True):
+                module.compact(source, target, (42,), (1,), 0)
+            np.testing.assert_array_equal(get(backend, y[0]), get(reference, y[1]), err_msg=f"{a} -> {b}")
+
+
+@every_float
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 4099])
+def test_elementwise_vectors_and_tails(dtype, size):
+    a, b = normal(size), normal(size)
+    check("ewise_gelu_erf", dtype, In(a), Out(size))
+    check("ewise_mul", dtype, In(a), In(b), Out(size))
+    check("scalar_maximum", dtype, In(a), 0.25, Out(size))
+    check("rscalar_sub", dtype, In(a), 0.25, Out(size))
+    check("ewise_add", dtype, In(a[: size // 2 + 1]), (0,), 0, In(b), (1,), 0, Out(size), (size,))
+    x, n = put(backend, a, dtype), size - size // 2  # from an address that vectors do not fit
+    out = backend.Array(n, dtype)
+    backend.ewise_negate(x.view(size // 2, n), out)
+    np.testing.assert_array_equal(get(backend, out), -get(backend, x)[size // 2 :])
+
+
+@every_float
+def test_where_broadcasts(dtype):
+    condition = normal(5, 1) > 0
+    a, b = normal(5, 7), normal(1, 7)
+    check("where", dtype, condition, (1, 0), 0, In(a), (7, 1), 0, In(b), (0, 1), 0, Out(35), (5, 7))
+
+
+# --- reductions and matrix products ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 70000, 1), (3, 5000, 1), (2, 9000, 3), (300, 9, 1), (1, 300, 40), (4, 33, 65)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_reductions(shape, dtype):
+    x, n = normal(*shape), shape[0] * shape[2]
+    for op in ("sum", "max", "min"):
+        check(f"reduce_{op}", dtype, In(x), Out(n), *shape)
+    check("reduce_sumsq", dtype, In(x), Out(n, accumulate=True), *shape)
+    few = RNG.permutation(x.size).reshape(shape) < 8
+    check("reduce_prod", dtype, In(np.sign(x) * np.where(few, 2.0, 1.0)), Out(n), *shape)  # exact in every dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint8"])
+def test_argmax_takes_the_first_and_nan_wins(dtype):
+    x = RNG.integers(0, 5, (2, 9000, 3)).astype(np.float64)
+    if dtype.startswith("float"):
+        x[1, [77, 400], 2] = np.nan
+    for op in ("argmax", "argmin"):
+        a, out = put(backend, x, dtype), backend.Array(6, "int64")
+        getattr(backend, f"reduce_{op}")(a, out, 2, 9000, 3)
+        np.testing.assert_array_equal(get(backend, out), getattr(np, op)(x, axis=1).reshape(-1))
+
+
+def test_integer_sums_wrap_in_64_bits():
+    x = RNG.integers(-(2**31), 2**31, 5000).astype(np.int32)
+    for out_dtype in ("int32", "int64"):
+        out = backend.Array(1, out_dtype)
+        backend.reduce_sum(put(backend, x, "int32"), out, 1, 5000, 1)
+        assert get(backend, out)[0] == x.sum(dtype=np.int64).astype(out_dtype)
+
+
+@every_float
+@pytest.mark.parametrize("trans_a", [False, True])
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_matmul_tails_offsets_and_broadcast_batches(dtype, trans_a, trans_b):
+    for m, k, n in ((1, 1, 1), (5, 17, 3), (33, 40, 70), (72, 24, 64)):
+        lda, ldb = (m if trans_a else k) + 3, (k if trans_b else n) + 2
+        a, b = normal(3, k if trans_a else m, lda), normal(2, n if trans_b else k, ldb)
+        for accumulate in (False, True):
+            check("matmul", dtype, In(a), 3, (0, a.shape[1] * lda), lda, trans_a,
+                  In(b), 2, (b.shape[1] * ldb, 0), ldb, trans_b,
+                  Out((2, 2, m, n), values=normal(2, 2, m, n)), (2, 2), m, k, n, accumulate)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+@pytest.mark.parametrize("k", [41, 512])
+def test_matmul_of_integers_wraps(dtype, k):
+    a = RNG.integers(0, 200, (37, k)).astype(dtype)
+    b = RNG.integers(0, 200, (k, 35)).astype(dtype)
+    out = backend.Array(37 * 35, dtype)
+    backend.matmul(put(backend, a, dtype), put(backend, b, dtype), out, 37, k, 35)
+    np.testing.assert_array_equal(get(backend, out), (a @ b).reshape(-1))
+
+
+@every_float
+@pytest.mark.parametrize("ldb", [3, 8])
+def test_empty_inner_dimension_gives_zeros(dtype, ldb):
+    check("matmul", dtype, In(normal(1)), 0, (), 8, False, In(normal(1)), 0, (), ldb, False, Out((4, 3)), (), 4, 0, 3, False)
+
+
+# --- rows -----------------------------------------------------------------------------------------------------------------
+
+
+def log_sum_exp(x):
+    shift = x.max(1, initial=-np.inf)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.log(np.exp(x - shift[:, None]).sum(1)) + shift
+
+
+def in_two_parts(x):
+    """The log-sum-exp of each row as cross entropy keeps it: the largest element, and the rest."""
+    top = x.max(1, initial=-np.inf)
+    return np.stack([top, log_sum_exp(x) - top], 1)
+
+
+SOFTMAX_SHAPES = [
+    (1, 1),
+    (5, 1),
+    (3, 2),
+    (5, 31),
+    (2, 33),
+    (70, 33),
+    (300, 64),
+    (7, 255),
+    (3, 1025),
+    (2, 3001),
+    (2, 5001),
+    (0, 4),
+    (4, 0),
+]
+
+
+@every_float
+@pytest.mark.parametrize("shape", SOFTMAX_SHAPES)
+def test_softmax_family(dtype, shape):
+    rows, cols = shape
+    x, dy = normal(*shape) * 3, normal(*shape)
+    lse = log_sum_exp(x)
+    log_y = x - lse[:, None]
+    check("softmax_forward", dtype, In(x), Out(shape), rows, cols)
+    check("softmax_backward", dtype, In(np.exp(log_y)), In(dy), Out(shape), rows, cols)
+    check("log_softmax_forward", dtype, In(x), Out(shape), rows, cols)
+    check("log_softmax_backward", dtype, In(log_y), In(dy), Out(shape), rows, cols)
+    if cols:
+        check("logsumexp_forward", dtype, In(x), Out(rows), rows, cols)
+        check("logsumexp_backward", dtype, In(x), In(lse), In(normal(rows)), Out(shape), rows, cols)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("cols", [37, 2000])
+def test_softmax_of_infinities_and_nan(dtype, cols):
+    inf, nan, large = np.inf, np.nan, 1e30 if dtype == "float32" else 1e300
+    x = np.zeros((7, cols))
+    x[0] = -inf
+    x[1, 5] = -inf
+    x[2, cols - 1] = nan
+    x[3, 0] = inf
+    x[4] = [nan] + [-inf] * (cols - 1)
+    x[5] = large
+    x[6, ::2] = -inf
+    lse = np.array([-inf, np.log(cols - 1), nan, inf, nan, large, np.log(cols // 2)])
+    out = put(backend, np.zeros(7), dtype)
+    backend.logsumexp_forward(put(backend, x, dtype), out, 7, cols)
+    np.testing.assert_allclose(get(backend, out), lse, rtol=1e-6)
+    check("logsumexp_forward", dtype, In(x), Out(7), 7, cols)
+    check("logsumexp_backward", dtype, In(x), In(lse), In(np.ones(7)), Out(x.shape), 7, cols)
+    check("softmax_forward", dtype, In(x), Out(x.shape), 7, cols)
+
+
+@every_float
+@every_id
+@pytest.mark.parametrize("shape", [(1, 1), (5, 17), (70, 33), (9, 50), (3, 2000), (3, 50304), (0, 7)])
+def test_cross_entropy(dtype, id_dtype, shape):
+    rows, cols = shape
+    logits = normal(*shape) * 3
+    targets = RNG.integers(0, cols, rows).astype(id_dtype)
+    targets[1::3] = IGNORE
+    check("cross_entropy_forward", dtype, In(logits), targets, Out(rows, True), Out((rows, 2), True), rows, cols, IGNORE)
+    lse, dloss, in_place = acc(in_two_parts(logits)), acc(normal(rows)), Out(shape, values=logits)
+    check("cross_entropy_backward", dtype, In(logits), targets, lse, dloss, Out(shape), rows, cols, IGNORE)
+    check("cross_entropy_backward", dtype, in_place, targets, lse, dloss, in_place, rows, cols, IGNORE)
+
+
+def test_confident_rows_need_no_subnormals():
+    """Logits far apart: probabilities beyond float32's range are 0, the others as exact as ever."""
+    x, targets = normal(20, 1000) * 60, RNG.integers(0, 1000, 20)
+    p = np.exp(x - log_sum_exp(x)[:, None])
+    assert ((p > 0) & (p < 1e-40)).any()
+    check("softmax_forward", "float32", In(x), Out(x.shape), 20, 1000)
+    check("cross_entropy_backward", "float32", In(x), targets, In(in_two_parts(x)), In(np.full(20, 1e-3)), Out(x.shape), 20, 1000, IGNORE,
+          looser=1e-3)  # fmt: skip
+
+
+@every_float
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (64, 32), (70, 33), (65, 80), (257, 512), (3, 1100), (0, 5)])
+def test_layer_norm(dtype, shape):
+    rows, cols = shape
+    x, dy, weight, bias = normal(*shape) * 2 + 1, normal(*shape), normal(cols), normal(cols)
+    mean, rstd = x.mean(1), 1 / np.sqrt(x.var(1) + 1e-5)
+    check("layer_norm_forward", dtype, In(x), In(weight), In(bias), Out(shape), Out(rows, True), Out(rows, True, looser=10),
+          rows, cols, 1e-5)  # fmt: skip
+    check("layer_norm_backward", dtype, In(dy), In(x), In(weight), acc(mean), acc(rstd), Out(shape), Out(cols),
+          Out(cols), acc(np.zeros(64 * 2 * cols)), rows, cols, looser=4)  # fmt: skip
+
+
+@every_float
+@pytest.mark.parametrize(("T", "D", "rot"), [(1, 8, 8), (33, 64, 16), (5, 10, 6), (7, 10, 4), (5, 6, 0)])
+def test_rotary_of_views_and_in_place(dtype, T, D, rot):
+    B, H = 2, 3
+    packed = normal(B, T, H, 3, D)  # k of a packed projection: (B, H, T, D) seen through strides, at an offset
+    strides = (T * H * 3 * D, 3 * D, H * 3 * D, 1)
+    angle = np.arange(T + 2)[:, None] / 10.0 ** np.arange(rot // 2)
+    tables = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    for inverse in (False, True):
+        sizes = B, H, T, D, rot, inverse
+        check("rotary", dtype, In(packed), strides, D, *tables, Out((B, H, T, D)), (H * T * D, T * D, D, 1), *sizes)
+        in_place = Out(packed.shape, values=packed)
+        check("rotary", dtype, in_place, strides, 0, *tables, in_place, strides, *sizes)
+
+
+# --- ids ------------------------------------------------------------------------------------------------------------------
+
+
+@every_float
+@every_id
+@pytest.mark.parametrize(
+    ("n", "vocab", "dim"), [(1, 1, 1), (40, 11, 17), (300, 40, 24), (300, 40, 5), (500, 300, 64), (0, 9, 5), (1000, 3, 40)]
+)
+def test_embedding(dtype, id_dtype, n, vocab, dim):
+    ids = RNG.integers(0, vocab, n).astype(id_dtype)
+    ids[::3] = 7 % vocab
+    check("embedding_forward", dtype, In(normal(vocab, dim)), ids, Out((n, dim)), n, vocab, dim, looser=0)
+    for accumulate in (False, True):
+        gradient = Out((vocab, dim), values=normal(vocab, dim) if accumulate else None)
+        check("embedding_backward", dtype, In(normal(n, dim)), ids, gradient, np.zeros(n + vocab + 1, np.int32),
+              n, vocab, dim, accumulate, looser=2)  # fmt: skip
+
+
+def test_embedding_gradient_adds_in_ascending_order():
+    """Beyond kShortRange positions CUDA finds the order another way; each must add as a plain loop does."""
+    n, vocab = 3000, 1030
+    ids = np.where(np.arange(n) % 2, 3, RNG.integers(0, vocab, n)).astype(np.int32)
+    dy = (normal(n, 1) * 10.0 ** RNG.integers(-3, 4, (n, 1))).astype(np.float32)
+    wanted = np.zeros((vocab, 1), np.float32)
+    for i in range(n):
+        wanted[ids[i]] += dy[i]
+    out = backend.Array(vocab, "float32")
+    backend.embedding_backward(
+        put(backend, dy, "float32"), put(backend, ids, "int32"), out, backend.Array(n + vocab + 1, "int32"), n, vocab, 1, False
+    )
+    assert get(backend, out).tobytes() == wanted.tobytes()
+
+
+@every_id
+def test_one_hot_of_every_dtype(id_dtype):
+    for n, depth in ((11, 9), (1, 1), (0, 9), (1000, 3), (500, 300)):
+        ids = RNG.integers(0, depth, n)
+        for dtype in dt.ROWS:
+            out = put(backend, np.ones(n * depth), dtype)
+            backend.one_hot(put(backend, ids, id_dtype), out, n, depth)
+            np.testing.assert_array_equal(get(backend, out).reshape(n, depth), np.eye(depth)[ids].astype(dt.to_numpy(dtype)))
+
+
+@on_cpu
+def test_bad_ids_are_named_before_anything_is_written():
+    weight, out = put(backend, np.ones((50, 4)), "float32"), put(backend, np.full((4, 4), 7), "float32")
+    with pytest.raises(IndexError, match=r"\[embedding\] id 51 at position 3 is outside the vocabulary \(0..49\)"):
+        backend.embedding_forward(weight, put(backend, [1, 2, 49, 51], "int64"), out, 4, 50, 4)
+    assert (get(backend, out) == 7).all()
+    with pytest.raises(IndexError, match=r"\[embedding\] id -1 at position 0"):
+        backend.embedding_backward(out, put(backend, [-1], "int32"), weight, put(backend, np.zeros(52), "int32"), 1, 50, 4, False)
+    with pytest.raises(IndexError, match=r"\[one_hot\] id 5 at position 0 is outside the depth \(0..4\)"):
+        backend.one_hot(put(backend, [5], "int32"), out, 1, 5)
+    with pytest.raises(IndexError, match=r"\[cross_entropy\] target 9 at position 1 is outside the classes \(0..3\)"):
+        loss, lse = put(backend, np.zeros(2), "float32"), put(backend, np.zeros(4), "float32")
+        backend.cross_entropy_forward(
+            put(backend, np.zeros((2, 4)), "float32"), put(backend, [IGNORE, 9], "int32"), loss, lse, 2, 4, IGNORE
+        )
+    with pytest.raises(ValueError, match=r"\[embedding\] ids have a bad dtype: float32"):
+        backend.embedding_forward(weight, put(backend, np.zeros(1), "float32"), out, 1, 50, 4)
+
+
+# --- optimizer and random numbers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [*((dtype, dtype) for dtype in FLOATS), ("float32", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")],
+)
+@pytest.mark.parametrize("n", [0, 1, 37, 301, 100_001])
+def test_adamw_step(dtype, grad_dtype, n):
+    check("adamw_step", dtype, Out(n, values=normal(n)), In(normal(n), dtype=grad_dtype), Out(n, True, normal(n)),
+          Out(n, True, normal(n) ** 2), np.array([0.5], np.float32), 1e-2, 0.9, 0.95, 1e-8, 0.1, 3)  # fmt: skip
+
+
+@every_float
+@pytest.mark.parametrize("n", [0, 1, 37, 301, 70_001, 100_001])
+def test_unscale(dtype, n):
+    for place, bad in ((None, 0), (0, np.inf), (-1, -np.inf), (n // 2, np.nan)):
+        values = normal(n)
+        if place is not None and n:
+            values[place] = bad
+        check("unscale", dtype, Out(n, values=values), 0.125, Out(1, values=[0], dtype="int32"))
+        scaled, kind = put(backend, values, dtype), dt.to_numpy(dtype)
+        backend.unscale(scaled, 0.125, put(backend, [0], "int32"))
+        wanted = (values.astype(kind).astype(np.float64) * 0.125).astype(kind)
+        np.testing.assert_array_equal(get(backend, scaled).astype(np.float64), wanted.astype(np.float64))
+    check("unscale", dtype, In(normal(n)), 0.125, Out(1, values=[1], dtype="int32"))  # what was found before stays
+
+
+@every_float
+@pytest.mark.parametrize("size", [1, 6, 4097])
+def test_random_numbers_are_the_reference_s(dtype, size):
+    for name in ("random_uniform", "random_normal"):
+        made = [module.Array(size, dtype) for module in (backend, reference)]
+        for module, array in zip((backend, reference), made, strict=True):
+            getattr(module, name)(array, 2**40 + 17, 2**33 + 5)
+        found, wanted = (get(m, a).astype(np.float64) for m, a in zip((backend, reference), made, strict=True))
+        if name == "random_uniform":
+            np.testing.assert_array_equal(found, wanted)
+        else:
+            np.testing.assert_allclose(found, wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    for p in (0.0, 0.3, 1.0):
+        check("dropout", dtype, In(normal(size)), Out(size), p, 11, 4)
+
+
+# --- attention and block-sparse products ----------------------------------------------------------------------------------
+
+
+def layouts(rows, cols, block, q_start):
+    """Block masks by name; all causal but the last two."""
+    first_query, first_key = q_start + np.arange(rows)[:, None] * block, np.arange(cols)[None] * block
+    causal = (first_key <= first_query + block - 1)[None]
+    yield "dense", causal
+    yield "local", causal & (first_key + block > first_query - block)[None]
+    yield "last", causal & (first_key > first_query - 1)[None]  # whose first queries see no key where q_start is inside a block
+    yield "random heads", causal & random_masks(3, rows, cols, 0.5)
+    yield "nothing", np.zeros((1, rows, cols), bool)
+    yield "all", np.ones((1, rows, cols), bool)
+
+
+@every_float
+@pytest.mark.parametrize(
+    ("B", "H", "T", "S", "D", "block", "q_start"),
+    [(1, 1, 1, 1, 8, 16, 0), (1, 8, 63, 63, 16, 64, 0), (2, 6, 65, 65, 16, 16, 0), (1, 3, 130, 130, 80, 64, 0), (1, 2, 130, 130, 12, 32, 0),
+     (2, 3, 200, 200, 64, 128, 0), (1, 4, 5, 133, 64, 64, 128), (1, 6, 70, 257, 24, 32, 187), (1, 6, 100, 200, 24, 64, 40),
+     (1, 2, 1, 300, 256, 64, 299), (1, 1, 70, 70, 100, 64, 0), (1, 1, 40, 40, 200, 32, 0), (1, 3, 0, 5, 8, 16, 0), (0, 3, 5, 5, 8, 16, 0)],
+)  # fmt: skip
+def test_attention(dtype, B, H, T, S, D, block, q_start):
+    for name, masks in layouts(-(-T // block), -(-S // block), block, q_start):
+        check_attention(dtype, B, H, T, S, D, block, q_start, masks, causal=name not in ("nothing", "all"))
+
+
+@every_float
+def test_attention_of_layout_heads(dtype):
+    check_random_attention(dtype, 2, 4, 50, 50, 16, 16, 2, 0)
+    check_random_attention(dtype, 1, 1, 37, 80, 24, 32, 1, 43)
+
+
+def test_attention_reads_strided_views_and_never_the_future():
+    B, H, T, D, block = 1, 2, 100, 32, 32
+    qkv = normal(B, T, H, 3, D).astype(np.float32)
+    nb = -(-T // block)
+    rows, _ = index_of(np.tri(nb, dtype=bool)[None], np.eye(nb, dtype=bool))
+    strides, out_strides = (T * H * 3 * D, 3 * D, H * 3 * D), (H * T * D, T * D, D)
+
+    def run(values):
+        whole = put(backend, values, "float32")
+        views = [part for i in range(3) for part in (whole.view(i * D, values.size - i * D), strides)]
+        out, lse = (put(backend, np.full(n, np.nan), "float32") for n in (H * T * D, H * T))
+        index = [put(backend, array, array.dtype.name) for array in rows[:3]]
+        backend.attention_forward(*views, out, out_strides, lse, *index, B, H, T, T, D, 1, block, 0, 0.2)
+        return get(backend, out).reshape(B, H, T, D)
+
+    x = qkv.astype(np.float64)
+    s = np.einsum("bthd,bshd->bhts", x[..., 0, :], x[..., 1, :]) * 0.2
+    p = np.exp(np.where(np.tri(T, dtype=bool), s, -np.inf))
+    first = run(qkv)
+    wanted = np.einsum("bhts,bshd->bhtd", p / p.sum(-1, keepdims=True), x[..., 2, :])
+    np.testing.assert_allclose(first, wanted, rtol=TOLERANCE["float32"], atol=TOLERANCE["float32"])
+    for t in (0, 31, 50, 98):
+        changed = qkv.copy()
+        changed[:, t + 1 :] = normal(*changed[:, t + 1 :].shape) * 10
+        assert run(changed)[:, :, : t + 1].tobytes() == first[:, :, : t + 1].tobytes()
+
+
+@on_cpu
+def test_attention_refuses_a_large_head():
+    a, i, flag = (put(backend, np.zeros(4), dtype) for dtype in ("float32", "int32", "uint8"))
+    with pytest.raises(ValueError, match=r"\[attention\] head size is too large: 300 \(at most 256\)"):
+        backend.attention_forward(a, [0] * 3, a, [0] * 3, a, [0] * 3, a, [0] * 3, a, i, i, flag, 1, 1, 1, 1, 300, 1, 64, 0, 1.0)
+
+
+@every_float
+@pytest.mark.parametrize(
+    ("block", "heads", "batch", "n_rows", "n_cols", "other"),
+    [(16, 1, 1, 3, 2, 7), (16, 2, 4, 3, 2, 21), (16, 3, 3, 4, 6, 0), (32, 2, 4, 5, 4, 150), (32, 2, 4, 3, 2, 21), (64, 1, 2, 2, 3, 65),
+     (64, 1, 1, 3, 2, 21), (128, 1, 1, 3, 1, 200), (128, 1, 1, 2, 2, 21)],
+)  # fmt: skip
+def test_blocksparse_products(dtype, block, heads, batch, n_rows, n_cols, other):
+    check_blocksparse(dtype, block, heads, batch, n_rows, n_cols, other)
+
+
+# --- the device -----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_counted_limited_and_given_back():
+    before = backend.memory_stats()
+    array = backend.Array(1 << 20, "float32")
+    assert backend.memory_stats()["live"] == before["live"] + (4 << 20)
+    backend.set_limit(before["live"] + (5 << 20))
+    try:
+        with pytest.raises(MemoryError):
+            backend.Array(1 << 20, "float32")
+    finally:
+        backend.set_limit(0)
+    del array
+    backend.empty_cache()
+    after = backend.memory_stats()
+    assert after["live"] == before["live"] and after["reserved"] <= before["reserved"] + (4 << 20)
+
+
+def test_large_and_small_transfers():
+    for size in (1, 1000, (1 << 18) + 5):
+        x = normal(size).astype(np.float32)
+        array = put(backend, x, "float32")
+        x_copy = x.copy()
+        x[:] = 0  # the device has its own copy, whenever the transfer happens
+        np.testing.assert_array_equal(get(backend, array), x_copy)
+
+
+def test_a_dtype_without_kernel_is_named():
+    with pytest.raises(ValueError, match=r"\[exp\] .* int32"):
+        backend.ewise_exp(backend.Array(3, "int32"), backend.Array(3, "int32"))
