@@ -588,13 +588,14 @@ def test_memory_is_free_although_the_traceback_is_kept(limited):
     assert memory.stats(limited).live == base
 
 
-def test_memory_of_closures_is_free_although_the_traceback_is_kept(limited):
-    """From Python 3.11 on the frames that a traceback keeps have their functions, and these what is around them."""
+def test_what_functions_hold_is_free_although_the_traceback_is_kept(limited):
+    """From Python 3.11 on the frames that a traceback keeps have their functions: with defaults, closures, what they wrap."""
 
     def run(keep=lambda function: None):
         model = nn.Linear(100, 100, device=limited)
-        forward = lambda: model(ndl.init.ones(1000, 100, device=limited))  # noqa: E731
+        forward = lambda model=model: model(ndl.init.ones(1000, 100, device=limited))  # noqa: E731
 
+        @ndl.remat
         def step():
             return forward(), model
 

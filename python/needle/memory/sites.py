@@ -279,7 +279,7 @@ def free_failed_frames() -> None:
     if error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
-        _empty_closures([frame for frame, _ in traceback.walk_tb(error.__traceback__) if _cleared(frame)])
+        _empty_functions([frame for frame, _ in traceback.walk_tb(error.__traceback__) if _cleared(frame)])
         if sys.exc_info()[1] is error:  # on its way up: more frames may return before it is over
             return
     _failed = None
@@ -295,9 +295,9 @@ def _cleared(frame: FrameType) -> bool:
     return True
 
 
-def _empty_closures(frames: list[FrameType]) -> None:
-    """Lets go what the functions of frames that are over have from the functions around them: from Python 3.11 on a frame keeps its
-    function. Where nothing else has that, it is never called again.
+def _empty_functions(frames: list[FrameType]) -> None:
+    """Lets go what the functions of frames that are over hold: from Python 3.11 on a frame keeps its function. Where nothing else
+    has that, it is never called again.
     """
     functions: list[Any] = [
         f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType and f.__code__ is frame.f_code
@@ -306,6 +306,9 @@ def _empty_closures(frames: list[FrameType]) -> None:
     for _ in range(len(functions)):  # one may have been held by the closure of another
         own = sys.getrefcount(functions[-1])
         over = [i for i in range(len(functions) - 1) if sys.getrefcount(functions[i]) == own + 1]
+        for i in over:
+            functions[i].__defaults__ = None
+            functions[i].__dict__.clear()  # what it wraps
         cells = [cell for i in over for cell in functions[i].__closure__ or ()]
         cells.append(CellType())
         own, ids = sys.getrefcount(cells[-1]), [id(cell) for cell in cells]
