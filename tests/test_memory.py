@@ -784,6 +784,39 @@ def leak_callbacks(check):
         check.step()
 
 
+def leak_of_two_in_a_closure(check):
+    def made():
+        first, second = good_step(), relu_of_layer()
+        return lambda: (second.sum(), first)
+
+    later = []
+    for _ in range(6):
+        later.append(made())
+        check.step()
+
+
+def leak_chain(check):
+    """Each held by what holds the next one as well."""
+    newest = None
+    for _ in range(30):
+        newest = (good_step(), newest)
+        check.step()
+    return newest
+
+
+class Log:
+    def __init__(self, steps):
+        self.losses = np.empty(steps, object)
+
+
+def leak_objects_of_numpy(check):
+    """Which the collector does not look into, nor into a dict of nothing else."""
+    log, rows = Log(6), np.empty(6, object)
+    for i in range(6):
+        log.losses[i], rows[i] = good_step(), good_step()
+        check.step()
+
+
 LEAKS = [
     (leak_generator, "mean in the generator running_mean"), (leak_cache, "remembered"), (leak_class, "Shared.states"),
     (leak_callbacks, "later"), (leak_inside, "a kept traceback"), (leak_total, "total"), (leak_list, "history"), (leak_containers, "history"), (leak_attribute, "Recurrent.states"),
@@ -808,6 +841,21 @@ def test_a_leak_is_found_and_named(with_layer, run, name):
     assert set(check.found) == {name}
     assert len(warned) == 1 and "`.detach()`" in str(warned[0].message) and "test_memory.py:" in str(warned[0].message)
     assert check.found[name].steps >= 1 and check.found[name].nbytes > 0
+
+
+@pytest.mark.parametrize(
+    "run, names",
+    [
+        (leak_of_two_in_a_closure, {"first in the closure of <lambda>", "second in the closure of <lambda>"}),
+        (leak_chain, {"newest"}),
+        (leak_objects_of_numpy, {"Log.losses", "rows"}),
+    ],
+)
+def test_each_leak_has_its_own_name(with_layer, run, names):
+    gc.collect()  # errors of other tests that hold themselves
+    with memory.LeakCheck(warn=False) as check:
+        run(check)
+    assert set(check.found) == names
 
 
 def test_objects_that_are_none_of_needles_are_not_asked_what_they_are(with_layer):

@@ -10,9 +10,13 @@ import warnings
 import weakref
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from ..autograd import Value
 from ..backend_ndarray.ndarray import write_stamp
@@ -164,61 +168,98 @@ def names_of(targets: list[Any]) -> list[str]:
     All targets go up together, a step with each pass over the program's objects: there may be thousands of them.
     """
     running = _running_locals()
+    hidden = _unknown_to_the_collector(running)
+    called = {id(value): name for name, value in running}
+    del running
     owners: dict[int, Any] = {}
-    names: dict[int, str] = {}  # by id, as all here is
+    names: dict[int, str] = {}  # of objects on the way up, by id, as all here is
+    holders: dict[int, list[int]] = {}  # those that have no name for them
     in_frames: set[int] = set()
     on_the_way = {id(x): x for x in targets}
-    ours = {id(targets), id(on_the_way), id(owners)}
-    level = {key: (0, [key]) for key in on_the_way}  # what the object holds on the way down, and the targets it leads to
-    seen: set[int] = set()
+    ours = {id(targets), id(on_the_way), id(owners), id(hidden)}
+    level, seen = set(on_the_way), set(on_the_way)
     for _ in range(_DEPTH):
-        for key in level.keys() & running.keys():
-            for target in level[key][1]:
-                names.setdefault(target, running[key])
-        level = {key: entry for key, entry in level.items() if any(target not in names for target in entry[1])}
+        names.update((key, called[key]) for key in level & called.keys())
+        level -= names.keys()
         if not level:
             break
-        seen.update(level)
-        above: dict[int, tuple[int, list[int]]] = {}
-        nearer = set(names)
-        for r in gc.get_objects():
-            hits = level.keys() & map(id, gc.get_referents(r))
-            if not hits or id(r) in seen or id(r) in ours:
+        above: set[int] = set()
+        for r in chain(gc.get_objects(), hidden):
+            hits = level.intersection(map(id, _held_by(r)))
+            if not hits or id(r) in ours:
                 continue
             for key in hits:
-                inner, below = level[key]
-                name = _name_in(r, on_the_way[key], on_the_way.get(inner), owners)
+                item = on_the_way[key]
+                name = _name_in(r, item, owners)
                 if isinstance(r, types.FrameType):
-                    in_frames.update(below)
+                    in_frames.add(key)
                 if name:
-                    variable = name.isidentifier()  # says more than an attribute as near
-                    names.update((target, name) for target in below if target not in nearer and (variable or target not in names))
+                    if name.isidentifier() or key not in names:  # a variable says more than an attribute as near
+                        names[key] = name
+                elif isinstance(r, types.FunctionType) and item is r.__closure__:
+                    cells = zip(map(id, r.__closure__ or ()), r.__code__.co_freevars)
+                    names.update((cell, f"{n} in the closure of {r.__name__}") for cell, n in cells if cell in seen)
                 elif not isinstance(r, _NO_WAY):
                     on_the_way[id(r)] = r
-                    above.setdefault(id(r), (key, []))[1].extend(below)
-        level = above
-    names.update((target, "a kept traceback") for target in in_frames - names.keys())
-    return [names.get(id(x), f"a {type(x).__name__} that no name leads to") for x in targets]
+                    holders.setdefault(key, []).append(id(r))
+                    above.add(id(r))
+        level = above - seen
+        seen |= above
+
+    def nearest(key: int) -> str:
+        passed, row = {key}, [key]
+        while row:
+            found = [names[k] for k in row if k in names]
+            if found:
+                return next((name for name in found if name.isidentifier()), found[0])
+            row = list(dict.fromkeys(h for k in row for h in holders.get(k, ()) if h not in passed))
+            passed.update(row)
+        return "a kept traceback" if passed & in_frames else ""
+
+    return [nearest(id(x)) or f"a {type(x).__name__} that no name leads to" for x in targets]
 
 
-def _running_locals() -> dict[int, str]:
-    """Names of the locals of all functions that are running, by the value's id; the collector does not see those. Needle's own are
-    left out.
+def _held_by(r: Any) -> Iterable:
+    return r.flat if type(r) is np.ndarray else gc.get_referents(r)
+
+
+def _unknown_to_the_collector(running: list[tuple[str, Any]]) -> list[Any]:
+    """numpy's arrays of objects, and dicts and tuples that hold nothing else which it would have to follow."""
+    found: dict[int, Any] = {}
+
+    def leads(value: Any) -> bool:
+        if type(value) is np.ndarray:
+            yes = value.dtype.hasobject
+        else:
+            yes = type(value) in (dict, tuple) and not gc.is_tracked(value) and any([leads(x) for x in gc.get_referents(value)])
+        if yes:
+            found[id(value)] = value
+        return yes
+
+    for value in chain((value for _, value in running), chain.from_iterable(map(gc.get_referents, gc.get_objects()))):
+        if type(value) in (np.ndarray, dict, tuple):  # looked at here, since most are something else
+            leads(value)
+    return list(found.values())
+
+
+def _running_locals() -> list[tuple[str, Any]]:
+    """Names and values of the locals of all functions that are running; the collector does not see those. Needle's own are left
+    out.
     """
-    found: dict[int, str] = {}
+    found: list[tuple[str, Any]] = []
     for top in sys._current_frames().values():
         frame: types.FrameType | None = top
         while frame is not None:
             if not sites.is_core(frame.f_code.co_filename) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                found.update((id(value), name) for name, value in sites.locals_of(frame).items())
+                found.extend(sites.locals_of(frame).items())
             frame = frame.f_back
     del top  # this function's own frame is among them: a cycle that would keep every frame below it
     return found
 
 
-def _name_in(r: Any, item: Any, inner: Any, owners: dict[int, Any]) -> str:
-    """What ``r`` calls ``item`` (which holds ``inner``), if r has names for things: globals, an object, a class, a generator, a
-    returned frame, a closure. owners: of dicts that were asked for before, by id.
+def _name_in(r: Any, item: Any, owners: dict[int, Any]) -> str:
+    """What ``r`` calls ``item``, if r has names for things: globals, an object, a class, a generator, a returned frame. owners: of
+    dicts that were asked for before, by id.
     """
     if isinstance(r, types.FrameType):
         key = _key(sites.locals_of(r), item)
@@ -230,9 +271,6 @@ def _name_in(r: Any, item: Any, inner: Any, owners: dict[int, Any]) -> str:
         frame = next((found for name in ("gi_frame", "cr_frame", "ag_frame") if (found := getattr(r, name, None))), None)
         key = _key(sites.locals_of(frame), item) if frame is not None else ""
         return f"{key} in {_paused_title(r)}" if key else ""
-    if isinstance(r, types.FunctionType):
-        names = [n for n, cell in zip(r.__code__.co_freevars, r.__closure__ or ()) if r.__closure__ is item and cell is inner]
-        return f"{names[0]} in the closure of {r.__name__}" if names else ""
     if type(r) is dict:
         module = sys.modules.get(str(r.get("__name__")))
         if module is not None and vars(module) is r:
@@ -240,7 +278,7 @@ def _name_in(r: Any, item: Any, inner: Any, owners: dict[int, Any]) -> str:
         if id(r) not in owners:
             owners[id(r)] = next((o for o in gc.get_referrers(r) if _owns(o, r)), None)
         return f"{_title(owners[id(r)])}.{_key(r, item)}" if owners[id(r)] is not None else ""
-    if isinstance(r, (*_CONTAINERS, Value, Node, NDArray, weakref.ref, types.CellType)):
+    if isinstance(r, (*_CONTAINERS, Value, Node, NDArray, np.ndarray, weakref.ref, types.CellType)):
         return ""
     attributes = dict(getattr(r, "__dict__", {}))
     for kind in type(r).__mro__:
