@@ -23,7 +23,7 @@ from . import dtype as dt
 from .backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_selection import Device, NDArray, array_api, as_device
-from .errors import DeviceError, DTypeError, GraphError, ShapeError
+from .errors import DeviceError, DTypeError, GraphError, ShapeError, type_name
 from .graph import Node, Segment, home_of, realize, spec_of
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
@@ -177,7 +177,7 @@ def check_tensors(op: str, *inputs: Any) -> None:
     """raises: DTypeError for an input that is no Tensor."""
     for i, x in enumerate(inputs):
         if not isinstance(x, Tensor):
-            raise DTypeError(f"[{op}] input {i} is of type {type(x).__name__} (accepted: a Tensor)")
+            raise DTypeError(f"[{op}] input {i} is of type {type_name(x)} (accepted: a Tensor)")
 
 
 class TensorOp(Op):
@@ -522,7 +522,7 @@ class Tensor(Value):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, Tensor) or value.dtype != self.dtype:
-            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            got = value.dtype if isinstance(value, Tensor) else type_name(value)
             raise DTypeError(f"[data] cannot assign {got} (accepted: a Tensor of {self.dtype})")
         self._replace(value.realize_cached_data())
 
@@ -534,7 +534,7 @@ class Tensor(Value):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None and not isinstance(value, Tensor):
-            raise DTypeError(f"[grad] cannot assign {type(value).__name__} (accepted: a Tensor, or None)")
+            raise DTypeError(f"[grad] cannot assign {type_name(value)} (accepted: a Tensor, or None)")
         if value is not None and value._data is not None and value._data.category == ACTIVATION:  # that nobody has named yet
             value._data.category = GRADIENT
         self._grad = value
@@ -574,14 +574,24 @@ class Tensor(Value):
     def __format__(self, spec: str) -> str:
         return format(self.item() if spec else str(self), spec)
 
+    def __copy__(self) -> Tensor:
+        """A leaf of the same kind on the same array. raises: GraphError for no leaf."""
+        return self._copied(self._data, self._grad)
+
     def __deepcopy__(self, memo: dict) -> Tensor:
-        """A leaf of the same kind on a copy of the array: for ``copy.deepcopy`` of modules. raises: GraphError for no leaf."""
+        """The same on a copy of the array: for ``copy.deepcopy`` of modules."""
+        return self._copied(deepcopy(self._data, memo), deepcopy(self._grad, memo))
+
+    def _copied(self, data, grad: Tensor | None) -> Tensor:
         if self.op is not None:
-            raise GraphError("[deepcopy] this tensor was made by an op (accepted: leaves; detach() gives one)")
+            raise GraphError("[copy] this tensor was made by an op (accepted: leaves; detach() gives one)")
         copy = type(self).__new__(type(self))
-        copy._setup(deepcopy(self._data, memo), self._requires_grad)
-        copy._grad = deepcopy(self._grad, memo)
+        copy._setup(data, self._requires_grad)
+        copy._grad = grad
         return copy
+
+    def __reduce__(self):
+        raise TypeError("[pickle] Tensors are not pickled (accepted: .numpy(); files: needle.checkpoints)")
 
     def to(self, device: Device | str) -> Tensor:
         """These values on ``device``, without history; itself if it is there."""
@@ -618,7 +628,7 @@ class Tensor(Value):
         device = self.device
         if out_grad is not None:
             if not isinstance(out_grad, Tensor):
-                raise DTypeError(f"[backward] out_grad is {type(out_grad).__name__} (accepted: Tensor)")
+                raise DTypeError(f"[backward] out_grad is {type_name(out_grad)} (accepted: Tensor)")
             if out_grad.shape != self.shape:
                 raise ShapeError(f"[backward] out_grad is {out_grad.shape} (accepted: {self.shape}, the shape of the tensor)")
             if out_grad.device != device:
@@ -643,7 +653,7 @@ class Tensor(Value):
             other = other.item()
         if isinstance(other, (int, float)):
             return other
-        raise DTypeError(f"[operator] cannot combine a Tensor with {type(other).__name__} (accepted: Tensor, array, number)")
+        raise DTypeError(f"[operator] cannot combine a Tensor with {type_name(other)} (accepted: Tensor, array, number)")
 
     def __add__(self, other):
         if isinstance(other, Tensor):

@@ -6,6 +6,12 @@ from collections.abc import Callable
 from typing import ClassVar
 
 
+def type_name(value: object) -> str:
+    """The name of its type, with the package in front where that is neither Python nor needle: torch.Tensor."""
+    package, kind = type(value).__module__.split(".")[0], type(value).__name__
+    return kind if package in ("builtins", __package__) else f"{package}.{kind}"
+
+
 class _OneLine(Exception):
     """Its text is one line, also where a value in it would be printed on several."""
 

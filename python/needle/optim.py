@@ -14,7 +14,7 @@ from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
-from .errors import ShapeError
+from .errors import ShapeError, type_name
 
 
 def _several(params: Any) -> list:
@@ -42,7 +42,7 @@ class Optimizer:
         self.params: list[Tensor] = _several(params)
         for p in self.params:
             if not isinstance(p, Tensor):
-                raise TypeError(f"[optim] params holds a {type(p).__name__} (accepted: Tensors; AdamW: or groups, which are dicts)")
+                raise TypeError(f"[optim] params holds a {type_name(p)} (accepted: Tensors; AdamW: or groups, which are dicts)")
         if len(set(self.params)) < len(self.params):
             twice = next(p for p in self.params if self.params.count(p) > 1)
             raise ValueError(f"[optim] a parameter of shape {twice.shape} is there twice (accepted: each once)")

@@ -60,6 +60,9 @@ class BackendDevice:
     def __hash__(self) -> int:
         return hash(self._label)
 
+    def __copy__(self) -> BackendDevice:
+        return self
+
     def __deepcopy__(self, memo: dict) -> BackendDevice:
         return self
 

@@ -11,7 +11,7 @@ from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full
 from ..backend_ndarray.ndarray import where as _where
-from ..errors import DTypeError, ShapeError
+from ..errors import DTypeError, ShapeError, type_name
 from ._reads import _NoRead
 from .ops_mathematic import matmul, unbroadcast
 from .ops_shape import reshape
@@ -202,7 +202,7 @@ class Where(TensorOp):
 def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
     """a where condition is not zero, else b; the three broadcast. A number widens the other as in ``+``; two are float32."""
     if not isinstance(condition, Tensor):
-        raise DTypeError(f"[where] condition is of type {type(condition).__name__} (accepted: a Tensor)")
+        raise DTypeError(f"[where] condition is of type {type_name(condition)} (accepted: a Tensor)")
     wide = condition.device.default_float
     dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), wide)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
-from ..errors import DTypeError
+from ..errors import DTypeError, type_name
 from ._reads import _NoRead
 
 
@@ -48,7 +48,7 @@ class TupleGetItem(_NoRead):
 def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
     """Item ``index``; an item of a tuple just made by make_tuple is that Tensor itself."""
     if not isinstance(value, TensorTuple):
-        raise DTypeError(f"[tuple_get_item] value is of type {type(value).__name__} (accepted: a TensorTuple)")
+        raise DTypeError(f"[tuple_get_item] value is of type {type_name(value)} (accepted: a TensorTuple)")
     items = value.realize_cached_data()
     n = len(items)
     if not isinstance(index, (int, np.integer)) or not -n <= index < n:
