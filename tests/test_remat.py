@@ -1,6 +1,7 @@
 """Activation checkpointing: the same bits, fewer bytes."""
 
 import gc
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 import needle as ndl
 from devices import usable
-from needle import autograd, nn, ops
+from needle import autograd, memory, nn, ops
 from needle.errors import GraphError
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
@@ -188,6 +189,39 @@ def test_each_op_is_computed_once_more_and_only_what_is_read(host):
     x = leaf([0.5], host)
     ndl.remat(region, ndl.remat(region, x)).sum().backward()
     assert all(n == 4 for n in counts.values())  # twice forward, and once more for each of the two regions
+
+
+def test_what_comes_into_a_region_goes_once_it_is_brought_back(host):
+    """Backward through four regions: less is held in each, and a second one computes no op more than twice."""
+    live, counts = [], Counter()
+
+    class Probe(ops.Exp):
+        def compute(self, a):
+            counts[id(self)] += 1
+            return a.exp()
+
+        def gradient(self, out_grad, node):
+            live.append(memory.stats(host).live)
+            return super().gradient(out_grad, node)
+
+    def region_of(probes):
+        def region(x):
+            for probe in probes:
+                x = probe(x * 0.01)
+            return x * 2
+
+        return region
+
+    x = leaf(np.ones((50, 20)), host)
+    y, inputs_bytes = x, x.size * 4
+    for _ in range(4):
+        y = ndl.remat(region_of([Probe(), Probe()]), y)
+    y = y.sum()
+    for _ in range(2):
+        live.clear()
+        y.backward()
+        assert np.all(np.diff(live[:6:2]) == -inputs_bytes), live  # what comes into the last of them is x, which stays
+    assert max(counts.values()) == 4  # forward, backward, and twice in the second backward
 
 
 def test_a_changed_parameter_is_refused(host):
