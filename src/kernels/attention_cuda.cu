@@ -173,14 +173,16 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
 template <class T>
 __global__ void attention_delta_kernel(AttentionArguments<T> g) {
   using A = accum_t<T>;
-  for (int64_t row = first_row<kWarp>(); row < g.B * g.H * g.queries; row += row_step<kWarp>()) {
-    const int64_t r = row % g.queries, h = row / g.queries % g.H, b = row / g.queries / g.H;
-    const T* dout = g.dout.row(b, h, r);
-    const T* out = g.out.row(b, h, r);
-    A dot = 0;
-    for (int64_t d = threadIdx.x % kWarp; d < g.D; d += kWarp) dot += A(dout[d]) * A(out[d]);
-    dot = sum_lanes<kWarp>(dot);
-    if (threadIdx.x % kWarp == 0) g.delta[row] = dot;
+  for (int64_t head = blockIdx.y; head < g.B * g.H; head += gridDim.y) {
+    const int64_t b = head / g.H, h = head % g.H;
+    for (int64_t row = first_row<kWarp>(); row < g.queries; row += row_step<kWarp>()) {
+      const T* dout = g.dout.row(b, h, row);
+      const T* out = g.out.row(b, h, row);
+      A dot = 0;
+      for (int64_t d = threadIdx.x % kWarp; d < g.D; d += kWarp) dot += A(dout[d]) * A(out[d]);
+      dot = sum_lanes<kWarp>(dot);
+      if (threadIdx.x % kWarp == 0) g.delta[head * g.queries + row] = dot;
+    }
   }
 }
 
@@ -376,8 +378,9 @@ void dispatch_backward(int64_t D, F&& f) {
 template <class T>
 void queries_backward(const AttentionArguments<T>& g) {
   if (g.queries == 0) return;
-  constexpr auto kDelta = attention_delta_kernel<T>;
-  launch<kDelta>(rows_config(g.B * g.H * g.queries, kWarp), g);
+  LaunchConfig delta = rows_config(g.queries, kWarp);
+  delta.grid.y = blocks_for(g.B * g.H);
+  launch<attention_delta_kernel<T>>(delta, g);
   if constexpr (sizeof(T) == 2) {
     if (fits_tensor_cores(g)) return attention_dq_mma(g);
   }

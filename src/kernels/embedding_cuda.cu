@@ -42,29 +42,32 @@ __global__ void embedding_count_kernel(const Id* ids, int32_t* counts, int64_t n
   }
 }
 
-// counts[v] becomes the end of v's range, counts[vocab] the number of all. One block; each thread
-// owns a stretch.
+// counts[v] becomes the end of v's range, counts[vocab] the number of all. One block; each warp
+// owns a stretch and reads a line of it at a time.
 constexpr int kScanThreads = 1024;
 __global__ void embedding_scan_kernel(int32_t* counts, int64_t vocab) {
-  NEEDLE_SHARED(int32_t, sums, kScanThreads);
-  const int me = int(threadIdx.x);
-  const int64_t each = ceil_div(vocab, kScanThreads);
-  const int64_t first = me * each, end = vocab < first + each ? vocab : first + each;
+  constexpr int kWarps = kScanThreads / kWarp;
+  NEEDLE_SHARED(int32_t, sums, kWarps);
+  const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
+  const int64_t each = ceil_div(vocab, kScanThreads) * kWarp;
+  const int64_t first = warp * each, end = vocab < first + each ? vocab : first + each;
   int32_t total = 0;
-  for (int64_t v = first; v < end; ++v) total += counts[v];
-  sums[me] = total;
-  for (int step = 1; step < kScanThreads; step *= 2) {
-    __syncthreads();
-    const int32_t before = me >= step ? sums[me - step] : 0;
-    __syncthreads();
-    sums[me] += before;
+  for (int64_t v = first + lane; v < end; v += kWarp) total += counts[v];
+  total = sum_lanes<kWarp>(total);
+  if (lane == 0) sums[warp] = total;
+  __syncthreads();
+  int32_t before = 0;
+  for (int w = 0; w < warp; ++w) before += sums[w];
+  for (int64_t v = first + lane; v - lane < end; v += kWarp) {
+    int32_t sum = v < end ? counts[v] : 0;
+    for (int step = 1; step < kWarp; step *= 2) {
+      const int32_t left = __shfl_up_sync(kAllLanes, sum, unsigned(step));
+      if (lane >= step) sum += left;
+    }
+    if (v < end) counts[v] = before + sum;
+    before += __shfl_sync(kAllLanes, sum, kWarp - 1);
   }
-  int32_t running = sums[me] - total;
-  for (int64_t v = first; v < end; ++v) {
-    running += counts[v];
-    counts[v] = running;
-  }
-  if (me == kScanThreads - 1) counts[vocab] = sums[me];
+  if (threadIdx.x == kScanThreads - 1) counts[vocab] = before;
 }
 
 // Takes places from the back of each range, so afterwards ends[v] is where v's range starts and
