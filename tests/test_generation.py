@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -231,6 +232,22 @@ def test_repetition_penalty_by_hand():
     logits = np.array([2.0, 1.5, 0.0, -1.0, 1.0], np.float32)
     pick = lambda penalty: generation.choose(logits, seen, GenerationConfig(repetition_penalty=penalty), None)  # noqa: E731
     assert pick(1.0) == 0 and pick(1.3) == 0 and pick(1.4) == 1
+    drawn = GenerationConfig(do_sample=True, repetition_penalty=2.0)
+    for value, wanted in ((0.5, 0.25), (0.0, 0.0), (-0.5, -1.0)):  # the other token, of logit 0, is not seen
+        p = np.exp(wanted) / (np.exp(wanted) + 1)
+        rngs = [SimpleNamespace(random=lambda at=at: at) for at in (p - 1e-6, p + 1e-6)]
+        pair = np.array([value, 0.0], np.float32)
+        assert [generation.choose(pair, np.array([True, False]), drawn, rng) for rng in rngs] == [0, 1]
+
+
+def test_the_penalty_counts_the_prompt(host):
+    model = small(device=host)
+    pairs = [[j, i] for j in range(VOCABULARY) for i in (3, 17)]
+    following = model.generate(pairs, max_new_tokens=1)[:, -1]
+    repeating = [pair for pair, next_id in zip(pairs, following, strict=True) if next_id in pair]
+    assert repeating
+    for pair, other in zip(repeating, model.generate(repeating, max_new_tokens=1, repetition_penalty=1e9)[:, -1], strict=True):
+        assert other not in pair
 
 
 @pytest.mark.filterwarnings("error")
