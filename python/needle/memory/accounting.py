@@ -49,9 +49,9 @@ def stats(device: BackendDevice | None = None) -> MemoryStats:
     device = as_device(device)
     sites.free_failed_frames()
     raw = device.require().memory_stats()
-    peak = _outer_peaks.get(device, (0, []))
-    if peak[0] > raw["peak"]:
-        raw["peak"], raw["by_category_at_peak"] = peak
+    earlier = _earlier_peaks.get(device, (0, []))
+    if earlier[0] > raw["peak"]:
+        raw["peak"], raw["by_category_at_peak"] = earlier
     return MemoryStats(
         **{**raw, "by_category": by_name(raw["by_category"]), "by_category_at_peak": by_name(raw["by_category_at_peak"])}
     )
@@ -60,8 +60,8 @@ def stats(device: BackendDevice | None = None) -> MemoryStats:
 def reset_peak(device: BackendDevice | None = None) -> None:
     """Counts the peak from what is live now."""
     device = as_device(device)
-    _outer_peaks.pop(device, None)
-    device.require().reset_peak()
+    _begin_anew(device)
+    del _earlier_peaks[device]
 
 
 def empty_cache(device: BackendDevice | None = None) -> None:
@@ -81,12 +81,27 @@ def set_limit(limit: int | str | None, device: BackendDevice | None = None) -> N
     sites.watch(device, nbytes)
 
 
-# The highest peak, with its categories, that a reset inside ``peak()`` took out of the allocator's own figure.
-_outer_peaks: dict[BackendDevice, tuple[int, list[int]]] = {}
+# The allocator has one peak. Of each device: the highest one, with its categories, that was reset for another region's sake; and
+# the regions that are being measured.
+_earlier_peaks: dict[BackendDevice, tuple[int, list[int]]] = {}
+_regions: dict[BackendDevice, list[peak]] = {}
+
+
+def _begin_anew(device: BackendDevice) -> dict:
+    """Resets the allocator's peak, when everyone has taken note of it. Its account before that."""
+    sites.free_failed_frames()
+    mod = device.require()
+    raw = mod.memory_stats()
+    mod.reset_peak()
+    found = raw["peak"], raw["by_category_at_peak"]
+    _earlier_peaks[device] = max(_earlier_peaks.get(device, found), found)
+    for region in _regions.get(device, ()):
+        region._highest = max(region._highest, found)
+    return raw
 
 
 class peak:
-    """Measures the peak of a region: ``with peak() as p: ...``, then ``p.bytes``; may be nested.
+    """Measures the peak of a region: ``with peak() as p: ...``, then ``p.bytes``. Regions may be nested or overlap.
 
     device: the default one if not given. After the block: ``bytes`` live at the peak, ``above_start`` of them more than when the
     block began, ``by_category`` at the peak.
@@ -98,18 +113,17 @@ class peak:
         self.by_category: dict[str, int] = {}
 
     def __enter__(self) -> peak:
-        raw = self.device.require().memory_stats()
-        self._before = _outer_peaks.get(self.device)
-        self._outside = max((raw["peak"], raw["by_category_at_peak"]), self._before or (0, []))
+        raw = _begin_anew(self.device)
         self._start = raw["live"]
-        reset_peak(self.device)
+        self._highest: tuple[int, list[int]] = raw["live"], raw["by_category"]
+        _regions.setdefault(self.device, []).append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        now = stats(self.device)
-        self.bytes, self.above_start, self.by_category = now.peak, now.peak - self._start, now.by_category_at_peak
-        inside = (now.peak, list(now.by_category_at_peak.values()))
-        _outer_peaks[self.device] = max(self._outside, inside)
+        _begin_anew(self.device)
+        _regions[self.device].remove(self)
+        self.bytes, self.by_category = self._highest[0], by_name(self._highest[1])
+        self.above_start = self.bytes - self._start
 
 
 def process(device: BackendDevice | None = None) -> dict[str, int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
 from ..errors import ShapeError
+from .accounting import peak
 from .trace import Holder, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
@@ -102,16 +103,11 @@ def _sums(holders: Iterable[Holder]) -> dict[str, int]:
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
     """``plan(...).peak_bytes`` by the allocator's own counters, without a trace."""
     device = device or meta()
-    mod = device.require()
-    with _alone(device):
-        start = mod.memory_stats()["live"]
-        mod.reset_peak()
+    with _alone(device), peak(device) as found:
         step = build(device)
         for _ in range(steps):
             step()
-        found = mod.memory_stats()["peak"] - start
-    del step
-    return found
+    return found.above_start
 
 
 @contextmanager
