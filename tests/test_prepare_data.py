@@ -237,6 +237,10 @@ def test_a_tokenizer_is_trained_on_a_sample(tmp_path, monkeypatch):
     )
     with pytest.raises(DataError, match=r"\[none\] too little text for the vocabulary"):
         prepare(inputs, tmp_path / "none", vocab_size=50_000, skip_invalid=True)
+    for key, said in (("text", "line 2 of .*: Expecting value"), ("body", "line 1 of .*: no 'body'")):
+        with pytest.raises(DataError, match=rf"\[y.jsonl\] {said}"):
+            prepare(inputs, tmp_path / "none", vocab_size=300, key=key)
+    assert not list(tmp_path.glob("none*"))
 
 
 # ---- going on

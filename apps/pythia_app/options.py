@@ -163,11 +163,11 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
             raise ShapeError(f"[{name}] is {value} (accepted: {low} to {high:,})")
-    for name, high in (("epochs", 1e6), ("lr", 1e38), ("max_grad_norm", 1e38)):
+    for name, high in (("epochs", 1e6), ("lr", 1e38), ("max_grad_norm", 1e38), ("eps", 1)):
         value = getattr(options, name)
         if value is not None and not 0 < value <= high:
             raise ShapeError(f"[{name}] is {value} (accepted: above 0, at most {high:g})")
-    for name in ("min_lr_ratio", "eps", "weight_decay"):
+    for name in ("min_lr_ratio", "weight_decay"):
         value = getattr(options, name)
         if not 0 <= value <= 1:
             raise ShapeError(f"[{name}] is {value} (accepted: 0 to 1)")

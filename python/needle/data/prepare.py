@@ -224,7 +224,7 @@ class _Run:
             with write_atomically(path) as file:
                 file.write(given.read_bytes())
         elif vocab_size is not None:
-            texts = sample_text(self.sources, set(skipped), self.settings["key"], self.all_bytes)
+            texts = sample_text(self.sources, set(skipped), self.settings["key"], self.skip_invalid, self.all_bytes)
             tokenizer = train_tokenizer(path, texts, vocab_size, self.prefix.name)
         if tokenizer is not None:
             self._end(tokenizer)

@@ -240,7 +240,7 @@ def texts_of(piece: Piece, source: Source, key: str, skip_invalid: bool) -> Iter
                 reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
                 raise DataError(
                     f"[{source.path.name}] line {number} of {source.path}: {reason} (an object with a text under {key!r}; "
-                    "--skip_invalid leaves such lines out)"
+                    "--key names another, --skip_invalid leaves such lines out)"
                 ) from error
             yield None
 
@@ -254,13 +254,13 @@ def _text_of(line: bytes, key: str) -> bytes:
     return found[key].encode()  # a ValueError for half a character
 
 
-def sample_text(sources: list[Source], skipped: set[int], key: str, all_bytes: int) -> Iterator[str]:
+def sample_text(sources: list[Source], skipped: set[int], key: str, skip_invalid: bool, all_bytes: int) -> Iterator[str]:
     """Some of the text, from places spread over all of it."""
     every, taken = max(1, -(-all_bytes // _SAMPLE_BYTES)), 0
     for i, block in enumerate(read_blocks(sources, skipped, Place(0, 0, 1), Cutter(exact=True))):
         if i % every == 0 and taken < 2 * _SAMPLE_BYTES:
             for piece in block.pieces:
-                for document in texts_of(piece, sources[piece.at.source], key, skip_invalid=True):
+                for document in texts_of(piece, sources[piece.at.source], key, skip_invalid):
                     if document is not None:
                         taken += len(document)
                         yield document.decode()
