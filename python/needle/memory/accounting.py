@@ -52,6 +52,7 @@ def stats(device: BackendDevice | None = None) -> MemoryStats:
     earlier = _earlier_peaks.get(device, (0, []))
     if earlier[0] > raw["peak"]:
         raw["peak"], raw["by_category_at_peak"] = earlier
+    raw["peak_reserved"] = max(raw["peak_reserved"], _earlier_reserved.get(device, 0))
     return MemoryStats(
         **{**raw, "by_category": by_name(raw["by_category"]), "by_category_at_peak": by_name(raw["by_category_at_peak"])}
     )
@@ -61,7 +62,7 @@ def reset_peak(device: BackendDevice | None = None) -> None:
     """Counts the peak from what is live now."""
     device = as_device(device)
     _begin_anew(device)
-    del _earlier_peaks[device]
+    del _earlier_peaks[device], _earlier_reserved[device]
 
 
 def empty_cache(device: BackendDevice | None = None) -> None:
@@ -81,9 +82,10 @@ def set_limit(limit: int | str | None, device: BackendDevice | None = None) -> N
     sites.watch(device, nbytes)
 
 
-# The allocator has one peak. Of each device: the highest one, with its categories, that was reset for another region's sake; and
-# the regions that are being measured.
+# The allocator has one peak. Of each device: the highest one, with its categories, that was reset for another region's sake, the
+# same of reserved bytes, and the regions that are being measured.
 _earlier_peaks: dict[BackendDevice, tuple[int, list[int]]] = {}
+_earlier_reserved: dict[BackendDevice, int] = {}
 _regions: dict[BackendDevice, list[peak]] = {}
 
 
@@ -95,6 +97,7 @@ def _begin_anew(device: BackendDevice) -> dict:
     mod.reset_peak()
     found = raw["peak"], raw["by_category_at_peak"]
     _earlier_peaks[device] = max(_earlier_peaks.get(device, found), found)
+    _earlier_reserved[device] = max(_earlier_reserved.get(device, 0), raw["peak_reserved"])
     for region in _regions.get(device, ()):
         region._highest = max(region._highest, found)
     return raw
