@@ -14,7 +14,6 @@ if __name__ == "__main__":
 import argparse
 import math
 import os
-import shlex
 import sys
 import time
 
@@ -22,6 +21,7 @@ from needle.command_line import Parser, exit_code, flag, standard_streams
 from needle.data.prepare import Prepared, Progress, prepare
 from needle.data.text_tokenizer import END_OF_TEXT
 from needle.errors import DataError
+from pythia_app import command
 
 SECONDS_A_LINE = 10  # where there is no terminal
 
@@ -139,7 +139,7 @@ def say(done: Prepared, seconds: float) -> None:
             print(f"left out: {count:,} {what}")
     if totals.cut:
         print(f"cut at {totals.cut:,} places of very long documents, where ids may not be those of the whole (docs/data.md)")
-    print(f"train with: python apps/train_pythia.py --dataset {shlex.quote(str(done.prefix))} --vocab_size {done.vocab_size}")
+    print(f"train with: {command('--dataset', done.prefix, '--vocab_size', done.vocab_size)}")
 
 
 def main(argv: list[str] | None = None) -> int:

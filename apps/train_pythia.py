@@ -13,7 +13,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports run: the end, without a traceback
 
 import math
-import shlex
 import sys
 import time
 from argparse import Namespace
@@ -29,7 +28,7 @@ from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.memory.units import table
 from needle.models import PythiaConfig
 from needle.models.pretrained import TOKENIZER
-from pythia_app import checkpoint, config_file
+from pythia_app import checkpoint, command, config_file
 from pythia_app.flops import peak_flops
 from pythia_app.memory import Budget
 from pythia_app.options import device, new_folder, not_taken, parse, run_folder
@@ -197,10 +196,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
             if saved is None or trainer.step != kept:
                 saved = save()
         if stop.asked:
-            report.say(
-                f"stopped after step {trainer.step}; saved {saved}\n"
-                f"go on with: python apps/train_pythia.py --load_checkpoint {shlex.quote(str(folder))}"
-            )
+            report.say(f"stopped after step {trainer.step}; saved {saved}\ngo on with: {command('--load_checkpoint', folder)}")
             return stop.exit_code
         held, sample = evaluate(saved)
         if not math.isfinite(held):

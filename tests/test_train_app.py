@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -19,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
+import pythia_app
 from needle.data.token_files import TokenWriter
 
 ROOT = Path(__file__).parent.parent
@@ -733,3 +735,10 @@ def test_the_plan_is_what_the_run_takes(text, tmp_path):
     done = outside(*command(text, *shape, "--max_steps", 3, "--memory_limit", peak - 1, "--checkpoint_dir", tmp_path / "less"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "[memory_limit] the step needs" in done.stderr and "what fits: --" in done.stderr
+
+
+def test_the_command_that_goes_on_is_for_the_current_folder(tmp_path, monkeypatch):
+    assert pythia_app.command() == "python apps/train_pythia.py"
+    monkeypatch.chdir(tmp_path)
+    _, app, *rest = shlex.split(pythia_app.command("--load_checkpoint", "a b"))
+    assert Path(app).samefile(ROOT / "apps" / "train_pythia.py") and rest == ["--load_checkpoint", "a b"]
