@@ -651,9 +651,10 @@ def test_functions_of_a_frame_that_goes_on_keep_their_closures(limited):
     assert forward(2) == (2, 100) and kept.value.__traceback__ is not None
 
 
-def test_a_step_that_runs_out_in_the_optimizer_has_changed_nothing(limited):
+@pytest.mark.parametrize("make", [Adam, AdamW])
+def test_a_step_that_runs_out_in_the_optimizer_has_changed_nothing(limited, make):
     model = Pythia(TINY, device=limited)
-    optimizer = AdamW(model.parameter_groups())
+    optimizer = make(model.parameters())
     ids = tokens(limited)
     model.loss(ids, ids).backward()
     before = model.state_dict()
@@ -663,6 +664,10 @@ def test_a_step_that_runs_out_in_the_optimizer_has_changed_nothing(limited):
     memory.set_limit(None, limited)
     assert all(np.array_equal(before[name], values) for name, values in model.state_dict().items()) and optimizer.t == 0
     optimizer.step()
+    memory.set_limit(memory.stats(limited).live, limited)
+    with pytest.raises(OutOfMemoryError):
+        optimizer.step()
+    assert optimizer.t == 1
 
 
 # --- leaks ---

@@ -129,13 +129,18 @@ class _Moments(Optimizer):
         self.m: dict[Tensor, NDArray] = {}
         self.v: dict[Tensor, NDArray] = {}
 
-    def _make_states(self) -> None:
-        """All at once and before the first update, so that a step which runs out of memory has changed nothing."""
+    def _begin(self) -> NDArray:
+        """Makes all states at once, before the first update and before the step counts: where memory runs out here nothing has
+        changed. Returns the scale of gradients that are not clipped, (1,).
+        """
+        one = full((1,), 1, "float32", self.params[0].device if self.params else None)
         for p in self.params:
             if p.grad is not None and p not in self.m:
                 wide = "float64" if p.dtype == "float64" else "float32"
                 m = _as_state(full(p.shape, 0, wide, p.device))
                 self.m[p], self.v[p] = m, _as_state(full(p.shape, 0, wide, p.device))
+        self.t += 1
+        return one
 
     def _update(self, p, w, g, scale, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
         m, v = self.m[p], self.v[p]
@@ -156,15 +161,13 @@ class Adam(_Moments):
         self.lr, self.beta1, self.beta2, self.eps, self.weight_decay = lr, beta1, beta2, eps, weight_decay
 
     def step(self) -> None:
-        self._make_states()
-        self.t += 1
+        one = self._begin()
         for p in self.params:
             if p.grad is None:
                 continue
             w, g = _arrays(p)
             if self.weight_decay:
                 g = g + w * self.weight_decay
-            one = full((1,), 1, "float32", w.device)
             self._update(p, w, g, one, self.lr, (self.beta1, self.beta2), self.eps, 0.0)
 
 
@@ -224,15 +227,12 @@ class AdamW(_Moments):
         self._scale = None
 
     def step(self) -> None:
-        self._make_states()
-        self.t += 1
-        scale = self._scale
+        one = self._begin()
+        scale = one if self._scale is None else self._scale
         for g in self.groups:
             for p in g["params"]:
                 if p.grad is None:
                     continue
                 w, grad = _arrays(p)
-                if scale is None:
-                    scale = full((1,), 1, "float32", w.device)
                 self._update(p, w, grad, scale, g["lr"], self.betas, self.eps, g["weight_decay"])
         self._scale = None

@@ -145,7 +145,7 @@ _TELLING: dict[int, Callable[[FrameType, dict[str, Any]], None]] = {
         (graph.recompute, _from_recompute),
         (backward.set_gradients, _from_backward),
         (Module.__call__, _from_module),
-        *((f, _from_optimizer) for f in (SGD.step, Adam.step, AdamW.step, AdamW._make_states)),
+        *((f, _from_optimizer) for f in (SGD.step, Adam.step, AdamW.step, AdamW._begin)),
     )
 }
 _is_core: dict[str, bool] = {}
