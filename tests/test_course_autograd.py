@@ -414,8 +414,8 @@ def test_normalization_keeps_its_statistics_out_of_the_graph(device):
     wanted = (x - norm.running_mean.numpy()) / np.sqrt(norm.running_var.numpy() + 1e-5)
     np.testing.assert_allclose(norm(Tensor(x, device=device)).numpy(), wanted, rtol=1e-4, atol=1e-5)
     image = np.random.default_rng(0).standard_normal((2, 3, 4, 5)).astype("float32")
-    flat = nn.BatchNorm2d(3, device=device)(Tensor(image, device=device)).numpy()
-    wanted = (image - image.mean((0, 2, 3), keepdims=True)) / np.sqrt(image.var((0, 2, 3), keepdims=True) + 1e-5)
+    flat = nn.BatchNorm2d(3, eps=0.25, device=device)(Tensor(image, device=device)).numpy()
+    wanted = (image - image.mean((0, 2, 3), keepdims=True)) / np.sqrt(image.var((0, 2, 3), keepdims=True) + 0.25)
     np.testing.assert_allclose(flat, wanted, rtol=1e-3, atol=1e-4)
     rows = nn.LayerNorm1d(3, device=device)(Tensor(x, device=device)).numpy()
     np.testing.assert_allclose(rows, (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-5), rtol=1e-3, atol=1e-4)
@@ -468,6 +468,26 @@ def test_recurrent_modules(device):
     assert nn.RNNCell(3, 5, nonlinearity="relu", device=device)(Tensor(np.ones((2, 3)), device=device)).numpy().min() >= 0
     hidden, cell = nn.LSTMCell(3, 5, bias=False, device=device)(Tensor(np.ones((2, 3)), device=device))
     assert hidden.shape == cell.shape == (2, 5)
+
+
+def test_an_attention_layer_is_its_definition(device):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((2, 5, 6))
+    layer = nn.AttentionLayer(6, 2, 3, causal=True, device=device)
+    out = layer(Tensor(x, device=device))
+    assert len(layer.parameters()) == 10 and layer.probs.is_leaf()
+
+    def heads(projection):
+        centred = x - x.mean(-1, keepdims=True)
+        normed = centred / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return (normed @ projection.weight.numpy()).reshape(2, 5, 2, 3).transpose(0, 2, 1, 3)
+
+    q, k, v = map(heads, (layer.q_projection, layer.k_projection, layer.v_projection))
+    scores = np.where(np.tri(5) > 0, q @ k.swapaxes(-1, -2) / np.sqrt(3), -np.inf)
+    probs = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(layer.probs.numpy(), probs, rtol=1e-4, atol=1e-5)
+    wanted = (probs @ v).transpose(0, 2, 1, 3).reshape(2, 5, 6) @ layer.out_projection.weight.numpy()
+    np.testing.assert_allclose(out.numpy(), wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_transformer_modules(device):
