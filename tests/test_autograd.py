@@ -10,6 +10,7 @@ import pytest
 
 import needle as ndl
 from needle import autograd, nn, ops
+from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from needle.errors import DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.optim import SGD, Adam, AdamW
@@ -162,6 +163,28 @@ def test_changing_a_parameter_that_is_needed_again_is_refused(host):
     with pytest.raises(GraphError, match="changed in place"):
         y.backward()
     assert np.isfinite(y.item())  # what a live Tensor holds is still there
+
+
+def test_a_leaf_that_was_used_can_stop_requiring_a_gradient_and_start_again(host):
+    x, w = leaf([2.0], host), leaf([3.0], host)
+    (x * w).sum().backward()
+    x.grad = w.grad = None
+    for wanted in (False, True):
+        w.requires_grad = wanted
+        y = (x * w).sum()
+        y.backward()
+        assert x.grad.numpy() == [3.0] and (w.grad is not None) is wanted
+    w.requires_grad = False  # after its last use, before backward
+    w.grad = None
+    y.backward()
+    assert w.grad is None
+
+
+def test_gradients_are_of_their_category_and_what_follows_is_not(host):
+    w = leaf(np.ones(100), host)
+    (w * 2).sum().backward()
+    assert w.grad.realize_cached_data().category == GRADIENT
+    assert (w * 2).realize_cached_data().category == ACTIVATION
 
 
 @pytest.mark.parametrize("optimizer", [SGD, Adam, AdamW])
