@@ -190,7 +190,7 @@ void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool tra
 // Element i depends on (seed, offset + i / 4, i % 4) alone, so any device and any split gives the
 // same bits.
 void random_uniform(const Array& out, uint64_t seed,
-                    uint64_t offset);  // [0, 1), 24 bits (53 in float64)
+                    uint64_t offset);  // [0, 1), 24 bits (53 in float64); rounded to 16 bits, 1 too
 void random_normal(const Array& out, uint64_t seed, uint64_t offset);  // Box-Muller on pairs
 // out = keep ? x / (1 - p) : 0, keep iff uniform(seed, offset, i) >= p. Its own gradient.
 void dropout(const Array& x, const Array& out, double p, uint64_t seed, uint64_t offset);

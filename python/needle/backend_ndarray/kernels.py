@@ -537,7 +537,7 @@ def blocksparse_dds(a: NDArray, blocks: NDArray, layout: BlockLayout, transpose:
 
 
 def random_uniform(shape, seed: int, offset: int, dtype: str, device) -> NDArray:
-    """Uniform in [0, 1) from counter ``offset`` on; uses ceil(size / 4) counters."""
+    """Uniform in [0, 1) from counter ``offset`` on, where 16 bits may round to 1; uses ceil(size / 4) counters."""
     device.require()
     out = _new(tuple(shape), dt.name_of(dtype), device)
     device.random_uniform(out._handle, seed, offset)
