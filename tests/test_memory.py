@@ -390,6 +390,14 @@ def test_a_plan_says_where_the_peak_is():
     assert "layers.1" in str(p) and f"{p.peak_bytes:,} bytes" in str(p)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+@pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
+def test_a_step_that_a_plan_cannot_take_is_told_where_it_ran(plan):
+    with pytest.raises(ValueError, match="NaN") as caught:
+        plan(lambda device: lambda: range(int(ndl.init.ones(2, device=device).sum().item())))
+    assert ".item() and .numpy() give NaN" in caught.value.__notes__[0]
+
+
 def test_a_plan_of_a_large_model_allocates_nothing(cpu):
     before, random = memory.stats(cpu).allocations, np.random.get_state()[2]
     rss = memory.process(cpu)["rss"]

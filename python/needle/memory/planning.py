@@ -123,6 +123,10 @@ def _alone(device: BackendDevice):
     gc.disable()
     try:
         yield
+    except Exception as error:
+        if device == meta() and hasattr(error, "add_note"):  # from Python 3.11 on
+            error.add_note(f"[plan] this ran on {device}, which has to have every array, and where .item() and .numpy() give NaN")
+        raise
     finally:
         np.random.set_state(stream)
         if collecting:
