@@ -957,6 +957,7 @@ def test_the_search_for_leaks_leaves_nothing_behind(with_layer, cpu):
         before = memory.stats(cpu).live
         with memory.LeakCheck(warn=False) as check:
             leak_list(check)
+            leak_objects_of_numpy(check)
         assert memory.stats(cpu).live == before
         y = relu_of_layer()
         alive = weakref.ref(y)

@@ -226,20 +226,22 @@ def _held_by(r: Any) -> Iterable:
 def _unknown_to_the_collector(running: list[tuple[str, Any]]) -> list[Any]:
     """numpy's arrays of objects, and dicts and tuples that hold nothing else which it would have to follow."""
     found: dict[int, Any] = {}
-
-    def leads(value: Any) -> bool:
-        if type(value) is np.ndarray:
-            yes = value.dtype.hasobject
-        else:
-            yes = type(value) in (dict, tuple) and not gc.is_tracked(value) and any([leads(x) for x in gc.get_referents(value)])
-        if yes:
-            found[id(value)] = value
-        return yes
-
     for value in chain((value for _, value in running), chain.from_iterable(map(gc.get_referents, gc.get_objects()))):
         if type(value) in (np.ndarray, dict, tuple):  # looked at here, since most are something else
-            leads(value)
+            _leads_to_array(value, found)
     return list(found.values())
+
+
+def _leads_to_array(value: Any, found: dict[int, Any]) -> bool:
+    """Whether it is such an array, or leads to one; if so it is put into ``found``, by id, with all on the way."""
+    if type(value) is np.ndarray:
+        leads = value.dtype.hasobject
+    else:
+        known = type(value) not in (dict, tuple) or gc.is_tracked(value)
+        leads = not known and any([_leads_to_array(inner, found) for inner in gc.get_referents(value)])
+    if leads:
+        found[id(value)] = value
+    return leads
 
 
 def _running_locals() -> list[tuple[str, Any]]:
