@@ -504,6 +504,9 @@ def test_gradients_that_do_not_fit(device):
     for missing, make in (("First", ndl.autograd.TensorOp), ("Network", nn.Module)):
         with pytest.raises(NotImplementedError, match=rf"\[{missing}\] has no"):
             type(missing, (make,), {})()(x)
+    for y in (x, x.detach()):
+        with pytest.raises(DTypeError, match=r"\[Second\] compute gave a numpy"):
+            type("Second", (ndl.autograd.TensorOp,), {"compute": lambda self, a: a.numpy()})()(y)
 
 
 def test_no_grad_holds_for_its_thread_alone(device):
@@ -748,6 +751,11 @@ class Pairs(data.Dataset):
 
 def test_a_loader_is_its_own_iterator():
     """As the course has it. The order is drawn when a pass begins."""
+    mixed = data.NDArrayDataset(np.arange(3), [4, 5, 6], ndl.Tensor([7, 8, 9]))
+    assert [[part.numpy().tolist() for part in batch] for batch in data.DataLoader(mixed, 2)] == [
+        [[0, 1], [4, 5], [7, 8]],
+        [[2], [6], [9]],
+    ]
     loader = data.DataLoader(data.NDArrayDataset(np.arange(5)), 2, shuffle=True)
     np.random.seed(0)
     assert iter(loader) is loader

@@ -357,6 +357,8 @@ class Value:
         for x in inputs:
             arrays.append(x._data if x._data is not None else x.realize_cached_data())
         out = op.compute(*arrays)
+        if type(out) is not NDArray and not isinstance(out, (NDArray, tuple)):
+            raise DTypeError(f"[{type(op).__name__}] compute gave a {type_name(out)} (accepted: an NDArray, or a tuple of them)")
         value._setup(out, requires_grad)
         if requires_grad:
             in_nodes = []

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+import numpy as np
+
 from ...errors import DataError
 from ..data_basic import Dataset
 
 
 class NDArrayDataset(Dataset):
-    """Arrays of one length, indexed together. raises: DataError if the lengths differ."""
+    """Arrays of one length, indexed together: numpy's, or what numpy takes for one. raises: DataError if the lengths differ."""
 
     def __init__(self, *arrays):
         super().__init__()
+        arrays = tuple(np.asarray(a) for a in arrays)
         lengths = [len(a) for a in arrays]
         if len(set(lengths)) != 1:
             raise DataError(f"[NDArrayDataset] the arrays' lengths are {lengths} (accepted: one array or more, of one length)")
