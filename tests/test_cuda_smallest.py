@@ -232,4 +232,5 @@ def test_every_kernel_has_a_case(monkeypatch):
     for dtype in ("float32", "bfloat16"):
         for case in CASES:
             found |= set(run(case, dtype, monkeypatch))
-    assert not set(kernels) - found, "kernels without a case"
+    missing = sorted(set(kernels) - found)
+    assert not missing, f"kernels without a case: {', '.join(missing)}"
