@@ -471,10 +471,14 @@ def test_numbers_of_a_plan_and_where_it_is_drawn(tmp_path, capsys, small_plan):
     for name, (_, most, _) in NUMBERS.items():
         for value in (-1, 0, most + 1, 10**30):
             assert main(["plan", "--sparse", f"--{name}", str(value)]) == 2
-            assert capsys.readouterr().err == f"needle: error: [{name}] is {value} (accepted: 1 to {most:,})\n"
+            assert capsys.readouterr().err == f"python -m needle: error: [{name}] is {value} (accepted: 1 to {most:,})\n"
+    for wrong in ([], ["plain"], ["plan", "--precision", "x"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(wrong)
+        assert re.fullmatch(r"python -m needle.*: error: .*\n", capsys.readouterr().err)
     (tmp_path / "file").write_text("")
     assert main([*small_plan, "--html", str(tmp_path / "file" / "x.html")]) == 2
-    assert re.fullmatch(r"needle: error: \[html\] cannot draw .*: Not a directory \(.*\)\n", capsys.readouterr().err)
+    assert re.fullmatch(r"python -m needle: error: \[html\] cannot draw .*: Not a directory \(.*\)\n", capsys.readouterr().err)
     assert main([*small_plan, "--accumulation_steps", "2"]) == 0
     two = capsys.readouterr().out
     assert main([*small_plan, "--accumulation_steps", str(1 << 20)]) == 0  # which is not the work of so many

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import files, memory
 from .amp import PRECISIONS
-from .command_line import exit_code, flag, standard_streams
+from .command_line import Parser, exit_code, flag, standard_streams
 from .errors import DataError, ShapeError
 from .memory.units import readable, table
 from .models import SIZES, PythiaConfig, checkpointed, layers_or_bytes, plannable
@@ -32,11 +32,11 @@ NUMBERS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m needle", description="needle's command line.")
+    parser = Parser("python -m needle", "needle's command line.")
     commands = parser.add_subparsers(dest="command", required=True)
     add_plan(commands)
     options = parser.parse_args(argv)
-    return exit_code("needle", lambda: options.run(options))
+    return exit_code(parser.prog, lambda: options.run(options))
 
 
 def add_plan(commands: Any) -> None:
@@ -45,19 +45,17 @@ def add_plan(commands: Any) -> None:
         help="what training a Pythia takes: to the byte, in seconds, allocating nothing",
         description="Runs two training steps on the device without data and says where every byte is at the peak.",
     )
-    plan.add_argument("--model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)} (default: 70m)")
+    plan.add_argument("--model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
     for name, (value, _, what) in NUMBERS.items():
-        flag(plan, name, type=int, default=value, help=f"{what} (default: {value})")
+        flag(plan, name, type=int, default=value, help=what)
     flag(
         plan, "checkpoint_layers", default="0", metavar="N|SIZE",
-        help="compute so many layers at a time again in backward instead of keeping their arrays (default: 0, keep all); or as few "
-        "as keep the peak within SIZE, like 2GiB",
+        help="compute so many layers at a time again in backward instead of keeping their arrays (0: keep all); or as few as keep "
+        "the peak within SIZE, like 2GiB",
     )  # fmt: skip
-    plan.add_argument(
-        "--precision", default="fp32", choices=PRECISIONS, help="of products; parameters stay float32 (default: fp32)"
-    )
+    plan.add_argument("--precision", default="fp32", choices=PRECISIONS, help="of products; parameters stay float32")
     plan.add_argument("--sparse", action="store_true", help="block-sparse attention instead of dense")
-    plan.add_argument("--pattern", default="local", choices=PATTERNS, help="blocks that a block sees (default: local)")
+    plan.add_argument("--pattern", default="local", choices=PATTERNS, help="blocks that a block sees")
     plan.add_argument(
         "--gpu",
         action="append",

@@ -30,8 +30,8 @@ def _spellings(name: str) -> list[str]:
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
-    def __init__(self, prog: str, description: str):
-        super().__init__(prog=prog, description=description, formatter_class=HelpFormatter)
+    def __init__(self, prog: str, description: str, **kwargs):
+        super().__init__(prog=prog, description=description, formatter_class=HelpFormatter, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
