@@ -398,6 +398,13 @@ def test_gradients_of_empty_products(device, shapes):
         np.testing.assert_array_equal(found[1], np.full(shapes[1], np.prod(shapes[0][:-1])))
 
 
+def test_layers_of_no_inputs(device):
+    conv, linear = nn.Conv(0, 2, 3, device=device), nn.Linear(0, 2, device=device)
+    found = conv(leaf(np.zeros((1, 0, 4, 4)), device)).numpy(), linear(leaf(np.zeros((3, 0)), device)).numpy()
+    np.testing.assert_array_equal(found[0], np.broadcast_to(conv.bias.numpy().reshape(1, 2, 1, 1), (1, 2, 4, 4)))
+    np.testing.assert_array_equal(found[1], np.broadcast_to(linear.bias.numpy(), (3, 2)))
+
+
 def test_flattening_an_empty_batch(device):
     assert nn.Flatten()(leaf(np.zeros((0, 3, 4)), device)).shape == (0, 12)
 

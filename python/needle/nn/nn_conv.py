@@ -33,7 +33,7 @@ class Conv(Module):
         k, fan_in = self.kernel_size, in_channels * self.kernel_size**2
         shape = (k, k, in_channels, out_channels)
         self.weight = Parameter(init.kaiming_uniform(fan_in, out_channels * k * k, shape=shape, device=device, dtype=dtype))
-        bound = 1 / math.sqrt(fan_in)
+        bound = 1 / math.sqrt(max(fan_in, 1))
         self.bias = None
         if bias:
             self.bias = Parameter(init.rand(out_channels, low=-bound, high=bound, device=device, dtype=dtype))
