@@ -17,6 +17,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <unordered_map>
 
@@ -47,9 +48,11 @@ struct Page {
   Cell cells[kPageBytes];
 };
 
+// Pages are kept from launch to launch, whose number tells which entries are stale, until they are
+// so many (about 300 MB) that memory might run out.
+constexpr size_t kMostPages = 4096;
 uint32_t launch_number = 0;
-std::unordered_map<uintptr_t, Page*>
-    pages;  // kept from launch to launch: the number tells which entries are stale
+std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uintptr_t last_page_number = ~uintptr_t(0);
 Page* last_page = nullptr;
 
@@ -61,9 +64,9 @@ const char* const kAnchor = reinterpret_cast<const char*>(&race_hooks);
 Cell& cell_of(uintptr_t address) {
   if (address / kPageBytes != last_page_number) {
     last_page_number = address / kPageBytes;
-    Page*& page = pages[last_page_number];
-    if (!page) page = new Page;
-    last_page = page;
+    std::unique_ptr<Page>& page = pages[last_page_number];
+    if (!page) page = std::make_unique<Page>();
+    last_page = page.get();
   }
   return last_page->cells[address % kPageBytes];
 }
@@ -154,7 +157,12 @@ void access(const void* start, size_t bytes, bool write, bool atomic, const void
 
 // --- what the scheduler tells --------------------------------------------------------------------
 
-void begin_launch() { ++launch_number; }
+void begin_launch() {
+  ++launch_number;
+  if (pages.size() <= kMostPages) return;
+  pages.clear();
+  last_page_number = ~uintptr_t(0);
+}
 
 void begin_block() {
   for (auto& warp : clocks)
