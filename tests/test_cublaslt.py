@@ -31,16 +31,13 @@ def compiler():
 
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory):
-    """Compiles a library from a source file of cuda_sim/."""
-
-    def compile_library(name):
-        library = tmp_path_factory.mktemp("cublaslt") / f"{name}.so"
-        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{COMMON}"]
-        done = subprocess.run([compiler(), *flags, SOURCES / f"{name}.cc", "-o", library], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return str(library)
-
-    return compile_library("cublaslt_stand_in")
+    """The path of the stand-in, compiled."""
+    library = tmp_path_factory.mktemp("cublaslt") / "stand_in.so"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{COMMON}"]
+    command = [compiler(), *flags, SOURCES / "cublaslt_stand_in.cc", "-o", library]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return str(library)
 
 
 @pytest.fixture
