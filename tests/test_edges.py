@@ -33,6 +33,39 @@ def gradients(f, device, *values, create_graph=False):
     return [x.grad.numpy() for x in leaves]
 
 
+# --- what a value looks like, and what stands beside it ---
+
+
+def test_matrix_products_with_numpy_arrays(device):
+    x, w = np.arange(6.0).reshape(2, 3), np.arange(12.0).reshape(3, 4)
+    a, t = array(x, device), leaf(x, device)
+    for product in (a @ w, t @ w, t @ array(w, device)):
+        assert product.dtype == "float32" and product.device == device
+        np.testing.assert_array_equal(product.numpy(), x @ w)
+    for product in (w.T @ array(x.T, device), w.T @ leaf(x.T, device)):
+        assert product.dtype == "float32"
+        np.testing.assert_array_equal(product.numpy(), w.T @ x.T)
+    (t @ w).backward(leaf(np.ones((2, 4)), device))
+    np.testing.assert_array_equal(t.grad.numpy(), np.ones((2, 4)) @ w.T)
+    for wrong in (lambda: t @ 2, lambda: 2 @ t, lambda: a @ 2, lambda: 2 @ a):
+        with pytest.raises(TypeError):  # a DTypeError is one
+            wrong()
+
+
+def test_a_module_shows_what_is_in_it():
+    block = lambda: nn.Residual(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Dropout(0.1)))  # noqa: E731
+    model = nn.Sequential(nn.Linear(3, 2), block(), block(), nn.ReLU()).eval()
+    assert repr(model).splitlines() == [
+        "Sequential()",
+        "  modules.0: Linear(in_features=3, out_features=2, weight=(3, 2), bias=(1, 2))",
+        "  modules.1 to modules.2: Residual()",
+        "    fn: Sequential()",
+        "      modules.0: Linear(in_features=2, out_features=2, weight=(2, 2))",
+        "      modules.1: Dropout(p=0.1)",
+        "  modules.3: ReLU()",
+    ]
+
+
 # --- shapes and views ---
 
 
@@ -177,7 +210,8 @@ def test_what_is_no_number(device):
         lambda: full((2,), "a", device=device),
         lambda: a.fill(None),
         lambda: a + np.complex64(1j),
-        lambda: a @ np.ones(1),
+        lambda: a @ np.ones(1, complex),
+        lambda: ndarray.matmul(a, np.ones(1)),
     ):
         with pytest.raises(DTypeError):
             make()
@@ -703,6 +737,25 @@ def test_what_an_optimizer_takes(device):
         AdamW([{"params": [p]}, {"params": [q, p], "lr": 0.1}])
     with pytest.raises(TypeError, match="params holds a dict"):
         SGD([{"params": [p]}])
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_an_optimizer_without_parameters_or_with_wrong_numbers(kind):
+    for nothing in ([], iter(()), *([[{"params": []}]] if kind is AdamW else [])):
+        with pytest.raises(ValueError, match="no parameters"):
+            kind(nothing)
+    p = nn.Parameter([1.0])
+    names = {SGD: ("lr", "momentum", "weight_decay"), Adam: ("lr", "beta1", "beta2", "eps"), AdamW: ("lr", "eps", "weight_decay")}
+    for name in names[kind]:
+        for wrong in (-0.1, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match=rf"\[{kind.__name__}\] {name} is"):
+                kind([p], **{name: wrong})
+        with pytest.raises(TypeError, match=f"{name} is of type str"):
+            kind([p], **{name: "0.1"})
+        kind([p], **{name: 0})
+    if kind is not SGD:
+        with pytest.raises(ValueError, match=r"beta2 is 1.0 .*below 1"):
+            kind([p], **({"beta2": 1.0} if kind is Adam else {"betas": (0.9, 1.0)}))
 
 
 @pytest.mark.parametrize("wrong", [{"kernel_size": (3, 5)}, {"kernel_size": 0}, {"kernel_size": 3, "stride": (1, 2)}], ids=str)

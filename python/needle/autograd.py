@@ -647,15 +647,21 @@ class Tensor(Value):
         """A Tensor, or a Python number, out of what stands on the other side of an operator."""
         if isinstance(other, Tensor):
             return other
-        if isinstance(other, NDArray):
-            return Tensor(other, device=self.device, requires_grad=False)
-        if isinstance(other, np.ndarray) and (other.size != 1 or other.ndim > 1):  # the course has (1,) as a number
-            return Tensor.make_const(self.realize_cached_data()._operand(other))
+        if isinstance(other, NDArray) or (isinstance(other, np.ndarray) and (other.size != 1 or other.ndim > 1)):
+            return self._constant(other)  # the course has (1,) of numpy as a number
         if isinstance(other, (np.ndarray, np.generic)):
             other = other.item()
         if isinstance(other, (int, float)):
             return other
         raise DTypeError(f"[operator] cannot combine a Tensor with {type_name(other)} (accepted: Tensor, array, number)")
+
+    def _constant(self, array: Any) -> Any:
+        """An array as a Tensor beside this one; what is none as it is."""
+        if isinstance(array, NDArray):
+            return Tensor(array, device=self.device, requires_grad=False)
+        if isinstance(array, np.ndarray):
+            return Tensor.make_const(self.realize_cached_data()._operand(array))
+        return array
 
     def __add__(self, other):
         if isinstance(other, Tensor):
@@ -707,7 +713,10 @@ class Tensor(Value):
         return ops.EWisePow()(base, self)
 
     def __matmul__(self, other):
-        return ops.MatMul()(self, other)
+        return ops.MatMul()(self, self._constant(other))
+
+    def __rmatmul__(self, other):
+        return ops.MatMul()(self._constant(other), self)
 
     def __neg__(self):
         return ops.Negate()(self)

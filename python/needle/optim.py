@@ -26,16 +26,20 @@ def _several(params: Any) -> list:
 
 
 def _checked(op: str, **numbers: Any) -> None:
-    """raises: TypeError for a hyperparameter that is no number."""
+    """raises: TypeError for a hyperparameter that is no number, ValueError for one outside its range."""
     for name, value in numbers.items():
+        most = 1 if name.startswith("beta") else math.inf
         if not isinstance(value, Real):
             raise TypeError(f"[{op}] {name} is of type {type(value).__name__} (accepted: a number)")
+        if not 0 <= float(value) < most:
+            raise ValueError(f"[{op}] {name} is {value} (accepted: 0 or more{', below 1' if most == 1 else ''})")
 
 
 class Optimizer:
     """Holds the parameters that ``step`` updates in place; a parameter without a gradient is left as it is.
 
-    raises: TypeError for what is no Tensor; ValueError for a parameter that is there twice, which would take two steps.
+    raises: TypeError for what is no Tensor; ValueError for no parameter at all, and for one that is there twice, which would take
+    two steps.
     """
 
     def __init__(self, params: Iterable[Tensor]):
@@ -43,6 +47,8 @@ class Optimizer:
         for p in self.params:
             if not isinstance(p, Tensor):
                 raise TypeError(f"[optim] params holds a {type_name(p)} (accepted: Tensors; AdamW: or groups, which are dicts)")
+        if not self.params:
+            raise ValueError("[optim] there are no parameters (accepted: at least one Tensor)")
         if len(set(self.params)) < len(self.params):
             twice = next(p for p in self.params if self.params.count(p) > 1)
             raise ValueError(f"[optim] a parameter of shape {twice.shape} is there twice (accepted: each once)")
@@ -72,7 +78,7 @@ class Optimizer:
 def _global_sumsq(params: Sequence[Tensor]) -> NDArray:
     """The sum of the squares of all gradients, (1,), on the device; 0 where there is none."""
     sums = [kernels.sumsq(p.grad.realize_cached_data()) for p in params if p.grad is not None]
-    return reduce(operator.add, sums) if sums else full((1,), 0, "float32", params[0].device if params else None)
+    return reduce(operator.add, sums) if sums else full((1,), 0, "float32", params[0].device)
 
 
 def _as_state(array: NDArray) -> NDArray:
@@ -133,7 +139,7 @@ class _Moments(Optimizer):
         """Makes all states at once, before the first update and before the step counts: where memory runs out here nothing has
         changed. Returns the scale of gradients that are not clipped, (1,).
         """
-        one = full((1,), 1, "float32", self.params[0].device if self.params else None)
+        one = full((1,), 1, "float32", self.params[0].device)
         for p in self.params:
             if p.grad is not None and p not in self.m:
                 wide = "float64" if p.dtype == "float64" else "float32"

@@ -757,8 +757,13 @@ class NDArray:
 
     # --- matrix product --------------------------------------------------------------------------------------------
 
-    def __matmul__(self, other: NDArray) -> NDArray:
-        return matmul(self, other)
+    def __matmul__(self, other: Any) -> NDArray:
+        other = other if isinstance(other, NDArray) else self._operand(other)
+        return other if other is NotImplemented else matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> NDArray:
+        other = self._operand(other)
+        return other if other is NotImplemented else matmul(other, self)
 
 
 def _allocate(device: BackendDevice, size: int, dtype: str):

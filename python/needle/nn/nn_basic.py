@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator
@@ -49,39 +50,31 @@ class Buffer(Tensor):
         super().__init__(array, requires_grad=False, **kwargs)
 
 
+def _parts(value: object, path: str = "") -> Iterator[tuple[str, Parameter | Buffer | Module]]:
+    """What a value holds, in lists, tuples and dicts too, by path; not what is inside the modules."""
+    if isinstance(value, (Parameter, Buffer, Module)):
+        yield path, value
+    elif isinstance(value, (dict, list, tuple)):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _parts(item, f"{path}.{key}" if path else str(key))
+
+
+def _named(value: object, path: str = "") -> Iterator[tuple[str, Parameter | Buffer]]:
+    for inner, part in _parts(value, path):
+        if isinstance(part, Module):
+            yield from _named(part.__dict__, inner)
+        else:
+            yield inner, part
+
+
 def _unpack_params(value: object) -> list[Tensor]:
-    if isinstance(value, Parameter):
-        return [value]
-    if isinstance(value, Module):
-        return value.parameters()
-    if isinstance(value, dict):
-        return [p for v in value.values() for p in _unpack_params(v)]
-    if isinstance(value, (list, tuple)):
-        return [p for v in value for p in _unpack_params(v)]
-    return []
+    parts = (part for _, part in _parts(value))
+    return [p for part in parts for p in (part.parameters() if isinstance(part, Module) else [part]) if isinstance(p, Parameter)]
 
 
 def _child_modules(value: object) -> list[Module]:
-    if isinstance(value, Module):
-        return [value, *_child_modules(value.__dict__)]
-    if isinstance(value, dict):
-        return [m for v in value.values() for m in _child_modules(v)]
-    if isinstance(value, (list, tuple)):
-        return [m for v in value for m in _child_modules(v)]
-    return []
-
-
-def _named(value: object, prefix: str = "") -> Iterator[tuple[str, Parameter | Buffer]]:
-    if isinstance(value, (Parameter, Buffer)):
-        yield prefix, value
-    elif isinstance(value, Module):
-        yield from _named(value.__dict__, prefix)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _named(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from _named(item, f"{prefix}.{i}" if prefix else str(i))
+    modules = [part for _, part in _parts(value) if isinstance(part, Module)]
+    return [m for module in modules for m in (module, *module._children())]
 
 
 class Module:
@@ -143,6 +136,21 @@ class Module:
 
     def forward(self, *args, **kwargs):
         raise NotImplementedError(f"[{type(self).__name__}] has no forward")
+
+    def __repr__(self) -> str:
+        """The class, the numbers in its attributes, the shapes of its tensors, and the modules inside; adjacent alike ones once."""
+        told: dict[str, Any] = {
+            k: v for k, v in vars(self).items() if isinstance(v, (bool, int, float, str)) and k not in vars(Module)
+        }
+        parts = list(_parts(self.__dict__))
+        told.update((path, part.shape) for path, part in parts if isinstance(part, Tensor))
+        inside = [(path, repr(part)) for path, part in parts if isinstance(part, Module)]
+        text = f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
+        for described, alike in itertools.groupby(inside, lambda part: part[1]):
+            paths = [path for path, _ in alike]
+            name = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
+            text += f"\n{name}: {described}".replace("\n", "\n  ")
+        return text
 
     def __call__(self, *args, **kwargs):
         if self.rematerialized:
