@@ -97,6 +97,9 @@ struct Device {
 
 Device& device() {
   static Device* const instance = new Device;
+  // A thread of the host begins with the first GPU, which need not be this one. Where that fails,
+  // so does the call that follows.
+  [[maybe_unused]] thread_local const cudaError_t chosen = cudaSetDevice(instance->id);
   return *instance;
 }
 
@@ -116,10 +119,8 @@ class DeviceMemory : public MemorySource {
     cudaFreeAsync(ptr, device().stream);  // fails only when the driver is already shutting down
   }
   void trim() override {
-    int id = 0;
     cudaMemPool_t pool = nullptr;
-    cuda_check(cudaGetDevice(&id), "cudaGetDevice");
-    cuda_check(cudaDeviceGetDefaultMemPool(&pool, id), "cudaDeviceGetDefaultMemPool");
+    cuda_check(cudaDeviceGetDefaultMemPool(&pool, device().id), "cudaDeviceGetDefaultMemPool");
     cuda_check(cudaStreamSynchronize(device().stream), "cudaStreamSynchronize");
     cuda_check(cudaMemPoolTrimTo(pool, 0), "cudaMemPoolTrimTo");
   }
@@ -177,9 +178,7 @@ Allocator& allocator() {
 
 DLDevice dlpack_device() {
   if (NEEDLE_EMULATED) return {kDLCPU, 0};  // its memory is the host's
-  int id = 0;
-  cuda_check(cudaGetDevice(&id), "cudaGetDevice");
-  return {kDLCUDA, id};
+  return {kDLCUDA, device().id};
 }
 
 void sync() {
@@ -220,12 +219,9 @@ void copy_from_host(const void* from, const Array& to) {
 namespace {
 
 py::dict device_properties() {
-  int id = 0;
   cudaDeviceProp p;
   size_t free_bytes = 0, total_bytes = 0;
-  device();
-  cuda_check(cudaGetDevice(&id), "cudaGetDevice");
-  cuda_check(cudaGetDeviceProperties(&p, id), "cudaGetDeviceProperties");
+  cuda_check(cudaGetDeviceProperties(&p, device().id), "cudaGetDeviceProperties");
   cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
   py::dict d;
   d["name"] = std::string(p.name);

@@ -19,13 +19,12 @@ __global__ void adamw_step_kernel(T* param, const G* grad, A* m, A* v, const flo
                                   AdamWNumbers<A> h, int64_t n) {
   const A scale = A(*grad_scale);
   for (int64_t i = first_index(); i < n; i += index_step()) {
-    const A g = A(grad[i]) * scale;
+    const A w = A(param[i]), g = A(grad[i]) * scale;  // all is read before anything is written
     const A mi = h.beta1 * m[i] + h.one_minus_beta1 * g;
     const A vi = h.beta2 * v[i] + h.one_minus_beta2 * g * g;
     m[i] = mi;
     v[i] = vi;
-    param[i] = T(A(param[i]) * h.decay -
-                 h.lr * (mi / h.correction1) / (m_sqrt(vi / h.correction2) + h.eps));
+    param[i] = T(w * h.decay - h.lr * (mi / h.correction1) / (m_sqrt(vi / h.correction2) + h.eps));
   }
 }
 
@@ -34,10 +33,13 @@ template <class T>
 __global__ void unscale_kernel(T* grad, accum_t<T> factor, int32_t* nonfinite, int64_t n) {
   using A = accum_t<T>;
   bool bad = false;
-  for (int64_t i = first_index(); i < n; i += index_step()) {
-    grad[i] = T(A(grad[i]) * factor);
-    bad |= A(grad[i]) - A(grad[i]) != A(0);
-  }
+  in_fours(
+      first_index(), index_step(), n, [&](int64_t i) { return grad[i]; },
+      [&](int64_t i, T value) {
+        const T scaled = T(A(value) * factor);
+        grad[i] = scaled;
+        bad |= A(scaled) - A(scaled) != A(0);
+      });
   if (bad) atomicOr(nonfinite, 1);
 }
 

@@ -2,9 +2,9 @@
 //
 // A block of 256 threads is split into `lanes` threads per output; each lane takes every lanes-th
 // element, then the lanes are combined by a tree in shared memory. When there are few outputs, the
-// axis is cut into `splits` parts, whose results go to scratch memory and are combined by a second
-// kernel. Lanes and splits depend on the shape alone, so results repeat bit by bit. max, min,
-// argmax and argmin: NaN wins, the first of equals is taken.
+// axis is cut into `splits` parts, whose results go to scratch memory and are reduced in the same
+// way by a second kernel. Lanes and splits depend on the shape alone, so results repeat bit by bit.
+// max, min, argmax and argmin: NaN wins, the first of equals is taken.
 #include "../common/cuda_util.cuh"
 
 namespace needle::NEEDLE_DEVICE {
@@ -70,6 +70,12 @@ struct ExtremePosition : Extreme<T, Largest> {
   }
 };
 
+// Of what the splits came to.
+template <class Op>
+struct OfPartials : Op {
+  __device__ static typename Op::State from(typename Op::State partial, int64_t) { return partial; }
+};
+
 // Combines the `lanes` states of each output of a block; the first lane of each has the result.
 // Lanes of one output are `stride` threads apart.
 template <class Op>
@@ -92,9 +98,9 @@ __device__ typename Op::State combine_lanes(typename Op::State state, int lane, 
 // threads are lanes of one output, otherwise they are neighbouring outputs; either way they read
 // neighbouring elements.
 template <class Op, class T, class Out>
-__global__ void reduce_kernel(const T* a, Out* out, typename Op::State* partial, int64_t outputs,
-                              int64_t reduce, int64_t inner, int lanes, int64_t splits,
-                              int64_t split_length) {
+__device__ void reduce_tiles(const T* a, Out* out, typename Op::State* partial, int64_t outputs,
+                             int64_t reduce, int64_t inner, int lanes, int64_t splits,
+                             int64_t split_length) {
   const int per_tile = kThreads / lanes;
   const int lane = inner == 1 ? int(threadIdx.x) % lanes : int(threadIdx.x) / per_tile;
   const int slot = inner == 1 ? int(threadIdx.x) / lanes : int(threadIdx.x) % per_tile;
@@ -120,14 +126,18 @@ __global__ void reduce_kernel(const T* a, Out* out, typename Op::State* partial,
   }
 }
 
+template <class Op, class T, class Out>
+__global__ void reduce_kernel(const T* a, Out* out, typename Op::State* partial, int64_t outputs,
+                              int64_t reduce, int64_t inner, int lanes, int64_t splits,
+                              int64_t split_length) {
+  reduce_tiles<Op>(a, out, partial, outputs, reduce, inner, lanes, splits, split_length);
+}
+
+// partial: (splits, outputs).
 template <class Op, class Out>
 __global__ void reduce_partials_kernel(const typename Op::State* partial, Out* out, int64_t outputs,
-                                       int64_t splits) {
-  for (int64_t o = first_index(); o < outputs; o += index_step()) {
-    typename Op::State state = partial[o];
-    for (int64_t s = 1; s < splits; ++s) state = Op::combine(state, partial[s * outputs + o]);
-    out[o] = Op::template result<Out>(state);
-  }
+                                       int64_t splits, int lanes) {
+  reduce_tiles<OfPartials<Op>>(partial, out, nullptr, outputs, splits, outputs, lanes, 1, splits);
 }
 
 int64_t power_of_two_up_to(int64_t n, int64_t most) {
@@ -140,14 +150,19 @@ constexpr int64_t kElementsPerLane = 8;      // a lane should have some work of 
 constexpr int64_t kWantedTiles = 1024;       // tiles below which the axis is split
 constexpr int64_t kLeastSplitLength = 4096;  // elements that are worth a block
 
+// Of one output, each with some elements of its own; when outputs are neighbours, whole warps stay
+// on neighbouring elements.
+int lanes_for(int64_t reduce, int64_t inner, int64_t elements_per_lane) {
+  const int64_t most = inner == 1 ? kThreads : kThreads / power_of_two_up_to(inner, kWarp);
+  return int(power_of_two_up_to(ceil_div(reduce, elements_per_lane), most));
+}
+
 template <class Op, class T, class Out>
 void reduce_as(const Array& a, const Array& out, int64_t outer, int64_t reduce, int64_t inner) {
   using State = typename Op::State;
   const int64_t outputs = outer * inner;
   if (outputs == 0) return;
-  // Keep whole warps on neighbouring elements when outputs are neighbours.
-  const int64_t most_lanes = inner == 1 ? kThreads : kThreads / power_of_two_up_to(inner, kWarp);
-  const int lanes = int(power_of_two_up_to(ceil_div(reduce, kElementsPerLane), most_lanes));
+  const int lanes = lanes_for(reduce, inner, kElementsPerLane);
   const int64_t tiles = ceil_div(outputs, kThreads / lanes);
   int64_t splits = ceil_div(reduce * (kThreads / lanes), kLeastSplitLength);
   if (splits > kWantedTiles / tiles) splits = kWantedTiles / tiles;
@@ -163,9 +178,11 @@ void reduce_as(const Array& a, const Array& out, int64_t outer, int64_t reduce, 
   launch<reduce_kernel<Op, T, Out>>(grid_of(blocks_for(tiles * splits), kThreads), a.data<T>(),
                                     out.data<Out>(), partial, outputs, reduce, inner, lanes, splits,
                                     split_length);
-  if (splits > 1)
-    launch<reduce_partials_kernel<Op, Out>>(
-        grid_stride(outputs), static_cast<const State*>(partial), out.data<Out>(), outputs, splits);
+  if (splits == 1) return;
+  const int partial_lanes = lanes_for(splits, outputs, 1);
+  launch<reduce_partials_kernel<Op, Out>>(
+      grid_of(blocks_for(ceil_div(outputs, kThreads / partial_lanes)), kThreads),
+      static_cast<const State*>(partial), out.data<Out>(), outputs, splits, partial_lanes);
 }
 
 // Results are stored in the dtype of `a`, or for integers and bools in int64 too.
