@@ -182,7 +182,7 @@ def cpu() -> BackendDevice:
 
 @lru_cache(maxsize=None)
 def cuda() -> BackendDevice:
-    """The CUDA backend on the current GPU."""
+    """The CUDA backend on the GPU that was the current one at its first use."""
     return BackendDevice("cuda", "ndarray_backend_cuda")
 
 
