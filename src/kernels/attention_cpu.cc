@@ -21,7 +21,7 @@
 #include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
 
-namespace needle::NEEDLE_DEVICE {
+namespace needle::cpu {
 namespace {
 
 constexpr int64_t kTile = 64;    // queries (keys in the dk, dv pass) along the lanes
@@ -490,4 +490,4 @@ void attention_backward(const Array& dout, const Dims& dout_strides, const Array
   });
 }
 
-}  // namespace needle::NEEDLE_DEVICE
+}  // namespace needle::cpu

@@ -10,7 +10,7 @@
 #include "../common/parallel.h"
 #include "../common/simd_cpu.h"
 
-namespace needle::NEEDLE_DEVICE {
+namespace needle::cpu {
 namespace {
 
 constexpr int64_t kMaxHead = 256, kMaxBlock = 128;
@@ -93,4 +93,4 @@ void attention_decode(const Array& q, const Dims& q_strides, const Array& k, con
   });
 }
 
-}  // namespace needle::NEEDLE_DEVICE
+}  // namespace needle::cpu

@@ -12,7 +12,7 @@
 #include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
 
-namespace needle::NEEDLE_DEVICE {
+namespace needle::cpu {
 namespace {
 
 constexpr int64_t kStrip = 64;      // columns of a tile, along the vector lanes
@@ -200,4 +200,4 @@ void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool tra
   });
 }
 
-}  // namespace needle::NEEDLE_DEVICE
+}  // namespace needle::cpu

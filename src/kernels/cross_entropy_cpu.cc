@@ -7,7 +7,7 @@
 #include "../common/ids_cpu.h"
 #include "../common/rows_cpu.h"
 
-namespace needle::NEEDLE_DEVICE {
+namespace needle::cpu {
 namespace {
 
 template <class I>
@@ -67,4 +67,4 @@ void cross_entropy_backward(const Array& logits, const Array& targets, const Arr
   });
 }
 
-}  // namespace needle::NEEDLE_DEVICE
+}  // namespace needle::cpu

@@ -10,7 +10,7 @@
 #include "../common/parallel.h"
 #include "../common/simd_cpu.h"
 
-namespace needle::NEEDLE_DEVICE {
+namespace needle::cpu {
 namespace {
 
 int64_t rows_per_task(int64_t dim) { return 1 + 16384 / (dim + 1); }
@@ -96,4 +96,4 @@ void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth) {
   });
 }
 
-}  // namespace needle::NEEDLE_DEVICE
+}  // namespace needle::cpu

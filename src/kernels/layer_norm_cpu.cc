@@ -9,7 +9,7 @@
 #include "../common/backend.h"
 #include "../common/rows_cpu.h"
 
-namespace needle::NEEDLE_DEVICE {
+namespace needle::cpu {
 
 void layer_norm_forward(const Array& x, const Array& weight, const Array& bias, const Array& y,
                         const Array& mean, const Array& rstd, int64_t rows, int64_t cols,
@@ -109,4 +109,4 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
   });
 }
 
-}  // namespace needle::NEEDLE_DEVICE
+}  // namespace needle::cpu

@@ -9,7 +9,7 @@
 #include "../common/backend.h"
 #include "../common/parallel.h"
 
-namespace needle::NEEDLE_DEVICE {
+namespace needle::cpu {
 namespace {
 
 template <class P, class G, class A = accum_t<P>>
@@ -80,4 +80,4 @@ void unscale(const Array& grad, double factor, const Array& nonfinite) {
   });
 }
 
-}  // namespace needle::NEEDLE_DEVICE
+}  // namespace needle::cpu

@@ -6,7 +6,7 @@
 #include "../common/backend.h"
 #include "../common/parallel.h"
 
-namespace needle::NEEDLE_DEVICE {
+namespace needle::cpu {
 
 void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array& cos,
             const Array& sin, const Array& out, const Dims& out_strides, int64_t B, int64_t H,
@@ -37,4 +37,4 @@ void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array
   });
 }
 
-}  // namespace needle::NEEDLE_DEVICE
+}  // namespace needle::cpu

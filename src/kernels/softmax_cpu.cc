@@ -6,7 +6,7 @@
 #include "../common/backend.h"
 #include "../common/rows_cpu.h"
 
-namespace needle::NEEDLE_DEVICE {
+namespace needle::cpu {
 namespace {
 
 template <class T>
@@ -120,4 +120,4 @@ void logsumexp_backward(const Array& x, const Array& lse, const Array& dlse, con
   });
 }
 
-}  // namespace needle::NEEDLE_DEVICE
+}  // namespace needle::cpu
