@@ -265,3 +265,15 @@ def test_matmul_of_rows_further_apart_than_int32(cpu):
     far[:, :] = NDArray(x, device=cpu)
     np.testing.assert_allclose((far @ NDArray(y, device=cpu)).numpy(), x @ y, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose((NDArray(y.T, device=cpu) @ far.permute((1, 0))).numpy(), (x @ y).T, rtol=1e-5, atol=1e-5)
+
+
+def test_float64_becomes_float16_in_one_rounding(device):
+    """As in numpy: by way of float32 what lies beside the middle of two halves would become the middle, and then the even one."""
+    halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
+    middle = (halves[:-1] + halves[1:])[::5] / 2
+    values = np.concatenate([[np.inf, np.nan, 65519, 65520, 1e300, 1e-300], middle, middle * (1 + 2**-40), middle * (1 - 2**-40)])
+    values = np.concatenate([values, -values])
+    found = NDArray(values, device=device, dtype="float64").astype("float16").numpy()
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(found, values.astype(np.float16))
+    assert full((1,), 1 + 2**-11 + 2**-40, "float16", device).item() == 1 + 2**-10

@@ -26,6 +26,17 @@ NEEDLE_HD inline To bit_cast(const From& from) {
   return to;
 }
 
+// The float32 next to `value` that has a last bit of 1, where none is equal to it. Rounded on to 16
+// bits it gives what `value` itself would: it is never the middle between two 16-bit floats that
+// `value` lies beside. source: Boldo & Melquiond 2008, rounding to odd.
+NEEDLE_HD inline float round_to_odd(double value) {
+  const float nearest = float(value);
+  uint32_t bits = bit_cast<uint32_t>(nearest);
+  if (double(nearest) != value && bits % 2 == 0)
+    bits += (double(nearest) > value) == (value > 0) ? -1 : 1;
+  return bit_cast<float>(bits);
+}
+
 // bfloat16: the upper half of a float32; conversion rounds to nearest even and keeps NaN. Device
 // code converts by the hardware's instructions, which round alike.
 struct bfloat16 {
@@ -258,7 +269,7 @@ NEEDLE_HD inline double Scalar::to<double>() const {
 }
 template <>
 NEEDLE_HD inline float16 Scalar::to<float16>() const {
-  return float16(float(d));
+  return float16(round_to_odd(d));
 }
 template <>
 NEEDLE_HD inline bfloat16 Scalar::to<bfloat16>() const {

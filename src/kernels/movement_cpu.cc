@@ -22,6 +22,8 @@ To convert(From x) {
     return accum_t<From>(x) != accum_t<From>(0);
   } else if constexpr (std::is_same_v<To, uint8_t>) {
     return To(int64_t(accum_t<From>(x)));  // negative numbers wrap, as integers do
+  } else if constexpr (std::is_same_v<To, float16> && std::is_same_v<From, double>) {
+    return To(round_to_odd(x));
   } else if constexpr (sizeof(To) == 2) {
     return To(float(accum_t<From>(x)));
   } else {

@@ -76,8 +76,8 @@ template <class To, class From>
 __device__ To convert(From value) {
   if constexpr (std::is_same<To, bool>::value) {
     return accum_t<From>(value) != accum_t<From>(0);
-  } else if constexpr (sizeof(To) == 2 && sizeof(From) == 8 && !std::is_integral<From>::value) {
-    return To(float(value));
+  } else if constexpr (std::is_same<To, float16>::value && std::is_same<From, double>::value) {
+    return To(round_to_odd(value));
   } else {
     return To(accum_t<To>(accum_t<From>(value)));
   }

@@ -170,15 +170,17 @@ __global__ void small_floats_kernel(float* out) {
   const float2 pair = __bfloat1622float2(__float22bfloat162_rn(make_float2(3.0f, 4.0f)));
   out[8] = pair.x * 10 + pair.y;
   out[9] = __half2float(__ushort_as_half(0x3c00)) + __half_as_ushort(a);
+  out[10] = __half2float(__double2half(1 + 0x1p-11 + 0x1p-40));  // a tie for float, not for these
+  out[11] = __bfloat162float(__double2bfloat16(1 + 0x1p-8 + 0x1p-40));
 }
 
 void small_floats() {
-  Buffer<float> out(10);
+  Buffer<float> out(12);
   launch<small_floats_kernel>({1, 1}, out.get());
   const auto v = out.host();
-  const float expected[] = {3.5f,          4.5f, 3.0f, 4.0f,  INFINITY,
-                            5.9604645e-8f, 1.0f, 1.0f, 34.0f, 1.0f + 0x3e00};
-  for (int i = 0; i < 10; ++i) CHECK(v[i] == expected[i]);
+  const float expected[] = {3.5f, 4.5f, 3.0f,  4.0f,          INFINITY,     5.9604645e-8f,
+                            1.0f, 1.0f, 34.0f, 1.0f + 0x3e00, 1 + 0x1p-10f, 1 + 0x1p-7f};
+  for (int i = 0; i < 12; ++i) CHECK(v[i] == expected[i]);
 }
 
 __global__ void device_functions_kernel(const float4* x, float* out) {

@@ -71,7 +71,7 @@ using nv_bfloat162 = __nv_bfloat162;
 
 inline __half __float2half(float f) { return f; }
 inline __half __float2half_rn(float f) { return f; }
-inline __half __double2half(double d) { return float(d); }
+inline __half __double2half(double d) { return needle::round_to_odd(d); }
 inline float __half2float(__half h) { return h; }
 inline unsigned short __half_as_ushort(__half h) { return h.bits; }
 inline __half __ushort_as_half(unsigned short b) { return __half::from_bits(b); }
@@ -86,7 +86,7 @@ inline __half __high2half(__half2 h) { return h.y; }
 
 inline __nv_bfloat16 __float2bfloat16(float f) { return f; }
 inline __nv_bfloat16 __float2bfloat16_rn(float f) { return f; }
-inline __nv_bfloat16 __double2bfloat16(double d) { return float(d); }
+inline __nv_bfloat16 __double2bfloat16(double d) { return needle::round_to_odd(d); }
 inline float __bfloat162float(__nv_bfloat16 h) { return h; }
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 h) { return h.bits; }
 inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short b) { return __nv_bfloat16::from_bits(b); }
