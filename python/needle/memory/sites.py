@@ -13,8 +13,9 @@ import os
 import sys
 import traceback
 import weakref
-from collections.abc import Callable
-from types import CellType, FrameType, FunctionType
+from collections import Counter
+from collections.abc import Callable, Iterable
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from .. import autograd, backward, graph
@@ -103,6 +104,9 @@ def _read(frame: FrameType, *names: str) -> list[Any]:
     return [found.get(name) for name in names]
 
 
+_Tell = Callable[[FrameType, dict[str, Any]], None]  # puts what a frame tells beside what inner ones have told
+
+
 def _from_make(frame: FrameType, found: dict[str, Any]) -> None:
     if "op" not in found:
         op, inputs = _read(frame, "op", "inputs")
@@ -110,14 +114,12 @@ def _from_make(frame: FrameType, found: dict[str, Any]) -> None:
         found["parameter"] = next((id(x) for x in inputs if isinstance(x, Parameter)), 0)
 
 
-def _from_gradient(frame: FrameType, found: dict[str, Any]) -> None:
-    (node,) = _read(frame, "node")
-    found["op"], found["phase"], found["forward"] = node.op.name, "backward", of_node(node)
+def _from_node(phase: str) -> _Tell:
+    def tell(frame: FrameType, found: dict[str, Any]) -> None:
+        (node,) = _read(frame, "node")
+        found["op"], found["phase"], found["forward"] = node.op.name, phase, of_node(node)
 
-
-def _from_recompute(frame: FrameType, found: dict[str, Any]) -> None:
-    (node,) = _read(frame, "node")
-    found["op"], found["phase"], found["forward"] = node.op.name, "recompute", of_node(node)
+    return tell
 
 
 def _from_backward(frame: FrameType, found: dict[str, Any]) -> None:
@@ -137,12 +139,12 @@ def _from_module(frame: FrameType, found: dict[str, Any]) -> None:
 
 
 # What the frames of some of needle's functions tell, by id(code): the hash of a code object is that of all that is in it.
-_TELLING: dict[int, Callable[[FrameType, dict[str, Any]], None]] = {
+_TELLING: dict[int, _Tell] = {
     id(function.__code__): tell
     for function, tell in (
         (autograd.Value.make_from_op, _from_make),
-        (backward.push_gradients, _from_gradient),
-        (graph.recompute, _from_recompute),
+        (backward.push_gradients, _from_node("backward")),
+        (graph.recompute, _from_node("recompute")),
         (backward.set_gradients, _from_backward),
         (Module.__call__, _from_module),
         *((f, _from_optimizer) for f in (SGD.step, Adam.step, AdamW.step, AdamW._begin)),
@@ -160,7 +162,8 @@ def is_core(filename: str) -> bool:
     return known
 
 
-def _read_stack(frame: FrameType | None) -> Site:
+def calling(frame: FrameType | None) -> Site:
+    """The site of what runs in ``frame``."""
     found: dict[str, Any] = {}
     user: FrameType | None = None
     while frame is not None:
@@ -186,14 +189,9 @@ def number(found: Site) -> int:
     return known
 
 
-def calling(frame: FrameType | None) -> Site:
-    """The site of what runs in ``frame``."""
-    return _read_stack(frame)
-
-
 def _hook(nbytes: int) -> int:
     free_failed_frames()
-    return number(_read_stack(sys._getframe(1)))
+    return number(calling(sys._getframe(1)))
 
 
 node_listeners: list[Callable[[Node], None]] = []
@@ -203,7 +201,7 @@ def _mark_node(node: Node) -> None:
     """Sets the node's site: all that the stack tells while a trace is on, else the user's line alone."""
     frame: FrameType | None = sys._getframe(1)
     if _tracing:
-        node.site = _read_stack(frame)
+        node.site = calling(frame)
     else:
         while frame is not None and is_core(frame.f_code.co_filename):
             frame = frame.f_back
@@ -279,7 +277,9 @@ def free_failed_frames() -> None:
     if error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
-        _empty_functions([frame for frame, _ in traceback.walk_tb(error.__traceback__) if _cleared(frame)])
+        over = {frame for frame, _ in traceback.walk_tb(error.__traceback__) if _cleared(frame)}
+        for _ in over:  # the function of one may have been held by that of another
+            _empty_functions(over)
         if sys.exc_info()[1] is error:  # on its way up: more frames may return before it is over
             return
     _failed = None
@@ -295,26 +295,29 @@ def _cleared(frame: FrameType) -> bool:
     return True
 
 
-def _empty_functions(frames: list[FrameType]) -> None:
+def _empty_functions(frames: Iterable[FrameType]) -> None:
     """Lets go what the functions of frames that are over hold: from Python 3.11 on a frame keeps its function. Where nothing else
     has that, it is never called again.
     """
-    functions: list[Any] = [
+    functions = _unshared(
         f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType and f.__code__ is frame.f_code
-    ]
-    functions.append(lambda: None)  # has the references that every other one has, less its frame's
-    for _ in range(len(functions)):  # one may have been held by the closure of another
-        own = sys.getrefcount(functions[-1])
-        over = [i for i in range(len(functions) - 1) if sys.getrefcount(functions[i]) == own + 1]
-        for i in over:
-            functions[i].__defaults__ = None
-            functions[i].__dict__.clear()  # what it wraps
-        cells = [cell for i in over for cell in functions[i].__closure__ or ()]
-        cells.append(CellType())
-        own, ids = sys.getrefcount(cells[-1]), [id(cell) for cell in cells]
-        for i in range(len(cells) - 1):
-            if sys.getrefcount(cells[i]) == own - 1 + 2 * ids.count(ids[i]):  # by this list and by these closures
-                del cells[i].cell_contents
+    )
+    for f in functions:
+        f.__defaults__ = None
+        f.__dict__.clear()  # what it wraps
+    for cell in _unshared(cell for f in functions for cell in f.__closure__ or ()):
+        del cell.cell_contents
+
+
+def _unshared(found: Iterable[Any]) -> list[Any]:
+    """Those that nothing refers to but the places where they were found, which are as many as the times that they come."""
+    items = [*found, object()]
+    times, listed_once = Counter(map(id, items)), sys.getrefcount(items[-1])
+    alone = []
+    for i in range(len(items) - 1):
+        if sys.getrefcount(items[i]) == listed_once - 1 + 2 * times[id(items[i])]:  # in this list, and where it was found
+            alone.append(items[i])
+    return alone
 
 
 def _apply_all() -> None:
