@@ -403,6 +403,17 @@ def test_arrays_of_numpy_beside_a_tensor_take_its_precision(host):
     assert (leaf([1, 2], host, dtype="int32", requires_grad=False) + np.array([1, 2])).dtype == "int64"
 
 
+def test_sums_that_numpy_asks_for(host):
+    x = leaf([[1.0, 2.0], [3.0, 4.0]], host)
+    for found, expected in ((np.sum(x), [10]), (np.mean(x), [2.5]), (np.sum(x, axis=0), [4, 6]), (x.mean(axis=1), [1.5, 3.5])):
+        assert isinstance(found, ndl.Tensor)
+        np.testing.assert_array_equal(found.numpy(), expected)
+    np.sum(x, axis=0, keepdims=True).backward()
+    np.testing.assert_array_equal(x.grad.numpy(), np.ones((2, 2)))
+    with pytest.raises(DTypeError, match=r"\[sum\] dtype or out"):
+        np.sum(x, dtype="float64")
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_nothing_is_left_after_a_training_step(cpu, sparse):
     """With the collector off, 200 steps leave as much behind as 2."""

@@ -738,13 +738,13 @@ class Tensor(Value):
         """``self @ other``."""
         return ops.MatMul()(self, other)
 
-    def sum(self, axes=None, keepdims: bool = False) -> Tensor:
-        """``ops.summation``: over an axis, several, or all, which gives shape (1,)."""
-        return ops.summation(self, axes, keepdims)
+    def sum(self, axes=None, keepdims: bool = False, axis=None, dtype=None, out=None) -> Tensor:
+        """``ops.summation``: over an axis, several, or all, which gives shape (1,). axis, dtype, out: what np.sum passes."""
+        return ops.summation(self, _axes("sum", axes, axis, dtype, out), keepdims)
 
-    def mean(self, axes=None, keepdims: bool = False) -> Tensor:
-        """``ops.mean``: over an axis, several, or all, which gives shape (1,)."""
-        return ops.mean(self, axes, keepdims)
+    def mean(self, axes=None, keepdims: bool = False, axis=None, dtype=None, out=None) -> Tensor:
+        """``ops.mean``: over an axis, several, or all, which gives shape (1,). axis, dtype, out: what np.mean passes."""
+        return ops.mean(self, _axes("mean", axes, axis, dtype, out), keepdims)
 
     def broadcast_to(self, shape) -> Tensor:
         """Repeated to ``shape`` along axes of length 1 and new leading axes."""
@@ -765,6 +765,13 @@ class Tensor(Value):
     def astype(self, dtype) -> Tensor:
         """The values in another dtype; the gradient comes back in this one."""
         return ops.astype(self, dtype)
+
+
+def _axes(op: str, axes: Any, axis: Any, dtype: Any, out: Any) -> Any:
+    """The axes by either name. raises: DTypeError for the rest of what numpy passes."""
+    if dtype is not None or out is not None:
+        raise DTypeError(f"[{op}] dtype or out is given (accepted: axes, or axis, and keepdims)")
+    return axes if axis is None else axis
 
 
 def from_dlpack(x: Any) -> Tensor:
