@@ -13,9 +13,10 @@ from needle.data import text as text_module
 from needle.data import text_tokenizer
 from needle.data.text import TokenBatches, load_text, unigram_entropy
 from needle.data.text_corpus import load_corpus
-from needle.data.text_files import read_tokens, write_atomically, write_tokens
 from needle.data.text_tokenizer import _at_lines, load_tokenizer
+from needle.data.token_cache import read_tokens, write_tokens
 from needle.errors import DataError
+from needle.files import write_atomically
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
 

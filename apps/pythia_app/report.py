@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from needle import files
-from needle.data.text_files import write_atomically, writing
 from needle.errors import DataError
 from pythia_app import page
 from pythia_app.config_file import CONFIG
@@ -64,12 +63,12 @@ class Reporter:
         for name in (CONFIG, METRICS, page.PAGE):
             for unfinished in self.folder.glob(f"{name}.*.tmp"):  # of a run that was killed
                 unfinished.unlink(missing_ok=True)
-        with write_atomically(self.path) as file:
+        with files.writing(self.path), files.write_atomically(self.path) as file:
             for row, _ in page.rows(self.path):
                 if 0 < row["step"] <= self.first:
                     file.write(json.dumps(row).encode() + b"\n")
         if self.tensorboard:
-            with writing(self.folder / "tensorboard", "checkpoint_dir"):
+            with files.writing(self.folder / "tensorboard", "checkpoint_dir"):
                 self._events = Events(self.folder / "tensorboard", self.first)
         if sys.stdout.isatty():
             try:
@@ -121,10 +120,10 @@ class Reporter:
     def record(self, row: dict[str, Any]) -> None:
         """One line in metrics.jsonl, with the time; null for what is no finite number."""
         found = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
-        with writing(self.path, "checkpoint_dir"), open(self.path, "a") as file:
+        with files.writing(self.path, "checkpoint_dir"), open(self.path, "a") as file:
             file.write(json.dumps({**found, "time": time.time()}) + "\n")
         if self._events is not None:
-            with writing(self.folder / "tensorboard", "checkpoint_dir"):
+            with files.writing(self.folder / "tensorboard", "checkpoint_dir"):
                 self._events.add(found)
 
     def draw(self, now: bool = False) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from .errors import DataError
+
 SMALL_BYTES = 4 << 20  # more than any description of a model or a run
 
 
@@ -34,6 +36,15 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # gone already if it was renamed
+
+
+@contextlib.contextmanager
+def writing(path: Path, what: str = "files") -> Iterator[None]:
+    """raises: DataError, in one line, where ``path`` cannot be written; ``what`` the user gave for it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"[{what}] cannot write {path}: {reason(error)} (room in a writable folder)") from error
 
 
 def home(path: str | Path) -> Path:

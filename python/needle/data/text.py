@@ -23,8 +23,8 @@ from ..errors import DataError
 from ..files import home
 from .shuffle import shuffled
 from .text_corpus import HELDOUT_FRACTION, Corpus, load_corpus
-from .text_files import read_tokens, write_tokens
 from .text_tokenizer import SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
+from .token_cache import read_tokens, write_tokens
 from .token_files import TOKENIZER_ENDING, find_token_file, read_token_file, sample
 
 _FORMAT = "5"  # part of the cache key: change it when the same input would give other tokens

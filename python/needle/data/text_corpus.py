@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DataError
-from ..files import home
-from .text_files import write_atomically
+from ..files import home, write_atomically, writing
 
 HELDOUT_FRACTION = 0.05  # of the bytes
 _READ_BYTES = 1 << 20
@@ -150,7 +149,7 @@ def _download_wikitext(wanted: Path, cache_dir: Path) -> Path:
         reason = " ".join(str(error).split())
         raise DataError(f"[wikitext-2] no local copy and the download failed: {reason}; {where})") from error
     for split, file_name in (("validation", "wiki.valid.raw"), ("train", "wiki.train.raw")):
-        with write_atomically(folder / file_name) as file:
+        with writing(folder), write_atomically(folder / file_name) as file:
             file.write("".join(splits[split]["text"]).encode())
     return folder
 

@@ -11,7 +11,6 @@ import numpy as np
 
 from .. import files
 from ..errors import DataError
-from .text_files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"  # GPT-NeoX's name for the token after each document
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
@@ -98,7 +97,7 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         raise DataError(f"[{name}] too little text for the vocabulary: {vocab_size} ids asked ({reached} at most)")
-    with write_atomically(path) as file:
+    with files.writing(path), files.write_atomically(path) as file:
         file.write(tokenizer.to_str().encode())
     return TextTokenizer(tokenizer)
 

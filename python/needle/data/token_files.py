@@ -24,7 +24,6 @@ import numpy as np
 
 from .. import files
 from ..errors import DataError
-from .text_files import write_atomically
 
 TOKENIZER_ENDING = ".tokenizer.json"  # of the tokenizer that made a file's ids, beside it
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
@@ -220,7 +219,7 @@ class TokenWriter:
         }
         self._files: dict[str, BinaryIO] = {}
         try:
-            with _writing(folder):
+            with files.writing(folder):
                 for name, size in sizes.items():
                     there = (folder / name).stat().st_size if state else 0
                     if there < size:
@@ -245,7 +244,7 @@ class TokenWriter:
     def write(self, ids: np.ndarray, ends: Sequence[int] | np.ndarray = ()) -> None:
         """More ids. A document ends before each of the places ``ends`` in them, which increase; the rest stays open."""
         state = self._state
-        with _writing(self.folder):
+        with files.writing(self.folder):
             if state["open"] and state["open"] + len(ids) > _SEQUENCE_TOKENS:
                 self._files["lengths"].write(np.array([state["open"]], "<i4").tobytes())
                 state["sequences"], state["open"] = state["sequences"] + 1, 0
@@ -263,7 +262,7 @@ class TokenWriter:
 
     def flush(self) -> dict[str, int]:
         """Waits until all of it is on the disk. The state to go on from."""
-        with _writing(self.folder):
+        with files.writing(self.folder):
             for file in self._files.values():
                 file.flush()
                 os.fsync(file.fileno())
@@ -274,7 +273,7 @@ class TokenWriter:
         self.flush()
         self.close()
         state = self._state
-        with write_atomically(self.folder / "index") as index:
+        with files.writing(self.folder), files.write_atomically(self.folder / "index") as index:
             index.write(_HEADER.pack(_MAGIC, _VERSION, self._code, state["sequences"], state["documents"] + 1))
             for lengths in self._pieces("lengths", "<i4"):
                 index.write(lengths.tobytes())
@@ -305,7 +304,7 @@ def publish(folder: Path, prefix: Path) -> bool:
 
     Whoever looks meanwhile sees the old pair, or no index, or the new pair. A tokenizer.json in the folder is put beside it.
     """
-    with _writing(prefix.parent):
+    with files.writing(prefix.parent):
         if (folder / "index").exists():
             if (folder / "tokens").exists():
                 prefix.with_name(f"{prefix.name}.idx").unlink(missing_ok=True)
@@ -318,12 +317,3 @@ def publish(folder: Path, prefix: Path) -> bool:
             return False
         shutil.rmtree(folder)
     return True
-
-
-@contextlib.contextmanager
-def _writing(where: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        path = error.filename or where
-        raise DataError(f"[files] cannot write {path}: {files.reason(error)} (room in a writable folder)") from error

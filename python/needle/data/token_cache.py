@@ -1,34 +1,15 @@
-"""Files that are either complete or absent, and token files: flat arrays of ids read through a memory map."""
+"""Token files of the cache: flat arrays of ids, each complete or absent, read through memory maps."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from .. import files
-from ..errors import DataError
-
-
-@contextlib.contextmanager
-def writing(path: Path, what: str = "files") -> Iterator[None]:
-    """raises: DataError, in one line, where ``path`` cannot be written; ``what`` the user gave for it."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"[{what}] cannot write {path}: {files.reason(error)} (room in a writable folder)") from error
-
-
-@contextlib.contextmanager
-def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """``files.write_atomically``. raises: DataError if the folder cannot be made, or the file not be written to its end."""
-    with writing(path), files.write_atomically(path) as file:
-        yield file
+from ..files import write_atomically, writing
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -40,12 +21,12 @@ def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> np.n
     """Write ``path`` (little-endian ids), then ``path``.json, whose checksum vouches for it; map it as below."""
     dtype = token_dtype(vocab_size).newbyteorder("<")
     count = checksum = 0
-    with write_atomically(path) as file:
+    with writing(path), write_atomically(path) as file:
         for part in ids:
             raw = part.astype(dtype).tobytes()
             file.write(raw)
             count, checksum = count + len(part), zlib.crc32(raw, checksum)
-    with write_atomically(_description(path)) as file:
+    with writing(path), write_atomically(_description(path)) as file:
         file.write(json.dumps({"tokens": count, "vocab_size": vocab_size, "crc32": checksum}).encode())
     return _map(path, dtype, count)
 
