@@ -16,6 +16,7 @@ from ..backend_selection import as_device
 from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
 from ..data.text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
 from ..errors import CheckpointError, DataError, ShapeError
+from ..memory.explain import capacity
 from ..memory.units import parse_bytes
 from .published import config_from_json, config_json, fitting, load_published, published_state
 from .pythia import Pythia, PythiaConfig
@@ -37,7 +38,7 @@ def load(kind: type[Pythia], source: str | Path, device: BackendDevice | None, d
     try:
         planned = kind(config, device=shapes_only(), dtype=dtype, seed=None)
         fitting(planned, state)
-        _check_room(planned, device, folder)
+        _check_room(planned, device)
         model = kind(config, device=device, dtype=dtype, seed=None)
         load_published(model, state)
     except CheckpointError as error:
@@ -54,14 +55,11 @@ def read_config(folder: Path) -> PythiaConfig:
     return config_from_json(found)
 
 
-def _check_room(planned: Pythia, device: BackendDevice, folder: Path) -> None:
+def _check_room(planned: Pythia, device: BackendDevice) -> None:
     """A file may be sparse: its size costs nobody anything until it is read."""
-    needed, there = (
-        sum(p.realize_cached_data().nbytes for p in planned.parameters()),
-        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-    )
-    if device.name != "cuda" and needed > there:
-        raise CheckpointError(f"parameters take {needed:,} bytes ({there:,} are in this machine)")
+    needed, there = sum(p.realize_cached_data().nbytes for p in planned.parameters()), capacity(device)
+    if there and needed > there:
+        raise CheckpointError(f"parameters take {needed:,} bytes ({device} has {there:,})")
 
 
 def _folder(source: str | Path, revision: str | None) -> Path:
