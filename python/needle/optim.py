@@ -1,4 +1,4 @@
-"""Optimizers: they update parameters in place and keep their state in float32."""
+"""Optimizers: they update parameters in place and keep their state in float32, or float64 for float64."""
 
 from __future__ import annotations
 
@@ -135,18 +135,19 @@ class _Moments(Optimizer):
         self.m: dict[Tensor, NDArray] = {}
         self.v: dict[Tensor, NDArray] = {}
 
-    def _begin(self) -> NDArray:
+    def _begin(self, scale: NDArray | None = None) -> NDArray:
         """Makes all states at once, before the first update and before the step counts: where memory runs out here nothing has
-        changed. Returns the scale of gradients that are not clipped, (1,).
+        changed. Returns the gradients' ``scale``, (1,), a 1 where there is none.
         """
-        one = full((1,), 1, "float32", self.params[0].device)
+        if scale is None:
+            scale = full((1,), 1, "float32", self.params[0].device)
         for p in self.params:
             if p.grad is not None and p not in self.m:
                 wide = "float64" if p.dtype == "float64" else "float32"
                 m = _as_state(full(p.shape, 0, wide, p.device))
                 self.m[p], self.v[p] = m, _as_state(full(p.shape, 0, wide, p.device))
         self.t += 1
-        return one
+        return scale
 
     def _update(self, p, w, g, scale, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
         m, v = self.m[p], self.v[p]
@@ -167,14 +168,14 @@ class Adam(_Moments):
         self.lr, self.beta1, self.beta2, self.eps, self.weight_decay = lr, beta1, beta2, eps, weight_decay
 
     def step(self) -> None:
-        one = self._begin()
+        scale = self._begin()
         for p in self.params:
             if p.grad is None:
                 continue
             w, g = _arrays(p)
             if self.weight_decay:
                 g = g + w * self.weight_decay
-            self._update(p, w, g, one, self.lr, (self.beta1, self.beta2), self.eps, 0.0)
+            self._update(p, w, g, scale, self.lr, (self.beta1, self.beta2), self.eps, 0.0)
 
 
 class AdamW(_Moments):
@@ -233,8 +234,7 @@ class AdamW(_Moments):
         self._scale = None
 
     def step(self) -> None:
-        one = self._begin()
-        scale = one if self._scale is None else self._scale
+        scale = self._begin(self._scale)
         for g in self.groups:
             for p in g["params"]:
                 if p.grad is None:
