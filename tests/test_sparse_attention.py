@@ -61,6 +61,14 @@ def test_no_array_of_all_scores(cpu, backward):
     assert cpu.memory_stats()["peak"] - before - outputs < 16 << 20
 
 
+def test_block_sparse_attention(host):
+    q, k, v = (random((1, 2, 60, 8), host, i) for i in range(3))
+    layout = causal_pattern("local", 4, 16)
+    expected = ops.attention(q, k, v, layout).numpy()
+    for pattern in ("local", layout):
+        np.testing.assert_array_equal(nn.BlockSparseAttention(pattern, block=16)(q, k, v).numpy(), expected)
+
+
 def test_block_sparse_linear(host):
     mask = np.array([[1, 0, 1], [0, 0, 0], [0, 1, 0], [1, 1, 0]])
     layer = nn.BlockSparseLinear(64, 48, BlockLayout(mask, 16), device=host)

@@ -37,7 +37,7 @@ def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, strid
 
 
 class BlockSparseAttention(Module):
-    """Causal attention over a pattern: q, k, v (B, H, T, D) -> (B, H, T, D). T must be a multiple of the block.
+    """Causal attention over a pattern: q, k, v (B, H, T, D) -> (B, H, T, D).
 
     pattern: a name of PATTERNS, or a BlockLayout of one's own.
     """
@@ -47,12 +47,10 @@ class BlockSparseAttention(Module):
         self.pattern, self.block, self.window = pattern, block, window
 
     def layout(self, T: int) -> BlockLayout:
-        """The blocks for T positions. raises: ShapeError if T is no multiple of the block."""
+        """The blocks for T positions."""
         if isinstance(self.pattern, BlockLayout):
             return self.pattern
-        if T % self.block:
-            raise ShapeError(f"[attention] {T} positions are no multiple of the block {self.block}")
-        return causal_pattern(self.pattern, T // self.block, self.block, self.window)
+        return causal_pattern(self.pattern, -(-T // self.block), self.block, self.window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ops.attention(q, k, v, self.layout(q.shape[2]))
