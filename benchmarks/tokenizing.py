@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from interleave import HERE, append_results, machine
+from interleave import HERE, append_results, cores, machine
 
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "apps")]
@@ -126,7 +126,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--slices", type=int, default=10)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument("--folder", type=Path, help="for the files that are made and removed (default: the system's)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
