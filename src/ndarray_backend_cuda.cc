@@ -255,7 +255,6 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
   bind_backend(m);
   bind_cuda_errors(m);
   m.def("device_count", &device_count);
-  m.def("enabled", [] { return device_count() > 0; });
   m.def("why_absent", [] { return devices().second; });
   m.def("device_properties", &device_properties);
   m.def("launch_counts", [] {

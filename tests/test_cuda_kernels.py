@@ -359,7 +359,7 @@ def test_other_threads_run_while_one_waits_for_the_device(wait, monkeypatch):
     thread.join()
 
 
-def test_device_properties_and_enabled():
-    assert backend.enabled() and backend.device_count() >= 1
+def test_device_properties():
+    assert backend.device_count() >= 1
     properties = backend.device_properties()
     assert properties["warp_size"] == 32 and properties["multiprocessors"] > 0 and properties["total_bytes"] > 0

@@ -127,7 +127,6 @@ inline void bind_array(py::module_& m) {
       .def_property_readonly("size", &Array::size)
       .def_property_readonly("dtype", [](const Array& a) { return dtype_name(a.dtype()); })
       .def_property_readonly("nbytes", &Array::nbytes)
-      .def_property_readonly("itemsize", [](const Array& a) { return dtype_size(a.dtype()); })
       .def_property_readonly("serial", [](const Array& a) { return a.storage().serial; })
       .def("ptr", [](const Array& a) { return reinterpret_cast<uintptr_t>(a.ptr()); })
       .def("view", &Array::view, py::arg("offset"), py::arg("size"))

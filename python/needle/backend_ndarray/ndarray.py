@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable
 from functools import reduce
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError
 from .device import BackendDevice, all_devices, as_device, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
 from .host_memory import DATA
-from .shapes import as_shape, axis_order, broadcast_shape, compact_strides, is_contiguous, normalize_axes, prod, reach
+from .shapes import as_shape, axis_order, broadcast_shape, compact_strides, is_contiguous, normalize_axes, reach
 
 __all__ = [
     "NDArray", "BackendDevice", "cpu", "cuda", "cuda_sim", "cpu_numpy", "meta", "default_device", "all_devices",
@@ -275,10 +276,6 @@ class NDArray:
     def mark_written(self) -> None:
         """Stamps this memory as written now."""
         self._handle.last_write = write_stamp()
-
-    def same_memory(self, other: NDArray) -> bool:
-        """Whether both are views of one buffer."""
-        return self._handle is other._handle
 
     def add_in_place(self, other: NDArray) -> None:
         """self += other for a compact self; other broadcasts to it and is cast to its dtype."""

@@ -31,10 +31,6 @@ class Array(HostArray):
         HostArray.__init__(part, size, self.dtype, self.storage)
         return part
 
-    @property
-    def itemsize(self) -> int:
-        return dt.ROWS[self.dtype].itemsize
-
     def ptr(self) -> int:
         return id(self.storage)
 

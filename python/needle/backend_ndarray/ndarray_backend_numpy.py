@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from .. import dtype as dt
+from . import shapes
 from .host_memory import ALLOCATOR_FUNCTIONS, HostAllocator, HostArray, Storage
 
 __device_name__ = "numpy"
@@ -50,10 +51,6 @@ class Array(HostArray):
         HostArray.__init__(part, size, self.dtype, self.storage)
         part.array = self.array[offset : offset + size]
         return part
-
-    @property
-    def itemsize(self) -> int:
-        return self.array.itemsize
 
     def ptr(self) -> int:
         return self.array.ctypes.data
@@ -106,23 +103,15 @@ def strided_fill(out, strides, offset, shape, value):
 
 
 def compact(a, out, shape, strides, offset):
-    strided_copy(a, strides, offset, out, _compact_strides(shape), 0, shape)
+    strided_copy(a, strides, offset, out, shapes.compact_strides(tuple(shape)), 0, shape)
 
 
 def ewise_setitem(a, out, shape, strides, offset):
-    strided_copy(a, _compact_strides(shape), 0, out, strides, offset, shape)
+    strided_copy(a, shapes.compact_strides(tuple(shape)), 0, out, strides, offset, shape)
 
 
 def scalar_setitem(size, val, out, shape, strides, offset):
     strided_fill(out, strides, offset, shape, val)
-
-
-def _compact_strides(shape):
-    strides, stride = [], 1
-    for n in reversed(shape):
-        strides.append(stride)
-        stride *= n
-    return tuple(reversed(strides))
 
 
 # --- elementwise: the rows of ewise_ops.def ---

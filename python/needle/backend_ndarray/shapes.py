@@ -6,15 +6,10 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable
-from functools import lru_cache, reduce
+from functools import lru_cache
 from typing import Any
 
 from ..errors import ShapeError
-
-
-def prod(x: Iterable[int]) -> int:
-    """The product of some numbers; 1 for none."""
-    return reduce(operator.mul, x, 1)
 
 
 # A program has few shapes and asks for their strides at every op.

@@ -74,10 +74,6 @@ class Corpus:
     def train_bytes(self) -> int:
         return sum(piece.stop - piece.start for piece in self.train)
 
-    @property
-    def heldout_bytes(self) -> int:
-        return sum(piece.stop - piece.start for piece in self.heldout)
-
 
 def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str | Path) -> Corpus:
     """The corpus called ``dataset``: ``stdlib``, ``wikitext-2``, or the path of a text file or of a folder of them.

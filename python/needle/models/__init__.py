@@ -3,12 +3,12 @@
 from . import pretrained
 from .evaluation import TextScore, WordScore, score_endings, score_text
 from .generation import GenerationConfig
-from .published import load_published, published_gradients, published_state
+from .published import load_published, published_state
 from .pythia import SIZES, Pythia, PythiaConfig
 from .training import checkpointed, layers_or_bytes, plannable, train_step
 
 __all__ = [
     "SIZES", "GenerationConfig", "Pythia", "PythiaConfig", "TextScore", "WordScore", "checkpointed", "layers_or_bytes",
-    "load_published", "plannable", "pretrained", "published_gradients", "published_state", "score_endings", "score_text",
+    "load_published", "plannable", "pretrained", "published_state", "score_endings", "score_text",
     "train_step",
 ]  # fmt: skip

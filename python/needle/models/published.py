@@ -92,15 +92,6 @@ def published_state(model: Pythia) -> dict[str, NDArray]:
     return {published_name(name): array.permute((1, 0)) if _is_transposed(name) else array for name, array in arrays.items()}
 
 
-def published_gradients(model: Pythia) -> dict[str, np.ndarray]:
-    """The gradients that are there, with the published names and layouts."""
-    return {
-        published_name(name): p.grad.numpy().T if _is_transposed(name) else p.grad.numpy()
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-
-
 def config_json(config: PythiaConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
     """config.json of a model, for old and new versions of transformers."""
     rope = {"rope_type": "default", "rope_theta": config.rotary_base, "partial_rotary_factor": config.rotary_fraction}
