@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,6 @@ class no_grad:
         _grad_enabled.set(self._before.pop())
 
     def __call__(self, function: Callable) -> Callable:
-        from functools import wraps
-
         @wraps(function)
         def wrapped(*args, **kwargs):
             with type(self)():

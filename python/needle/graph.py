@@ -200,7 +200,8 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
             _date_back(value, node.time)
         else:
             node.time, node.spec = write_stamp(), spec_of(value)
-        if node.readers and (node.segment is None or node.segment.open) and (node in asked or not node.op.recomputes_output):  # type: ignore[union-attr]
+        kept = node in asked or not node.op.recomputes_output  # type: ignore[union-attr]
+        if kept and node.readers and (node.segment is None or node.segment.open):
             node.array = value
     return [fresh[n] for n in wanted]
 

@@ -30,7 +30,7 @@ struct MemorySource {
   virtual void trim() {}  // gives back to the system what the source itself keeps
 };
 
-constexpr int kCategories = 8;  // numbering and names: needle.memory
+constexpr int kCategories = 6;  // CATEGORIES in host_memory.py
 
 // All in bytes. live: held by arrays; reserved: taken from the source, live or cached; borrowed:
 // made elsewhere (DLPack).

@@ -100,7 +100,7 @@ class BlockLayout:
         return index
 
     def dense_mask(self, rows: int | None = None, cols: int | None = None) -> np.ndarray:
-        """(heads, rows, cols) of bool: the elements this layout lets through. For tests and pictures."""
+        """(heads, rows, cols) of bool: the elements this layout lets through."""
         rows, cols = rows or self.shape[0], cols or self.shape[1]
         wide = self.mask.repeat(self.block, axis=1).repeat(self.block, axis=2)[:, :rows, :cols]
         if self.causal:

@@ -25,8 +25,8 @@ class HostAllocator:
         self.live = self.peak = self.borrowed = self.limit = 0
         self.allocations = 0
         self.current = _OfThisThread()
-        self.by_category = [0] * 8
-        self.by_category_at_peak = [0] * 8
+        self.by_category = [0] * len(CATEGORIES)
+        self.by_category_at_peak = [0] * len(CATEGORIES)
         self.held: dict[int, tuple] = {}  # serial: (MADE, serial, nbytes, category, site)
         self.log: list[tuple] | None = None
         self.site_hook: Callable[[int], int] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from ..backend_ndarray.host_memory import FREED
+from ..backend_ndarray.host_memory import FREED, MADE, RETAGGED
 from ..files import write_atomically
 from .trace import trace
 from .units import readable
@@ -44,7 +44,7 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
             now[h.category] += h.nbytes
         for name in names:
             series[name].append(now[name] / _MIB)
-        word = {1: "+", 0: "becomes", FREED: "-"}[kind]
+        word = {MADE: "+", RETAGGED: "becomes", FREED: "-"}[kind]
         shown = h.site.forward or h.site
         lines = (
             f"{word} {readable(h.nbytes)} {h.category}",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..backend_ndarray.device import BackendDevice
-from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE
+from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
 from ..backend_selection import as_device
 from ..errors import GraphError
 from ..nn.nn_basic import Module
@@ -204,7 +204,7 @@ class trace:
 
     def timeline(self) -> list[dict]:
         """One row per event: kind (made, freed, retagged), bytes, category, live (all bytes), op, module, place, phase."""
-        words = {MADE: "made", FREED: "freed", 0: "retagged"}
+        words = {MADE: "made", FREED: "freed", RETAGGED: "retagged"}
         return [
             {
                 "kind": words[kind], "bytes": h.nbytes, "category": h.category, "live": self.live[i + 1], "op": h.site.what,

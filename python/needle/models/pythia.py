@@ -19,6 +19,7 @@ from .. import init, ops
 from ..autograd import Tensor
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.device import device_cache
+from ..backend_ndarray.kernels import DEFAULT_CHUNK_BYTES
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..backend_selection import as_device
 from ..errors import DTypeError, ShapeError
@@ -249,14 +250,13 @@ class Pythia(Module):
         """(B, T) ids -> (B, T, V) logits. raises: ShapeError, IndexError for an id outside the vocabulary."""
         return ops.matmul(self.hidden(ids), self.embed_out)
 
-    def loss(self, ids: Tensor, targets: Tensor, chunk_bytes: int | None = None) -> Tensor:
+    def loss(self, ids: Tensor, targets: Tensor, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> Tensor:
         """Mean cross entropy in nats, shape (1,), of predicting ``targets`` (B, T) from ``ids`` (B, T).
 
-        At most ``chunk_bytes`` of logits (default 100 MiB; one row at least) exist at a time.
+        At most max(chunk_bytes, one row) of logits exist at any time.
         raises: ShapeError, IndexError for an id outside the vocabulary.
         """
-        chunk = {} if chunk_bytes is None else {"chunk_bytes": chunk_bytes}
-        return ops.linear_cross_entropy(self.hidden(ids), self.embed_out, targets, **chunk)
+        return ops.linear_cross_entropy(self.hidden(ids), self.embed_out, targets, chunk_bytes=chunk_bytes)
 
     def parameter_groups(self, weight_decay: float = 0.1) -> list[dict]:
         """For AdamW: matrices decay; norms and biases do not."""
