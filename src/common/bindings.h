@@ -222,15 +222,14 @@ inline py::array to_numpy(const Array& a, const Dims& shape, const Dims& strides
   Unlocked unlocked(n, kAsynchronous);
   if (strides == compact) {
     copy_to_host(a.view(offset, n), to);
-  } else if (dlpack_device().device_type == kDLCPU) {  // straight into numpy's memory
-    const Array host(std::make_shared<Storage>(allocator(), to, n * dtype_size(a.dtype()), [] {}),
-                     to, n, a.dtype());
-    strided_copy(a, strides, offset, host, compact, 0, shape);
-    sync();
-  } else {
+  } else if (kAsynchronous) {
     const Array packed(allocator(), n, a.dtype());
     strided_copy(a, strides, offset, packed, compact, 0, shape);
     copy_to_host(packed, to);
+  } else {  // straight into numpy's memory
+    const Array host(std::make_shared<Storage>(allocator(), to, n * dtype_size(a.dtype()), [] {}),
+                     to, n, a.dtype());
+    strided_copy(a, strides, offset, host, compact, 0, shape);
   }
   return result;
 }

@@ -179,6 +179,29 @@ void pipeline() {
   }
 }
 
+// Thread t has t bytes of its copy from global memory, as the tail of a row of 16-bit floats has
+// two of sixteen; the rest is zeros.
+template <int Bytes>
+__global__ void short_copies_kernel(const uint8_t* x, uint8_t* out) {
+  NEEDLE_SHARED(uint8_t, stage, (Bytes + 1) * Bytes);
+  const int t = threadIdx.x;
+  ptx::cp_async<Bytes>(&stage[t * Bytes], x + t * Bytes, t);
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  for (int i = 0; i < Bytes; ++i) out[t * Bytes + i] = stage[t * Bytes + i];
+}
+
+template <int Bytes>
+void short_copies() {
+  std::vector<uint8_t> x((Bytes + 1) * Bytes);
+  for (uint8_t& byte : x) byte = uint8_t(random_bits() | 1);
+  Buffer<uint8_t> x_device(x), out(x.size());
+  launch<short_copies_kernel<Bytes>>({1, Bytes + 1}, x_device.get(), out.get());
+  const auto result = out.host();
+  for (int t = 0; t <= Bytes; ++t)
+    for (int i = 0; i < Bytes; ++i) CHECK(result[t * Bytes + i] == (i < t ? x[t * Bytes + i] : 0));
+}
+
 }  // namespace
 
 int main() {
@@ -196,5 +219,8 @@ int main() {
   load_matrices<2, true>();
   load_matrices<4, true>();
   pipeline();
+  short_copies<4>();
+  short_copies<8>();
+  short_copies<16>();
   std::puts("ok");
 }
