@@ -278,8 +278,9 @@ def free_failed_frames() -> None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
         over = {frame for frame, _ in traceback.walk_tb(error.__traceback__) if _cleared(frame)}
-        for _ in over:  # the function of one may have been held by that of another
-            _empty_functions(over)
+        before, emptied = -1, 0
+        while emptied > before:  # the function of one may have been held by that of another
+            before, emptied = emptied, _empty_functions(over)
         if sys.exc_info()[1] is error:  # on its way up: more frames may return before it is over
             return
     _failed = None
@@ -295,9 +296,9 @@ def _cleared(frame: FrameType) -> bool:
     return True
 
 
-def _empty_functions(frames: Iterable[FrameType]) -> None:
+def _empty_functions(frames: Iterable[FrameType]) -> int:
     """Lets go what the functions of frames that are over hold: from Python 3.11 on a frame keeps its function. Where nothing else
-    has that, it is never called again.
+    has that, it is never called again. Returns of how many that is so.
     """
     functions = _unshared(
         f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType and f.__code__ is frame.f_code
@@ -307,6 +308,7 @@ def _empty_functions(frames: Iterable[FrameType]) -> None:
         f.__dict__.clear()  # what it wraps
     for cell in _unshared(cell for f in functions for cell in f.__closure__ or ()):
         del cell.cell_contents
+    return len(functions)
 
 
 def _unshared(found: Iterable[Any]) -> list[Any]:
