@@ -57,6 +57,14 @@ def test_conversions_between_all_dtypes():
 
 
 @every_float
+def test_numbers_below_0_wrap_around_in_uint8(dtype):
+    """Of their whole part; processors do so, GPUs only where they are told to."""
+    x, out = put(backend, [-0.5, -1, -2.75, -255, -256, 300], dtype), backend.Array(6, "uint8")
+    backend.compact(x, out, (6,), (1,), 0)
+    assert get(backend, out).tolist() == [0, 255, 254, 1, 0, 44]
+
+
+@every_float
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 4099])
 def test_elementwise_vectors_and_tails(dtype, size):
     a, b = normal(size), normal(size)

@@ -76,6 +76,8 @@ template <class To, class From>
 __device__ To convert(From value) {
   if constexpr (std::is_same<To, bool>::value) {
     return accum_t<From>(value) != accum_t<From>(0);
+  } else if constexpr (std::is_same<To, uint8_t>::value) {
+    return To(int64_t(accum_t<From>(value)));  // negative numbers wrap, which a GPU would cut to 0
   } else if constexpr (std::is_same<To, float16>::value && std::is_same<From, double>::value) {
     return To(round_to_odd(value));
   } else {
