@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from needle import files
 from needle.backend_ndarray.device import drop_device_caches
 from needle.checkpoints import CheckpointFolder
 from needle.command_line import exit_code, standard_streams
@@ -33,7 +34,7 @@ from pythia_app.flops import peak_flops
 from pythia_app.memory import Budget
 from pythia_app.options import device, new_folder, not_taken, parse, run_folder
 from pythia_app.page import METRICS, PAGE, About, mask_picture
-from pythia_app.report import Reporter, alone_in, duration, mib
+from pythia_app.report import Reporter, duration, mib
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 48
@@ -112,7 +113,8 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
         facts["MFU"] = f"{per_token / 1e6:,.0f} million FLOPs per token (6 N + 12 L C T x density), of {known}"
     about = About(f"{title}, {folder.name}", trainer.steps, options.max_grad_norm, mask, facts, per_token / flops if flops else 0.0)
     folder.mkdir(parents=True, exist_ok=True)
-    with alone_in(folder), budgets[0].advice:
+    taken = f"[checkpoint_dir] another process is training in {folder} (another folder)"
+    with files.alone_in(folder, taken), budgets[0].advice:
         effective = Namespace(**{**vars(options), "max_steps": trainer.steps, "device": where.name})
         config_file.keep(folder, effective, trainer.step if saved else 0)
         return train(options, trainer, text, unigram, folder, saved, about)

@@ -462,7 +462,7 @@ def test_two_runs_of_one_name(tmp_path, tokenizer, small):
         first.join()
     assert len(found(tmp_path / "x")) == 6
     (tmp_path / ".y.partial").mkdir()
-    with files.alone_in(tmp_path / ".y.partial"):  # as by one that has just begun
+    with files.alone_in(tmp_path / ".y.partial", ""):  # as by one that has just begun
         with pytest.raises(DataError, match="another process is writing"):
             prepare([tmp_path / "in"], tmp_path / "y", tokenizer=tokenizer)
         assert (tmp_path / ".y.partial").is_dir()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +27,6 @@ def mib(nbytes: float) -> str:
 def duration(seconds: float) -> str:
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes}:{seconds:02d}"
-
-
-@contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Holds the run's folder, so that two processes cannot mix their files. raises: DataError if another one holds it."""
-    with contextlib.ExitStack() as held:
-        try:
-            held.enter_context(files.alone_in(folder))
-        except BlockingIOError:
-            raise DataError(f"[checkpoint_dir] another process is training in {folder} (another folder)") from None
-        yield
 
 
 class Reporter:

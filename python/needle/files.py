@@ -62,8 +62,10 @@ def flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Holds a folder, so that two processes cannot mix their files. raises: BlockingIOError if another one holds it."""
+def alone_in(folder: Path, otherwise: str) -> Iterator[None]:
+    """Holds a folder, so that two processes cannot mix their files. raises: DataError, which says ``otherwise``, if another one
+    holds it.
+    """
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows
@@ -74,7 +76,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise
+            raise DataError(otherwise) from None
         except OSError:  # a file system without locks
             pass
         yield

@@ -108,18 +108,15 @@ def prepare(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"[output] cannot make {folder}: {files.reason(error)} (room in a writable folder)") from error
-    try:
-        with files.alone_in(folder):
-            try:
-                if restart:
-                    _empty(folder)
-                run = _Run(folder, prefix, sources, in_folders, settings, workers, skip_invalid, report)
-                return run.go(given, loaded, vocab_size, overwrite, save_every_s)
-            finally:  # not where another process holds it, which may have put nothing there yet
-                with contextlib.suppress(OSError):
-                    folder.rmdir()  # if it is empty
-    except BlockingIOError:
-        raise DataError(f"[output] another process is writing {prefix} (another name)") from None
+    with files.alone_in(folder, f"[output] another process is writing {prefix} (another name)"):
+        try:
+            if restart:
+                _empty(folder)
+            run = _Run(folder, prefix, sources, in_folders, settings, workers, skip_invalid, report)
+            return run.go(given, loaded, vocab_size, overwrite, save_every_s)
+        finally:  # not where another process holds it, which may have put nothing there yet
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # if it is empty
 
 
 @dataclass(frozen=True)
