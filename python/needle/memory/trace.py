@@ -11,7 +11,7 @@ from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
 from ..backend_selection import as_device
 from ..errors import GraphError
-from ..nn.nn_basic import Module
+from ..nn.nn_basic import Module, _parts
 from . import sites
 from .sites import NOWHERE, Site
 from .units import readable, table
@@ -62,14 +62,11 @@ class ModuleNames:
         return name.rpartition(".")[0] or name or self.modules.get(site.module, "")
 
 
-def _walk(value: object, path: str) -> Iterator[tuple[str, Module]]:
-    if isinstance(value, Module):
-        yield path, value
-        value = value.__dict__
-    items: Iterable = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
-    for key, item in items:
-        if isinstance(item, (Module, dict, list, tuple)):
-            yield from _walk(item, f"{path}.{key}" if path else str(key))
+def _walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
+    yield path, module
+    for inner, part in _parts(module.__dict__, path):
+        if isinstance(part, Module):
+            yield from _walk(part, inner)
 
 
 def _holder(event: tuple, names: ModuleNames, made: int = -1) -> Holder:
