@@ -75,9 +75,9 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     if options.eval_only and tokenizer is None and saved is not None and (saved / TOKENIZER).is_file():
         tokenizer = saved / TOKENIZER  # of other text than it was trained on, one made anew would have other ids
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=tokenizer)
-    unigram = unigram_entropy(text.train, text.heldout, text.vocab_size)
+    unigram = unigram_entropy(text.train, text.held_out, text.vocab_size)
     said = (
-        f"{text.name}: {len(text.train):,} training tokens, {len(text.heldout):,} held out, vocabulary {text.vocab_size:,}; "
+        f"{text.name}: {len(text.train):,} training tokens, {len(text.held_out):,} held out, vocabulary {text.vocab_size:,}; "
         f"token frequencies alone give {unigram:.3f} nats"
     )
     print(said, flush=True)
@@ -230,7 +230,7 @@ def say_held_out(say, held: float, unigram: float) -> None:
 
 def sampled(trainer: Trainer, text: TextData, seed: int) -> tuple[str, str]:
     """The start of the held-out text, and what the model makes of it. Leaves the device as it was, so that the plan stays true."""
-    prompt = [int(i) for i in text.heldout[:PROMPT_TOKENS]]
+    prompt = [int(i) for i in text.held_out[:PROMPT_TOKENS]]
     options = {"max_new_tokens": SAMPLE_TOKENS, "do_sample": True, "temperature": 0.8, "top_k": 40, "seed": seed}
     try:
         out = trainer.model.generate([prompt], **options)[0]

@@ -121,7 +121,7 @@ def test_tokens_are_those_of_the_whole_documents(tmp_path, tokenizer, small, wor
     end = expected(tokenizer, ["alpha"], ())[0]
     assert len(end) == 1 and found(twice.prefix) == expected(tokenizer, [*texts[1:4], texts[0], texts[0]], end)
     text = load_text(str(done.prefix))  # what training reads, with the tokenizer beside it
-    assert text.tokenizer.decode(np.concatenate([text.train, text.heldout])).startswith(texts[0][:20])
+    assert text.tokenizer.decode(np.concatenate([text.train, text.held_out])).startswith(texts[0][:20])
 
 
 def test_the_sizes_of_blocks_change_nothing(tmp_path, tokenizer, small):
@@ -139,7 +139,7 @@ def test_a_word_without_an_end_is_cut_and_counted(tmp_path, tokenizer, small):
     done = prepare([tmp_path / "x.txt", tmp_path / "y.jsonl"], tmp_path / "out", tokenizer=tokenizer)
     assert done.totals.cut == 7 + 7 and done.totals.documents == 2
     text = load_text(str(tmp_path / "out"))
-    decoded = text.tokenizer.decode(np.concatenate([text.train, text.heldout]))
+    decoded = text.tokenizer.decode(np.concatenate([text.train, text.held_out]))
     assert decoded == "中" * 500 + " " + "b" * 100 + "<|endoftext|>" + "中" * 500 + "<|endoftext|>"
 
 
@@ -232,7 +232,7 @@ def test_a_tokenizer_is_trained_on_a_sample(tmp_path, monkeypatch):
     done = prepare(inputs, tmp_path / "out", vocab_size=300, skip_invalid=True)
     assert done.vocab_size == 300 and done.totals.invalid == 1
     text = load_text(str(tmp_path / "out"))
-    assert text.tokenizer.decode(np.concatenate([text.train, text.heldout])) == (
+    assert text.tokenizer.decode(np.concatenate([text.train, text.held_out])) == (
         make_text(0, 3000) + "<|endoftext|>" + make_text(1, 300) + "<|endoftext|>"
     )
     with pytest.raises(DataError, match=r"\[none\] too little text for the vocabulary"):

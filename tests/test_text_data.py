@@ -53,14 +53,14 @@ def size(pieces):
 
 def test_stdlib_is_this_pythons_source_without_tests_and_holds_out_whole_files(tmp_path):
     corpus = load_corpus("stdlib", cache_dir=tmp_path)
-    train, heldout = ({piece.path for piece in pieces} for pieces in (corpus.train, corpus.heldout))
-    assert not train & heldout
-    assert all(piece.start == 0 and piece.stop == piece.path.stat().st_size for piece in corpus.train + corpus.heldout)
-    assert not any({"test", "tests", "idle_test", "site-packages"} & set(path.parts) for path in train | heldout)
-    assert any(path.name == "argparse.py" for path in train | heldout)
-    held, total = size(corpus.heldout), size(corpus.train + corpus.heldout)
+    train, held_out = ({piece.path for piece in pieces} for pieces in (corpus.train, corpus.held_out))
+    assert not train & held_out
+    assert all(piece.start == 0 and piece.stop == piece.path.stat().st_size for piece in corpus.train + corpus.held_out)
+    assert not any({"test", "tests", "idle_test", "site-packages"} & set(path.parts) for path in train | held_out)
+    assert any(path.name == "argparse.py" for path in train | held_out)
+    held, total = size(corpus.held_out), size(corpus.train + corpus.held_out)
     assert total > 5e6 and 0.03 < held / total < 0.08
-    assert max(piece.stop for piece in corpus.heldout) < 0.3 * held
+    assert max(piece.stop for piece in corpus.held_out) < 0.3 * held
     assert load_corpus("stdlib", cache_dir=tmp_path) == corpus
 
 
@@ -70,9 +70,9 @@ def test_folder_holds_out_whole_files_and_never_a_copy_of_one(folder, tmp_path):
     (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
     (folder / "empty.txt").write_text("")
     corpus = load_corpus(str(folder), cache_dir=tmp_path)
-    assert len(corpus.train) + len(corpus.heldout) == 40
+    assert len(corpus.train) + len(corpus.held_out) == 40
     assert corpus.skipped == (folder / "picture.png",)
-    contents = [{piece.path.read_text() for piece in pieces} for pieces in (corpus.train, corpus.heldout)]
+    contents = [{piece.path.read_text() for piece in pieces} for pieces in (corpus.train, corpus.held_out)]
     assert contents[1] and not contents[0] & contents[1]
 
 
@@ -80,7 +80,7 @@ def test_two_files_hold_out_the_smaller(tmp_path):
     (tmp_path / "a.txt").write_text(make_text(0, 50))
     (tmp_path / "b.txt").write_text(make_text(1, 90))
     corpus = load_corpus(str(tmp_path), cache_dir=tmp_path)
-    assert [p.path.name for p in corpus.train + corpus.heldout] == ["b.txt", "a.txt"]
+    assert [p.path.name for p in corpus.train + corpus.held_out] == ["b.txt", "a.txt"]
 
 
 @pytest.mark.parametrize("books", [1, 3])
@@ -89,11 +89,11 @@ def test_a_licence_beside_books_is_not_all_that_is_held_out(tmp_path, books):
         (tmp_path / f"{i}.txt").write_text(make_text(i, 1000 + i))
     (tmp_path / "LICENSE").write_text("all rights reserved\n")
     corpus = load_corpus(str(tmp_path), cache_dir=tmp_path)
-    assert [piece.path.name for piece in corpus.heldout] == ["LICENSE", "0.txt"]
-    assert 0.04 < size(corpus.heldout) / size(corpus.train + corpus.heldout) < (0.06 if books == 1 else 0.35)
+    assert [piece.path.name for piece in corpus.held_out] == ["LICENSE", "0.txt"]
+    assert 0.04 < size(corpus.held_out) / size(corpus.train + corpus.held_out) < (0.06 if books == 1 else 0.35)
     whole = sorted(make_text(i, 1000 + i) for i in range(books))
     assert sorted(map(len, whole)) == sorted(
-        sum(piece.stop - piece.start for piece in corpus.train + corpus.heldout if piece.path.name == f"{i}.txt")
+        sum(piece.stop - piece.start for piece in corpus.train + corpus.held_out if piece.path.name == f"{i}.txt")
         for i in range(books)
     )
 
@@ -103,9 +103,9 @@ def test_one_file_holds_out_its_end(tmp_path, text):
     file = tmp_path / "book.txt"
     file.write_text(text, encoding="utf-8")
     corpus = load_corpus(str(file), cache_dir=tmp_path)
-    train, heldout = whole_text(corpus.train), whole_text(corpus.heldout)
-    assert train + heldout == text
-    assert 0.02 < len(heldout) / len(text) < 0.06
+    train, held_out = whole_text(corpus.train), whole_text(corpus.held_out)
+    assert train + held_out == text
+    assert 0.02 < len(held_out) / len(text) < 0.06
     assert "\n" not in text or train.endswith("\n")
 
 
@@ -114,7 +114,7 @@ def test_pieces_are_read_in_parts_without_loss(tmp_path):
     (tmp_path / "big.txt").write_bytes(text.encode())
     corpus = load_corpus(str(tmp_path / "big.txt"), cache_dir=tmp_path)
     assert len(list(corpus.train[0].texts("x"))) > 2
-    assert whole_text(corpus.train + corpus.heldout) == text[1:].replace("\r\n", "\n")
+    assert whole_text(corpus.train + corpus.held_out) == text[1:].replace("\r\n", "\n")
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.jsonl.gz"])
@@ -139,7 +139,7 @@ def test_wikitext_from_a_local_folder(tmp_path):
     for name in ("wikitext-2", str(local)):
         corpus = load_corpus(name, data_dir=tmp_path / "data", cache_dir=tmp_path)
         assert whole_text(corpus.train) == make_text(0)
-        assert whole_text(corpus.heldout) == make_text(1)
+        assert whole_text(corpus.held_out) == make_text(1)
 
 
 def test_wikitext_from_the_hub(tmp_path, monkeypatch):
@@ -148,7 +148,7 @@ def test_wikitext_from_the_hub(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(load_dataset=lambda path, name: splits)
     monkeypatch.setitem(sys.modules, "datasets", fake)
     corpus = load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path)
-    assert whole_text(corpus.train) == lines["train"] and whole_text(corpus.heldout) == lines["validation"]
+    assert whole_text(corpus.train) == lines["train"] and whole_text(corpus.held_out) == lines["validation"]
 
     def offline(path, name):
         raise RuntimeError("no network\n  tried 5 times")
@@ -172,9 +172,9 @@ def test_load_text_round_trips_and_is_cached(folder, tmp_path, monkeypatch):
     assert isinstance(first.train, np.memmap) and first.train.dtype == np.uint16
     assert first.train.max() < 300
     end = "<|endoftext|>"
-    for tokens, pieces in ((first.train, first.corpus.train), (first.heldout, first.corpus.heldout)):
+    for tokens, pieces in ((first.train, first.corpus.train), (first.held_out, first.corpus.held_out)):
         assert first.tokenizer.decode(tokens) == "".join(whole_text([piece]) + end for piece in pieces)
-    assert cached_files(cache) == ["heldout.bin", "heldout.bin.json", "tokenizer.json", "train.bin", "train.bin.json"]
+    assert cached_files(cache) == ["held_out.bin", "held_out.bin.json", "tokenizer.json", "train.bin", "train.bin.json"]
 
     def must_not_run(*args):
         raise AssertionError("tokenized again")
@@ -192,7 +192,7 @@ def test_load_text_round_trips_and_is_cached(folder, tmp_path, monkeypatch):
 
 def test_training_the_tokenizer_is_deterministic_and_sees_no_held_out_text(folder, tmp_path):
     a = load_text(str(folder), vocab_size=320, cache_dir=tmp_path / "a")
-    held = a.corpus.heldout[0].path
+    held = a.corpus.held_out[0].path
     held.write_text(held.read_text().replace("alpha", "omega"))
     b = load_text(str(folder), vocab_size=320, cache_dir=tmp_path / "b")
     (x,), (y,) = ((tmp_path / c).rglob("tokenizer.json") for c in "ab")
@@ -239,7 +239,7 @@ def test_a_tokenizer_that_would_cut_texts_off_or_fill_them_up(folder, tmp_path):
     (tmp_path / "cuts.json").write_text(text.tokenizer.to_json())
     again = load_text(str(folder), tokenizer=tmp_path / "cuts.json", cache_dir=tmp_path)
     np.testing.assert_array_equal(again.train, text.train)
-    np.testing.assert_array_equal(again.heldout, text.heldout)
+    np.testing.assert_array_equal(again.held_out, text.held_out)
     assert again.tokenizer.decode(again.tokenizer.encode("alpha beta gamma delta")) == "alpha beta gamma delta"
     assert len(again.tokenizer.encode("")) == 0
 
@@ -459,12 +459,12 @@ def test_batches_do_not_alias_the_tokens():
 
 
 def test_unigram_entropy_is_add_one_smoothed_cross_entropy():
-    train, heldout = np.array([0, 0, 0, 1], np.uint16), np.array([0, 1, 2], np.uint16)
+    train, held_out = np.array([0, 0, 0, 1], np.uint16), np.array([0, 1, 2], np.uint16)
     expected = -(math.log(4 / 7) + math.log(2 / 7) + math.log(1 / 7)) / 3
-    assert unigram_entropy(train, heldout, 3) == pytest.approx(expected, rel=1e-12)
+    assert unigram_entropy(train, held_out, 3) == pytest.approx(expected, rel=1e-12)
     uniform = np.arange(100).repeat(7)
     assert unigram_entropy(uniform, uniform, 100) == pytest.approx(math.log(100), rel=1e-12)
     with pytest.raises(DataError, match=r"outside the vocabulary: ids 0 to 2 \(0 to 1\)"):
-        unigram_entropy(train, heldout, 2)
+        unigram_entropy(train, held_out, 2)
     with pytest.raises(DataError, match="no held-out tokens"):
-        unigram_entropy(train, heldout[:0], 3)
+        unigram_entropy(train, held_out[:0], 3)

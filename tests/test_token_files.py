@@ -305,12 +305,12 @@ def test_load_text_holds_out_the_end_from_the_start_of_a_document(tmp_path):
     path = write_pair(tmp_path / "x", sequences)
     text = load_text(str(tmp_path / "x"), vocab_size=50)
     tokens = np.concatenate(sequences)
-    np.testing.assert_array_equal(np.concatenate([text.train, text.heldout]), tokens)
+    np.testing.assert_array_equal(np.concatenate([text.train, text.held_out]), tokens)
     assert len(text.train) in np.cumsum([len(s) for s in sequences])
-    assert 0 <= 0.05 * len(tokens) - len(text.heldout) < 41
+    assert 0 <= 0.05 * len(tokens) - len(text.held_out) < 41
     assert text.tokenizer is None and text.corpus is None and text.sequence_tokens is None and text.stride(8) == 8
     one = load_text(str(write_pair(tmp_path / "one", [tokens])), vocab_size=50)  # no document begins there
-    assert len(one.heldout) == int(0.05 * len(tokens))
+    assert len(one.held_out) == int(0.05 * len(tokens))
     with pytest.raises(DataError, match=r"\[x.bin\] token id outside the vocabulary: 49 \(0 to 48; is vocab_size right\?\)"):
         load_text(str(path), vocab_size=49)
     with pytest.raises(DataError, match=r"\[x.bin\] neither a vocabulary nor a tokenizer .*x.tokenizer.json"):

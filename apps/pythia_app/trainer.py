@@ -154,7 +154,7 @@ class Trainer:
         """Batches of the first ``tokens`` of the held-out text, in their order."""
         options = self.options
         return TokenBatches(
-            text.heldout, options.batch_size, options.seq_len,
+            text.held_out, options.batch_size, options.seq_len,
             vocab_size=text.vocab_size, max_tokens=max(tokens, options.seq_len + 1), epochs=1, shuffle=False,
             stride=text.stride(options.seq_len), name=f"{text.name}, held out",
         )  # fmt: skip

@@ -22,7 +22,7 @@ from .. import config
 from ..errors import DataError
 from ..files import home
 from .shuffle import shuffled
-from .text_corpus import HELDOUT_FRACTION, Corpus, load_corpus
+from .text_corpus import HELD_OUT_FRACTION, Corpus, load_corpus
 from .text_tokenizer import SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
 from .token_cache import read_tokens, write_tokens
 from .token_files import TOKENIZER_ENDING, find_token_file, read_token_file, sample
@@ -30,13 +30,13 @@ from .token_files import TOKENIZER_ENDING, find_token_file, read_token_file, sam
 _FORMAT = "5"  # part of the cache key: change it when the same input would give other tokens
 _ORDER = 2  # part of a saved position: change it when the same seed would give another order
 _LOOKED_AT_TOKENS = 1 << 24  # of a token file, which may have more than can be read before every run
-_MOST_HELDOUT_TOKENS = 10_000_000
+_MOST_HELD_OUT_TOKENS = 10_000_000
 _CHECKED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
 class TextData:
-    """A corpus as ids below ``vocab_size``: ``train`` and ``heldout`` are (tokens,) integers and memory-mapped.
+    """A corpus as ids below ``vocab_size``: ``train`` and ``held_out`` are (tokens,) integers and memory-mapped.
 
     A token file has no ``corpus``, and a ``tokenizer`` only where one was given or lies beside it. sequence_tokens: the length of
     its sequences, if they are of one.
@@ -44,7 +44,7 @@ class TextData:
 
     name: str
     train: np.ndarray
-    heldout: np.ndarray
+    held_out: np.ndarray
     vocab_size: int
     tokenizer: TextTokenizer | None
     corpus: Corpus | None
@@ -104,14 +104,14 @@ def load_text(
         tokens = kept or train_tokenizer(trained_path, texts, vocab_size, corpus.name)
 
     arrays = {}
-    for split, pieces in (("train", corpus.train), ("heldout", corpus.heldout)):
+    for split, pieces in (("train", corpus.train), ("held_out", corpus.held_out)):
         path = folder / f"{split}.bin"
         ids = read_tokens(path) if cached else None
         if ids is None:
             documents = (piece.texts(corpus.name) for piece in pieces)
             ids = write_tokens(path, tokens.encode_documents(documents), tokens.size)
         arrays[split] = ids
-    return TextData(corpus.name, arrays["train"], arrays["heldout"], vocab_size, tokens, corpus)
+    return TextData(corpus.name, arrays["train"], arrays["held_out"], vocab_size, tokens, corpus)
 
 
 def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path | None) -> TextData:
@@ -131,7 +131,7 @@ def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path |
                 f"(0 to {vocab_size - 1}; is vocab_size right?)"
             )
     count = len(file.tokens)
-    held = min(int(count * HELDOUT_FRACTION), _MOST_HELDOUT_TOKENS)
+    held = min(int(count * HELD_OUT_FRACTION), _MOST_HELD_OUT_TOKENS)
     cut = file.sequence_at(count - held)
     if count - cut < held / 2:  # long documents
         cut = count - held
@@ -270,20 +270,20 @@ def _checksum(tokens: np.ndarray) -> int:
     return zlib.crc32(b"".join(np.asarray(end, "<i8").tobytes() for end in ends))
 
 
-def unigram_entropy(train: np.ndarray, heldout: np.ndarray, vocab_size: int) -> float:
-    """Nats per token that a model knowing only token frequencies would get on ``heldout``.
+def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
+    """Nats per token that a model knowing only token frequencies would get on ``held_out``.
 
-    The cross entropy -mean(log p(token)) over ``heldout``, with p(v) = (count of v in train + 1) / (len(train) +
+    The cross entropy -mean(log p(token)) over ``held_out``, with p(v) = (count of v in train + 1) / (len(train) +
     vocab_size): add-one smoothing, so that a token never trained on has a finite loss. Of arrays with more than 16 million
     tokens so many count, evenly spread.
 
-    raises: DataError if ``heldout`` is empty or an id is outside the vocabulary.
+    raises: DataError if ``held_out`` is empty or an id is outside the vocabulary.
     """
-    if len(heldout) == 0:
+    if len(held_out) == 0:
         raise DataError("[unigram_entropy] no held-out tokens: 0 (1 or more)")
-    train_counts, heldout_counts = _counts(train, vocab_size), _counts(heldout, vocab_size)
+    train_counts, held_out_counts = _counts(train, vocab_size), _counts(held_out, vocab_size)
     log_p = np.log(train_counts + 1.0) - np.log(train_counts.sum() + float(vocab_size))
-    return float(-(heldout_counts @ log_p) / heldout_counts.sum())
+    return float(-(held_out_counts @ log_p) / held_out_counts.sum())
 
 
 def _counts(tokens: np.ndarray, vocab_size: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from pathlib import Path
 from ..errors import DataError
 from ..files import home, write_atomically, writing
 
-HELDOUT_FRACTION = 0.05  # of the bytes
+HELD_OUT_FRACTION = 0.05  # of the bytes
 _READ_BYTES = 1 << 20
 # Tests; what is not the library's own; and "encodings", generated tables that are near copies of one another, so that
 # a held-out one would have been seen in training all the same.
@@ -66,7 +66,7 @@ class Corpus:
 
     name: str
     train: tuple[Piece, ...]
-    heldout: tuple[Piece, ...]
+    held_out: tuple[Piece, ...]
     key: str
     skipped: tuple[Path, ...] = ()
 
@@ -169,37 +169,37 @@ def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = Fa
     pieces = {file: pieces[file] for file in digests.values()}
     # An order by hash of name is fixed, and unlike the alphabet makes every prefix a fair sample of the whole.
     order = sorted(pieces, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
-    train, heldout = _split([pieces[file] for file in order], name)
+    train, held_out = _split([pieces[file] for file in order], name)
     digest_of = {file: digest for digest, file in digests.items()}
-    return Corpus(name, train, heldout, _key([digest_of[file] for file in order]), tuple(skipped))
+    return Corpus(name, train, held_out, _key([digest_of[file] for file in order]), tuple(skipped))
 
 
 def _split(pieces: list[Piece], name: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
     """Held out are files in their order until the fraction is reached, without those so large that one would be most of it. Where
     the others are next to nothing, as a licence beside a book, the smallest large one as well, or of a single large one its end.
     """
-    target = HELDOUT_FRACTION * sum(piece.stop for piece in pieces)
+    target = HELD_OUT_FRACTION * sum(piece.stop for piece in pieces)
     train: list[Piece] = []
-    heldout: list[Piece] = []
+    held_out: list[Piece] = []
     held_bytes = 0
     for piece in pieces:
         fits = held_bytes < target and piece.stop <= target / 4
-        (heldout if fits else train).append(piece)
+        (held_out if fits else train).append(piece)
         held_bytes += piece.stop * fits
     if held_bytes < target / 4:
         smallest = min(train, key=lambda piece: piece.stop)
         if len(train) > 1:
             train.remove(smallest)
-            heldout.append(smallest)
+            held_out.append(smallest)
         else:
             train[0], end = _cut(smallest, name)
-            heldout.append(end)
-    return tuple(train), tuple(heldout)
+            held_out.append(end)
+    return tuple(train), tuple(held_out)
 
 
 def _cut(piece: Piece, name: str) -> tuple[Piece, Piece]:
     """One file in two, at the line's end nearest after the cut (at a character's end if there is no such line)."""
-    cut = int(piece.stop * (1 - HELDOUT_FRACTION))
+    cut = int(piece.stop * (1 - HELD_OUT_FRACTION))
     with _open(piece.path, name) as file:
         file.seek(cut)
         after = file.read(_READ_BYTES)
@@ -239,7 +239,7 @@ def _digest(piece: Piece, name: str) -> str:
 
 
 def _key(digests: list[str]) -> str:
-    return hashlib.sha256("\n".join([*digests, str(HELDOUT_FRACTION)]).encode()).hexdigest()
+    return hashlib.sha256("\n".join([*digests, str(HELD_OUT_FRACTION)]).encode()).hexdigest()
 
 
 def _first_present(folder: Path, names: tuple[str, ...]) -> Path | None:
