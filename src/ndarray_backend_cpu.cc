@@ -5,7 +5,6 @@
 #include <cstring>
 
 #include "common/bindings.h"
-#include "common/gemm_cpu.h"
 #include "common/integers.h"
 #include "common/parallel.h"
 
@@ -100,7 +99,6 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
   m.def("set_num_threads", &set_num_threads);
   m.def("matmul_tiled", &Bound<&matmul_tiled>::call);
   m.attr("__tile_size__") = 8;
-  m.attr("__gemm__") = gemm_library();
 #ifdef NEEDLE_LEVELS
   m.def("best_level", &best_level);
 #endif

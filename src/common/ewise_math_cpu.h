@@ -80,14 +80,6 @@ inline float m_log(float x) {
   return x < 0.f || x != x ? std::numeric_limits<float>::quiet_NaN() : y;
 }
 
-// 2 ulp. log(u) for u = 1 + x rounded, and the first-order term for what rounding lost.
-inline float m_log1p(float x) {
-  const float u = 1.f + x;
-  const float lost = x - (u - 1.f);
-  const float y = m_log(u) + lost / u;
-  return u == 0.f || u == kInfinity ? m_log(u) : x == 0.f ? x : y;
-}
-
 // 2 ulp. With t = e^(-2|x|) - 1: tanh |x| = -t / (t + 2).
 inline float m_tanh(float x) {
   const float t = m_expm1(-2.f * std::fabs(x));
@@ -116,9 +108,7 @@ inline float m_erf(float x) {
 }
 
 inline double m_exp(double x) { return std::exp(x); }
-inline double m_expm1(double x) { return std::expm1(x); }
 inline double m_log(double x) { return std::log(x); }
-inline double m_log1p(double x) { return std::log1p(x); }
 inline double m_tanh(double x) { return std::tanh(x); }
 inline double m_erf(double x) { return std::erf(x); }
 inline double m_sigmoid(double x) {
@@ -137,14 +127,6 @@ inline T m_sin(T x) {
 template <class T>
 inline T m_cos(T x) {
   return std::cos(x);
-}
-template <class T>
-inline T m_floor(T x) {
-  return std::floor(x);
-}
-template <class T>
-inline T m_ceil(T x) {
-  return std::ceil(x);
 }
 
 template <class T>

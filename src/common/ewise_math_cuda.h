@@ -13,16 +13,12 @@ namespace needle::NEEDLE_DEVICE {
   __device__ __forceinline__ float m_##name(float x) { return name##f(x); } \
   __device__ __forceinline__ double m_##name(double x) { return ::name(x); }
 NEEDLE_MATH(exp)
-NEEDLE_MATH(expm1)
 NEEDLE_MATH(log)
-NEEDLE_MATH(log1p)
 NEEDLE_MATH(sqrt)
 NEEDLE_MATH(sin)
 NEEDLE_MATH(cos)
 NEEDLE_MATH(tanh)
 NEEDLE_MATH(erf)
-NEEDLE_MATH(floor)
-NEEDLE_MATH(ceil)
 #undef NEEDLE_MATH
 
 // Signed integers wrap around, as numpy's do; C++ wants that said.

@@ -241,7 +241,6 @@ void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const double* 
   scipy_cblas_dgemm(CblasRowMajor, flag(ta), flag(tb), int(m), int(n), int(k), 1., a, int(lda), b,
                     int(ldb), double(accumulate), c, int(ldc));
 }
-const char* gemm_library() { return "openblas"; }
 #else
 void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,
                const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc) {
@@ -251,7 +250,6 @@ void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const double* 
                const double* b, int64_t ldb, bool accumulate, double* c, int64_t ldc) {
   gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
 }
-const char* gemm_library() { return "own"; }
 #endif
 
 }  // namespace needle::cpu

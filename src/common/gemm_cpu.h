@@ -23,6 +23,4 @@ void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const double* a
 // Whether gemm_own is the faster way to a product of this size, rather than tiles on the pool.
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k);
 
-const char* gemm_library();  // "openblas" or "own": what gemm_tile runs on
-
 }  // namespace needle::cpu
