@@ -168,14 +168,8 @@ def unscale(dtype):
         assert get(backend, flag)[0] == bad
 
 
-def random_numbers(dtype):
+def dropout(dtype):
     n = 4 * 256 + 5
-    uniform, gauss = backend.Array(n, dtype), backend.Array(n, dtype)
-    backend.random_uniform(uniform, 3, 5)
-    backend.random_normal(gauss, 3, 5)
-    u, g = (get(backend, made).astype(float) for made in (uniform, gauss))
-    assert 0 <= u.min() and u.max() <= 1 and 0.4 < u.mean() < 0.6
-    assert abs(g.mean()) < 0.2 and 0.8 < g.std() < 1.2
     check("dropout", dtype, In(normal(n)), Out(n), 0.3, 11, 4)
 
 
@@ -200,7 +194,7 @@ def blocksparse(dtype):
 
 
 CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, layer_norm, rotary, embedding, adamw,
-         unscale, random_numbers, attention, attention_decode, blocksparse]  # fmt: skip
+         unscale, dropout, attention, attention_decode, blocksparse]  # fmt: skip
 
 
 def run(case, dtype, monkeypatch):

@@ -448,8 +448,6 @@ inline void bind_fused(py::module_& m) {
   NEEDLE_BIND(blocksparse_sdd)
   NEEDLE_BIND(blocksparse_dsd)
   NEEDLE_BIND(blocksparse_dds)
-  NEEDLE_BIND(random_uniform)
-  NEEDLE_BIND(random_normal)
   NEEDLE_BIND(dropout)
 #undef NEEDLE_BIND
 }

@@ -186,11 +186,8 @@ void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool tra
                      const Array& entry, int64_t batch, int64_t m, int64_t n, int64_t k,
                      int64_t nnz, int64_t layout_heads, int64_t block);
 
-// --- counter-based random numbers: Philox 4x32-10 (Salmon et al. 2011) ---------------------------
-// Element i depends on (seed, offset + i / 4, i % 4) alone, so any device and any split gives the
-// same bits.
-void random_uniform(const Array& out, uint64_t seed,
-                    uint64_t offset);  // [0, 1), 24 bits (53 in float64); rounded to 16 bits, 1 too
-void random_normal(const Array& out, uint64_t seed, uint64_t offset);  // Box-Muller on pairs
-// out = keep ? x / (1 - p) : 0, keep iff uniform(seed, offset, i) >= p. Its own gradient.
+// --- counter-based random numbers ----------------------------------------------------------------
+// out = keep ? x / (1 - p) : 0, keep iff u_i >= p, where u_i in [0, 1) are the upper 24 bits of
+// word i % 4 of Philox with counter offset + i / 4 and key seed: the same on any device, however
+// the work is split. Its own gradient.
 void dropout(const Array& x, const Array& out, double p, uint64_t seed, uint64_t offset);

@@ -25,4 +25,7 @@ NEEDLE_HD inline Philox philox(uint64_t counter, uint64_t seed) {
   return {{c0, c1, c2, c3}};
 }
 
+// [0, 1), by the upper 24 bits.
+NEEDLE_HD inline float uniform(uint32_t word) { return float(int32_t(word >> 8)) * 0x1p-24f; }
+
 }  // namespace needle

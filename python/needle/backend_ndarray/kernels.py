@@ -536,21 +536,6 @@ def blocksparse_dds(a: NDArray, blocks: NDArray, layout: BlockLayout, transpose:
 # --- random numbers ---
 
 
-def random_uniform(shape, seed: int, offset: int, dtype: str, device) -> NDArray:
-    """Uniform in [0, 1) from counter ``offset`` on, where 16 bits may round to 1; uses ceil(size / 4) counters."""
-    device.require()
-    out = _new(tuple(shape), dt.name_of(dtype), device)
-    device.random_uniform(out._handle, seed, offset)
-    return out
-
-
-def random_normal(shape, seed: int, offset: int, dtype: str, device) -> NDArray:
-    device.require()
-    out = _new(tuple(shape), dt.name_of(dtype), device)
-    device.random_normal(out._handle, seed, offset)
-    return out
-
-
 def dropout(x: NDArray, p: float, seed: int, offset: int) -> NDArray:
     """x / (1 - p) where uniform(seed, offset, i) >= p, else 0. The same call on dy is the gradient."""
     _check("dropout", x)

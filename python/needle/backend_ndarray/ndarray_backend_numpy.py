@@ -655,26 +655,8 @@ def philox(n: int, seed: int, offset: int) -> np.ndarray:
     return np.stack(c, axis=1).astype(np.uint32)
 
 
-def _uniform(size, seed, offset, dtype):
-    words = philox(-(-size // 4), seed, offset)
-    if dtype == np.float64:  # 32 high bits from the element's own word, 21 low ones from its neighbour
-        low = np.roll(words, -1, axis=1).astype(np.uint64) >> np.uint64(11)
-        return ((words.astype(np.uint64) << np.uint64(21) | low) * 2.0**-53).reshape(-1)[:size]
-    return ((words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)).reshape(-1)[:size]
-
-
-def random_uniform(out, seed, offset):
-    _put(out, _uniform(out.size, seed, offset, out.array.dtype))
-
-
-def random_normal(out, seed, offset):
-    u = _uniform(-(-out.size // 4) * 4, seed, offset, out.array.dtype).reshape(-1, 2)
-    radius = np.sqrt(-2 * np.log(1 - u[:, 0]))  # 1 - u is in (0, 1]
-    angle = u.dtype.type(2 * math.pi) * u[:, 1]
-    _put(out, np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1).reshape(-1)[: out.size])
-
-
 def dropout(x, out, p, seed, offset):
-    keep = _uniform(out.size, seed, offset, np.dtype(np.float32)) >= np.float32(p)
+    words = philox(-(-out.size // 4), seed, offset).reshape(-1)[: out.size]
+    keep = (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24) >= np.float32(p)
     wide = _up(x.array[: out.size])
     _put(out, np.where(keep, wide / wide.dtype.type(1 - p) if p < 1 else 0, 0))
