@@ -62,6 +62,7 @@ class StagingRing {
 struct Device {
   cudaStream_t stream = nullptr;
   int id = 0, multiprocessors = 0;
+  int64_t scratch_bytes = kScratchBytes;
   void* scratch = nullptr;
   ErrorFlag* flag = nullptr;       // on the device
   ErrorFlag* flag_copy = nullptr;  // pinned, where a sync reads it
@@ -74,6 +75,7 @@ struct Device {
                       devices().second);
     cuda_check(cudaGetDevice(&id), "cudaGetDevice");
     multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+    if (attribute(cudaDevAttrComputeCapabilityMajor) >= 9) scratch_bytes = 4 * kScratchBytes;
     cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
     // Freed memory stays with the driver's pool across syncs; empty_cache() gives it back.
     cudaMemPool_t pool = nullptr;
@@ -153,11 +155,14 @@ bool has_tensor_cores() { return device().attribute(cudaDevAttrComputeCapability
 int64_t max_shared_bytes() { return device().attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 ErrorFlag* error_flag() { return device().flag; }
 
+int64_t scratch_bytes() { return device().scratch_bytes; }
+
 Scratch scratch(int64_t bytes) {
-  if (bytes > kScratchBytes) throw std::logic_error("more scratch memory asked than there is");
   Device& d = device();
+  if (bytes > d.scratch_bytes) throw std::logic_error("more scratch memory asked than there is");
   std::unique_lock<std::mutex> right(d.scratch_mutex);
-  if (d.scratch == nullptr) cuda_check(cudaMalloc(&d.scratch, size_t(kScratchBytes)), "cudaMalloc");
+  if (d.scratch == nullptr)
+    cuda_check(cudaMalloc(&d.scratch, size_t(d.scratch_bytes)), "cudaMalloc");
   return {d.scratch, std::move(right)};
 }
 

@@ -255,6 +255,10 @@ inline void bind_movement(py::module_& m) {
     wait_for_device();
     return dlpack_export(a, std::move(shape), std::move(strides), offset, dlpack_device());
   });
+  m.def("dlpack_device", [] {
+    const DLDevice device = dlpack_device();
+    return py::make_tuple(int(device.device_type), device.device_id);
+  });
   m.def("from_dlpack", [](py::capsule capsule) {
     return dlpack_import(std::move(capsule), allocator(), dlpack_device());
   });

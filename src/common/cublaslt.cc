@@ -147,7 +147,7 @@ class Prepared {
       lt_.check(lt_.MatmulPreferenceSetAttribute(made, attribute, &value, sizeof value),
                 "cublasLtMatmulPreferenceSetAttribute");
     };
-    prefer(kPreferenceWorkspaceBytes, size_t(kScratchBytes));
+    prefer(kPreferenceWorkspaceBytes, size_t(scratch_bytes()));
     prefer(kPreferenceReductions, kReduceInComputeType);
     const int64_t of_operand[] = {alignment[1], alignment[0], alignment[2], alignment[2]};
     for (int i = 0; i < 4; ++i) prefer(kPreferenceAlignmentA + i, uint32_t(of_operand[i]));

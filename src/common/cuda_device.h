@@ -13,8 +13,11 @@ int multiprocessors();    // how many the device has
 bool has_tensor_cores();  // those of ptx.h, with cp.async: compute capability 8.0 or later
 // Memory of the backend's own, for partial results inside one operation, which holds the right to
 // it until all its kernels are launched: the next operation, perhaps of another host thread, may
-// overwrite it then, which stream order makes safe. Throws when more than kScratchBytes are asked.
+// overwrite it then, which stream order makes safe. Throws when more than scratch_bytes() are
+// asked. Needle's own kernels keep to kScratchBytes, so that their sums are split alike on every
+// GPU.
 constexpr int64_t kScratchBytes = int64_t(8) << 20;
+int64_t scratch_bytes();  // 32 MiB from compute capability 9 on, as cuBLAS advises, else 8
 struct Scratch {
   void* memory = nullptr;
   std::unique_lock<std::mutex> right;

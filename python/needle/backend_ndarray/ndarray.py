@@ -197,7 +197,8 @@ class NDArray:
         return values if dtype is None else values.astype(dtype, copy=False)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (2, 0) if self._device.name == "cuda" else (1, 0)
+        mod = self._device.require()
+        return mod.dlpack_device() if hasattr(mod, "dlpack_device") else (1, 0)  # (1, 0) is the CPU
 
     def __dlpack__(self, *, stream=None, dl_device=None, copy=None, **_):
         """A DLPack capsule that shares this memory, or has a copy of it (CPU devices and cuda)."""
