@@ -8,6 +8,9 @@
 
 namespace needle::cpu {
 
+// Made at once, in two loops that become vector code; a task's elements are a multiple of them.
+constexpr int64_t kNumbers = 512;
+
 void dropout(const Array& x, const Array& out, double p, uint64_t seed, uint64_t offset) {
   if (!(p >= 0 && p <= 1))
     throw std::invalid_argument("[dropout] p is no probability: " + std::to_string(p) +
@@ -22,14 +25,16 @@ void dropout(const Array& x, const Array& out, double p, uint64_t seed, uint64_t
     T* to = out.data<T>();
     const float threshold = float(p);
     const C kept = C(1 - p);
-    parallel_ranges(ceil_div(out.size(), 4), 1 << 12, [&](int64_t begin, int64_t end) {
-      for (int64_t group = begin; group < end; ++group) {
-        const Philox random = philox(offset + uint64_t(group), seed);
-        const int64_t n = std::min<int64_t>(4, out.size() - 4 * group);
-        for (int64_t i = 0; i < n; ++i) {
-          const int64_t at = 4 * group + i;
-          to[at] = T(uniform(random.word[i]) >= threshold ? C(from[at]) / kept : C(0));
+    parallel_ranges(out.size(), 1 << 14, [&](int64_t begin, int64_t end) {
+      for (int64_t first = begin; first < end; first += kNumbers) {
+        alignas(64) float u[kNumbers];
+        for (int64_t g = 0; g < kNumbers / 4; ++g) {
+          const Philox random = philox(offset + uint64_t(first / 4 + g), seed);
+          for (int i = 0; i < 4; ++i) u[4 * g + i] = uniform(random.word[i]);
         }
+        const int64_t n = std::min(kNumbers, end - first);
+        for (int64_t i = 0; i < n; ++i)
+          to[first + i] = T(u[i] >= threshold ? C(from[first + i]) / kept : C(0));
       }
     });
   });
