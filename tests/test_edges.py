@@ -64,6 +64,8 @@ def test_a_module_shows_what_is_in_it():
         "      modules.1: Dropout(p=0.1)",
         "  modules.3: ReLU()",
     ]
+    model.first, model.last = nn.ReLU(), nn.ReLU()
+    assert repr(model).splitlines()[-2:] == ["  first: ReLU()", "  last: ReLU()"]
 
 
 # --- shapes and views ---

@@ -138,7 +138,7 @@ class Module:
         raise NotImplementedError(f"[{type(self).__name__}] has no forward")
 
     def __repr__(self) -> str:
-        """The class, the numbers in its attributes, the shapes of its tensors, and the modules inside; adjacent alike ones once."""
+        """The class, numbers in its attributes, shapes of its tensors, and the modules inside; alike ones of a list once."""
         told: dict[str, Any] = {
             k: v for k, v in vars(self).items() if isinstance(v, (bool, int, float, str)) and k not in vars(Module)
         }
@@ -146,7 +146,7 @@ class Module:
         told.update((path, part.shape) for path, part in parts if isinstance(part, Tensor))
         inside = [(path, repr(part)) for path, part in parts if isinstance(part, Module)]
         text = f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in told.items())})"
-        for described, alike in itertools.groupby(inside, lambda part: part[1]):
+        for (_, described), alike in itertools.groupby(inside, lambda part: (part[0].rstrip("0123456789"), part[1])):
             paths = [path for path, _ in alike]
             name = paths[0] if len(paths) == 1 else f"{paths[0]} to {paths[-1]}"
             text += f"\n{name}: {described}".replace("\n", "\n  ")
