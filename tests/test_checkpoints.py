@@ -75,8 +75,9 @@ def resumed(made, path):
 @pytest.mark.parametrize("name", ["cpu_numpy", "cpu", "cuda_sim", "cuda"])
 def test_50_and_50_steps_are_100(name, precision, tmp_path):
     """With accumulation, dropout, recomputed layers, text that begins again, and in float16 a scale that grows every 30 steps."""
-    pytest.importorskip("safetensors")  # a machine with a GPU may lack it
     device = usable(name)
+    if name == "cuda":
+        pytest.importorskip("safetensors")  # gpu-check works with what the machine has
     made = make_trainer("--precision", precision)
 
     def trainer(device):

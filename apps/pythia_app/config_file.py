@@ -44,7 +44,7 @@ def checked(values: dict[Any, Any], parser: argparse.ArgumentParser, where: str)
 def write(path: Path, options: argparse.Namespace, says: str) -> None:
     """All flags but the local ones, under a comment that ``says`` what they are of. raises: DataError."""
     text = "".join(f"# {line}\n" for line in says.splitlines()) + _yaml().safe_dump(kept(options), sort_keys=False)
-    with files.writing(path), files.write_atomically(path) as file:
+    with files.write_whole(path) as file:
         file.write(text.encode())
 
 

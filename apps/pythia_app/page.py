@@ -21,7 +21,7 @@ import numpy as np
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.host_memory import CATEGORIES
 from needle.errors import DataError
-from needle.files import write_atomically, writing
+from needle.files import write_whole
 from needle.memory.picture import COLOURS
 
 METRICS, PAGE = "metrics.jsonl", "report.html"
@@ -141,7 +141,7 @@ def write(folder: Path, about: About, history: History) -> None:
         "data": json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
     head, tail = Path(__file__).with_name("page.html").read_text(encoding="utf-8").split("{{plotly}}")
-    with writing(folder / PAGE), write_atomically(folder / PAGE) as file, script.open("rb") as source:
+    with write_whole(folder / PAGE) as file, script.open("rb") as source:
         file.write(_filled(head, parts))
         shutil.copyfileobj(source, file)
         file.write(_filled(tail, parts))

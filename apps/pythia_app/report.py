@@ -50,7 +50,7 @@ class Reporter:
         for name in (CONFIG, METRICS, page.PAGE):
             for unfinished in self.folder.glob(f"{name}.*.tmp"):  # of a run that was killed
                 unfinished.unlink(missing_ok=True)
-        with files.writing(self.path), files.write_atomically(self.path) as file:
+        with files.write_whole(self.path) as file:
             for row, _ in page.rows(self.path):
                 if 0 < row["step"] <= self.first:
                     file.write(json.dumps(row).encode() + b"\n")

@@ -47,6 +47,13 @@ def writing(path: Path, what: str = "files") -> Iterator[None]:
         raise DataError(f"[{what}] cannot write {path}: {reason(error)} (room in a writable folder)") from error
 
 
+@contextlib.contextmanager
+def write_whole(path: Path) -> Iterator[BinaryIO]:
+    """``write_atomically``. raises: DataError if the folder cannot be made, or the file not be written to its end."""
+    with writing(path), write_atomically(path) as file:
+        yield file
+
+
 def home(path: str | Path) -> Path:
     """The path with ``~`` or ``~name`` at its beginning replaced; as it is, as shells have it, where nobody has that name."""
     return Path(os.path.expanduser(path))

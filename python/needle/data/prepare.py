@@ -217,7 +217,7 @@ class _Run:
             raise DataError(f"[inputs] no text: {len(self.sources)} files, all of them binary or closed (UTF-8 text or .jsonl)")
         path = self.folder / "tokenizer.json"
         if given is not None:
-            with files.writing(path), files.write_atomically(path) as file:
+            with files.write_whole(path) as file:
                 file.write(given.read_bytes())
         elif vocab_size is not None:
             texts = sample_text(self.sources, set(skipped), self.settings["key"], self.skip_invalid, self.all_bytes)
@@ -225,7 +225,7 @@ class _Run:
         if tokenizer is not None:
             self._end(tokenizer)
         sources = [(str(source.path), source.size, source.mtime_ns) for source in self.sources]
-        with files.writing(self.folder), files.write_atomically(self.folder / "run.json") as file:
+        with files.write_whole(self.folder / "run.json") as file:
             file.write(json.dumps({**self.settings, "skipped": skipped, "sources": sources}).encode())
 
     def _end(self, tokenizer: TextTokenizer) -> int | None:
@@ -246,7 +246,7 @@ class _Run:
         def save() -> None:
             if place is not None:
                 state = {"place": place, "totals": asdict(totals), "writer": writer.flush()}
-                with files.writing(self.folder), files.write_atomically(self.folder / "state.json") as file:
+                with files.write_whole(self.folder / "state.json") as file:
                     file.write(json.dumps(state).encode())
 
         with _alone_in_a_thread(), ThreadPoolExecutor(self.workers, "prepare") as pool:

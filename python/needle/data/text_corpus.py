@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import DataError
-from ..files import home, write_atomically, writing
+from ..files import home, write_whole
 
 HELD_OUT_FRACTION = 0.05  # of the bytes
 _READ_BYTES = 1 << 20
@@ -145,7 +145,7 @@ def _download_wikitext(wanted: Path, cache_dir: Path) -> Path:
         reason = " ".join(str(error).split())
         raise DataError(f"[wikitext-2] no local copy and the download failed: {reason}; {where})") from error
     for split, file_name in (("validation", "wiki.valid.raw"), ("train", "wiki.train.raw")):
-        with writing(folder), write_atomically(folder / file_name) as file:
+        with write_whole(folder / file_name) as file:
             file.write("".join(splits[split]["text"]).encode())
     return folder
 

@@ -97,7 +97,7 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         raise DataError(f"[{name}] too little text for the vocabulary: {vocab_size} ids asked ({reached} at most)")
-    with files.writing(path), files.write_atomically(path) as file:
+    with files.write_whole(path) as file:
         file.write(tokenizer.to_str().encode())
     return TextTokenizer(tokenizer)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..files import write_atomically, writing
+from ..files import write_whole
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -21,12 +21,12 @@ def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> np.n
     """Write ``path`` (little-endian ids), then ``path``.json, whose checksum vouches for it; map it as below."""
     dtype = token_dtype(vocab_size).newbyteorder("<")
     count = checksum = 0
-    with writing(path), write_atomically(path) as file:
+    with write_whole(path) as file:
         for part in ids:
             raw = part.astype(dtype).tobytes()
             file.write(raw)
             count, checksum = count + len(part), zlib.crc32(raw, checksum)
-    with writing(path), write_atomically(_description(path)) as file:
+    with write_whole(_description(path)) as file:
         file.write(json.dumps({"tokens": count, "vocab_size": vocab_size, "crc32": checksum}).encode())
     return _map(path, dtype, count)
 

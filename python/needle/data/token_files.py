@@ -273,7 +273,7 @@ class TokenWriter:
         self.flush()
         self.close()
         state = self._state
-        with files.writing(self.folder), files.write_atomically(self.folder / "index") as index:
+        with files.write_whole(self.folder / "index") as index:
             index.write(_HEADER.pack(_MAGIC, _VERSION, self._code, state["sequences"], state["documents"] + 1))
             for lengths in self._pieces("lengths", "<i4"):
                 index.write(lengths.tobytes())
