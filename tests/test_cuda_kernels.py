@@ -37,14 +37,14 @@ _device = devices("cuda_sim", "cuda")
 @pytest.fixture
 def tensor_cores(_device):
     if backend.device_properties()["compute_capability"] < (8, 0):
-        pytest.skip("a GPU without the tensor cores of ptx.h")
+        pytest.skip("needs compute capability 8.0 or later")
 
 
 @pytest.fixture
 def capability(_device, monkeypatch):
     """Makes the emulated device one of another compute capability."""
     if backend.__device_name__ != "cuda_sim":
-        pytest.skip("a GPU is what it is")
+        pytest.skip("only the emulated device can change its compute capability")
     return lambda wanted: monkeypatch.setenv("NEEDLE_SIM_SM", wanted)
 
 
@@ -98,7 +98,7 @@ def test_matmul_of_large_tiles(dtype, kernel, k, tail):
     """Taken where they give every multiprocessor one."""
     properties = backend.device_properties()
     if kernel == "matmul_mma_kernel" and properties["compute_capability"] < (8, 0):
-        pytest.skip("a GPU without the tensor cores of ptx.h")
+        pytest.skip("needs compute capability 8.0 or later")
     whole = 128 * math.ceil(properties["multiprocessors"] ** 0.5)
     m, n = whole + 4, whole + tail
     a, b = normal(m, k), normal(k, n)

@@ -433,7 +433,7 @@ def test_cuda_without_a_gpu(main):
     import needle as ndl
 
     if ndl.cuda().enabled():
-        pytest.skip("there is a GPU")
+        pytest.skip("this machine has a GPU")
     code, lines = main("--device", "cuda")
     assert code == 2 and len(lines) == 1 and "cuda() cannot be used" in lines[0]
 
