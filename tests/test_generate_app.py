@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -117,8 +118,9 @@ def test_ctrl_c_keeps_what_is_there(made):
 
 
 def piped(name, *arguments):
-    line = " ".join(map(str, command(name, *arguments))) + " | head -c 3"
-    done = subprocess.run(line, shell=True, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        f"{shlex.join(command(name, *arguments))} | head -c 3", shell=True, cwd=ROOT, capture_output=True, text=True
+    )
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
     return done.stdout
 
@@ -200,7 +202,7 @@ def test_no_room_for_the_output(made, name):
 
 
 def test_closed_streams(made):
-    line = " ".join(map(str, command("evaluate", "--model", made / "dense", "--text", made / "words.txt", "--max_tokens", 20)))
+    line = shlex.join(command("evaluate", "--model", made / "dense", "--text", made / "words.txt", "--max_tokens", 20))
     done = subprocess.run(f"{line} >&- <&-", shell=True, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 0 and done.stderr == ""
 
