@@ -499,6 +499,13 @@ def test_arguments_of_ops(device):
     for f in (ops.dilate, ops.undilate):
         with pytest.raises(ShapeError, match="dilation"):
             f(x, (1,), -1)
+    for widths in (1, (1, 1), ((1, 1, 1),) * 4, "wide"):
+        with pytest.raises(ShapeError, match=r"\[pad\] .* are no widths"):
+            ops.pad(x, widths)
+    number, weight = leaf(np.float32(1), device), leaf(np.ones((1, 3)), device)
+    for loss in (lambda t: ops.cross_entropy(number, t), lambda t: ops.linear_cross_entropy(number, weight, t)):
+        with pytest.raises(ShapeError, match="cross_entropy"):
+            loss(leaf([0], device))
     for f in (ops.mean, ops.summation, ops.max):
         with pytest.raises(ShapeError, match="names no axis"):
             f(x, {})

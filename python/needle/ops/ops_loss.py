@@ -62,10 +62,11 @@ class CrossEntropy(TensorTupleOp):
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     """Mean cross entropy, in nats, shape (1,): logits (..., V), targets (...) of whole numbers.
 
-    Targets equal to ``ignore_index`` do not count; if none counts, the loss is 0. raises: IndexError for a target outside 0..V-1.
+    Targets equal to ``ignore_index`` do not count; if none counts, the loss is 0.
+    raises: ShapeError, IndexError for a target outside 0..V-1.
     """
     check_tensors("cross_entropy", logits, targets)
-    rows, columns = reshape(logits, (-1, logits.shape[-1])), reshape(targets, (-1,))
+    rows, columns = reshape(logits, (-1, *logits.shape[-1:])), reshape(targets, (-1,))
     return tuple_get_item(CrossEntropy(ignore_index)(rows, columns), 0)
 
 
@@ -122,6 +123,6 @@ def linear_cross_entropy(
     check_tensors("linear_cross_entropy", hidden, weight, targets)
     if chunk_bytes < 1:
         raise ShapeError(f"[linear_cross_entropy] chunk_bytes is {chunk_bytes} (accepted: at least 1)")
-    rows, columns = reshape(hidden, (-1, hidden.shape[-1])), reshape(targets, (-1,))
+    rows, columns = reshape(hidden, (-1, *hidden.shape[-1:])), reshape(targets, (-1,))
     train = is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return tuple_get_item(LinearCrossEntropy(ignore_index, chunk_bytes, train)(rows, weight, columns), 0)

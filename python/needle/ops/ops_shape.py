@@ -172,7 +172,7 @@ class Pad(_NoRead):
     def __init__(self, widths):
         try:
             self.widths = tuple((int(left), int(right)) for left, right in widths)
-        except TypeError:
+        except (TypeError, ValueError):
             raise ShapeError(f"[pad] {widths!r} are no widths (accepted: one (left, right) per axis)") from None
 
     def compute(self, a):
