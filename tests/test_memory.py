@@ -193,6 +193,15 @@ def test_the_chunks_that_a_plan_leaves_out_change_nothing(cpu, rows):
     assert memory.peak_bytes(build) == memory.peak_bytes(build, device=cpu)
 
 
+def test_devices_by_name(cpu):
+    def build(device):
+        assert device == cpu
+        return lambda: nn.Linear(2, 2, device=device)
+
+    assert memory.plan(build, device="cpu").device == "cpu" and memory.peak_bytes(build, device="cpu") > 0
+    assert memory.capacity("cpu") == memory.capacity(cpu) and memory.stats("cpu").device == "cpu"
+
+
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_a_clipped_step_is_planned_to_the_byte(cpu, max_norm):
     def build(device):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..backend_ndarray.device import BackendDevice, all_devices, meta
 from ..backend_ndarray.host_memory import CATEGORIES
+from ..backend_selection import as_device
 from ..errors import OutOfMemoryError
 from . import sites
 from .planning import Build, peak_bytes
@@ -74,6 +75,7 @@ _explaining = False
 def capacity(device: BackendDevice) -> int:
     """Bytes that the device's allocator can give at most: its limit, the GPU's memory, or the machine's or
     the container's. 0: unknown."""
+    device = as_device(device)
     limit = device.require().memory_stats()["limit"]
     if limit:
         return limit

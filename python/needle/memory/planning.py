@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
+from ..backend_selection import as_device
 from ..errors import ShapeError
 from .accounting import peak
 from .trace import Holder, by_module, module_table, trace
@@ -65,7 +66,7 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
     ``build`` makes a model, an optimizer and data on the device it is given and returns the function that makes one training step.
     The second step is the first with all the optimizer's state. device: another one runs it for real, to be compared.
     """
-    device = device or meta()
+    device = meta() if device is None else as_device(device)
     with _alone(device), trace(device) as t:
         step = build(device)
         for i in range(steps):
@@ -102,7 +103,7 @@ def _sums(holders: Iterable[Holder]) -> dict[str, int]:
 
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
     """``plan(...).peak_bytes`` by the allocator's own counters, without a trace."""
-    device = device or meta()
+    device = meta() if device is None else as_device(device)
     with _alone(device), peak(device) as found:
         step = build(device)
         for _ in range(steps):
