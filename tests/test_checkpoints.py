@@ -18,7 +18,7 @@ import pytest
 import needle as ndl
 from devices import usable
 from needle import files, nn
-from needle.checkpoints import CheckpointFolder, random_state, set_random_state, verify
+from needle.checkpoints import CheckpointFolder, random_state, read_folder, set_random_state, verify
 from needle.data.text import TextData
 from needle.errors import CheckpointError
 from needle.models import Pythia, PythiaConfig
@@ -261,6 +261,11 @@ def test_a_damaged_index(two, text):
     assert value(two.path / "step-000001") == 111111 and value(two.path / "step-000002") == 222222
     (two.path / "checkpoints.json").unlink()
     assert value(two.newest()[0]) == 222222
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no weights in .*nowhere: nothing that holds any"):
+        read_folder(tmp_path / "nowhere")
 
 
 def test_checksums_do_not_lead_out(two):

@@ -127,7 +127,7 @@ def read_folder(folder: Path) -> dict[str, np.ndarray]:
             raise ValueError("weight_map is no table of file names")
         shards = {file: files.member(folder, file) for file in sorted(set(places.values()))}
     except FileNotFoundError as error:
-        if Path(error.filename).name == INDEX:
+        if not (folder / INDEX).is_file():
             raise CheckpointError(
                 f"[checkpoint] no weights in {folder}: {_found(folder)} ({WEIGHTS} or {INDEX}; no pickled ones)"
             ) from None
