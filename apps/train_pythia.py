@@ -1,6 +1,6 @@
 """Train Pythia on text: python apps/train_pythia.py --sparse
 
-Everything it makes goes into one folder: checkpoints, config.yaml, metrics.jsonl, report.html. Ctrl-C saves and says how to go
+A run has one folder: checkpoints, config.yaml, metrics.jsonl, report.html. Ctrl-C saves and says how to go
 on (exit code 130), SIGTERM saves, too (143). The same command with --resume goes on after whatever ended it. A wrong argument or
 unusable text ends with one line and exit code 2.
 """
@@ -57,7 +57,7 @@ def start(argv: list[str] | None) -> int:
         print(f"{problem}; going on from {saved.name}", file=sys.stderr)
     state = checkpoint.read_state(saved)
     resumed = parse(argv, state["options"])
-    for note in not_taken(options, resumed):
+    for note in not_taken(argv, resumed):
         print(f"note: {note}", file=sys.stderr)
     return run(resumed, saved, state)
 

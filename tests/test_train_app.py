@@ -22,6 +22,7 @@ import pytest
 
 import pythia_app
 from needle.data.token_files import TokenWriter
+from pythia_app.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -159,6 +160,12 @@ def test_a_flag_that_cannot_change_is_said(main, tmp_path):
         "note: --seq_len 128 is not taken: the checkpoint has 64",
         "note: --sparse True is not taken: the checkpoint has False",
     ]
+    code, lines = main(*flags, "--seq_len", 512, "--no_sparse")  # its default, and what the checkpoint has
+    assert code == 0 and lines == ["note: --seq_len 512 is not taken: the checkpoint has 64"]
+    config = tmp_path / "flags.yaml"
+    config.write_text("pattern: mixed\nwindow: 2\n")
+    code, lines = main(*flags, "--config", config)
+    assert code == 0 and lines == ["note: --pattern mixed is not taken: the checkpoint has local"]
 
 
 def test_sigterm_saves_and_the_same_command_with_resume_goes_on(run, text, tmp_path):
@@ -285,6 +292,14 @@ def test_accumulation_eval_only_and_comparison(run, text, tmp_path):
     table = run("--compare_dense", "--max_steps", 2)
     assert table.returncode == 0, table.stderr
     assert "attention ms/step" in table.stdout and "dense" in table.stdout and "local" in table.stdout
+
+
+def test_epochs_of_a_comparison(run, monkeypatch):
+    steps = []
+    train_step = Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self: steps.append(self.steps) or train_step(self))
+    assert run("--compare_dense", "--epochs", 0.01).returncode == 0
+    assert steps and steps[0] < 20 and len(steps) == 2 * steps[0]
 
 
 def test_checkpointing_changes_no_loss(run, tmp_path):

@@ -55,7 +55,7 @@ def _parser() -> Parser:
         "config",
         default=None,
         metavar="FILE",
-        help="flags in YAML, a line `name: value` each; the command line comes before them, with --no_NAME for what is true there",
+        help="flags in YAML, a line `name: value` each; the command line wins over them, --no_NAME over `NAME: true`",
     )
     model = parser.add_argument_group("model")
     flag(model, "model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
@@ -66,7 +66,7 @@ def _parser() -> Parser:
     flag(sparse, "pattern", default="local", help=f"blocks that a block sees: {', '.join(PATTERNS)}; never the future")
     flag(sparse, "block_size", type=int, default=64, help="edge of a block in positions, a multiple of 16 up to 128")
     flag(sparse, "window", type=int, default=2, help="blocks of the local pattern: its own and those before it")
-    flag(sparse, "compare_dense", action="store_true", help="train both on the same batches and print a table")
+    flag(sparse, "compare_dense", action="store_true", help="train both on the same batches (default: 20 steps) and print a table")
     data = parser.add_argument_group("data")
     flag(data, "dataset", default="stdlib", help="stdlib (Python's own source), wikitext-2, a text file or folder, or a token file")
     flag(data, "max_tokens", type=int, default=None, help="use this much of the training text (default: all)")
@@ -147,13 +147,18 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
     return options
 
 
-def not_taken(options: argparse.Namespace, resumed: argparse.Namespace) -> list[str]:
-    """The flags of ``options`` that were set, and for which ``resumed`` has what the checkpoint's model is."""
-    default = _parser().get_default
+def not_taken(argv: list[str] | None, resumed: argparse.Namespace) -> list[str]:
+    """The flags that were set, and for which ``resumed`` has what the checkpoint's model is."""
+    parser = _parser()
+    parser.set_defaults(**dict.fromkeys(FIXED))
+    given = parser.parse_args(argv)
+    if given.config is not None:
+        parser.set_defaults(**config_file.read(given.config, _parser()))
+        given = parser.parse_args(argv)
     return [
-        f"--{name} {getattr(options, name)} is not taken: the checkpoint has {getattr(resumed, name)}"
+        f"--{name} {getattr(given, name)} is not taken: the checkpoint has {getattr(resumed, name)}"
         for name in FIXED
-        if getattr(options, name) not in (default(name), getattr(resumed, name))
+        if getattr(given, name) not in (None, getattr(resumed, name))
     ]
 
 

@@ -22,6 +22,7 @@ from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
 
 EVAL_TOKENS = 32_768
+COMPARED_STEPS = 20
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup_steps: int | None = None, min_ratio: float = 0.1) -> float:
@@ -193,7 +194,8 @@ def compare_dense(options, configs: list[PythiaConfig], text: TextData, device, 
     rows = []
     for config in configs:
         trainer = Trainer(options, config, text, device)
-        trainer.steps = options.max_steps or 20
+        if not options.max_steps and not options.epochs:
+            trainer.steps = COMPARED_STEPS
         device.reset_peak()
         times, loss = [], float("nan")
         while trainer.step < trainer.steps and not stop.asked:
