@@ -22,7 +22,7 @@ VARIABLES = {
         Variable("NEEDLE_CACHE", "", "a folder", "where tokenizers and token files are kept; default: ~/.cache/needle"),
         Variable("NEEDLE_SIM_ORDER", "forward", "forward, reverse, random:SEED", "thread order of cuda_sim"),
         Variable("NEEDLE_SIM_CP_ASYNC", "late", "late, early", "when cuda_sim performs an asynchronous copy"),
-        Variable("NEEDLE_SIM_SM", "90", "75, 80, 90", "compute capability that cuda_sim reports"),
+        Variable("NEEDLE_SIM_SM", "90", "75, 80, 90, ...", "compute capability that cuda_sim reports"),
         Variable("NEEDLE_SIM_STREAMS", "eager", "eager, lazy", "when cuda_sim runs the work of a stream"),
     )
 }

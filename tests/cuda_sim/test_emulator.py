@@ -111,9 +111,16 @@ def test_faults_are_named_and_survived(programs, mode):
             assert part in messages[name], f"{name}: {part!r} is not in {messages[name]!r}"
 
 
-def test_unknown_order_is_refused(programs):
-    done = programs.run("semantics", "plain", NEEDLE_SIM_ORDER="backwards")
-    assert done.returncode != 0 and "accepted: forward, reverse, random:SEED" in done.stderr
+@pytest.mark.parametrize(
+    ("setting", "value", "accepted"),
+    [
+        ("ORDER", "backwards", "forward, reverse, random:SEED"), ("CP_ASYNC", "soon", "late, early"),
+        ("STREAMS", "Lazy", "eager, lazy"), ("SM", "70", "75, 80, 90, ..."),
+    ],
+)  # fmt: skip
+def test_unknown_settings_are_refused(programs, setting, value, accepted):
+    done = programs.run("semantics", "plain", **{f"NEEDLE_SIM_{setting}": value})
+    assert done.returncode != 0 and f"NEEDLE_SIM_{setting} is '{value}' (accepted: {accepted})" in done.stderr
 
 
 @pytest.mark.parametrize(

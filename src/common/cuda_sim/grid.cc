@@ -156,6 +156,7 @@ constexpr uint64_t kThreadsWorthWaking = 1024;
 }  // namespace
 
 std::string check_launch(const Launch& launch) {
+  check_settings();
   const dim3 grid = launch.grid, block = launch.block;
   const std::string refused = std::string("[") + launch.kernel_name + "] launch refused: ";
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0)

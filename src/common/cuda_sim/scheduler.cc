@@ -68,6 +68,21 @@ OrderOption order_option() {
                               "' (accepted: forward, reverse, random:SEED)");
 }
 
+void check_settings() {
+  const auto check = [](const char* name, const char* accepted, auto&& fits) {
+    const char* value = std::getenv(name);
+    if (value && *value && !fits(std::string(value)))
+      throw std::invalid_argument(std::string(name) + " is '" + value + "' (accepted: " + accepted +
+                                  ")");
+  };
+  check("NEEDLE_SIM_CP_ASYNC", "late, early",
+        [](const std::string& when) { return when == "late" || when == "early"; });
+  check("NEEDLE_SIM_STREAMS", "eager, lazy",
+        [](const std::string& when) { return when == "eager" || when == "lazy"; });
+  check("NEEDLE_SIM_SM", "75, 80, 90, ...",
+        [](const std::string& sm) { return std::atoi(sm.c_str()) >= 75; });
+}
+
 Block::Block(int worker) : worker_(worker) {
   void* memory = mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
