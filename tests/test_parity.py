@@ -186,3 +186,4 @@ def test_catalogue_every_backend_has_every_kernel():
 def test_catalogue_table_rows():
     rows = {name for _, name, _ in kinds()}
     assert rows == set(ndarray_backend_numpy.UNARY) | set(ndarray_backend_numpy.BINARY)
+    assert {name for _, name, kind in kinds() if kind == "NUM"} == ndarray_backend_numpy._OF_NUMBERS
