@@ -232,7 +232,7 @@ class GradScaler:
     def update(self) -> None:
         """Chooses the next scale, by what the steps since the last call found.
 
-        raises: FloatingPointError if gradients are not finite at the least scale and its hysteresis, either.
+        raises: FloatingPointError where the scale would have to go below ``min_scale``.
         """
         if not self.enabled:
             return

@@ -435,7 +435,7 @@ class Tensor(Value):
     device: default: that of a Tensor or NDArray, else the default device.
     dtype: default: that of a Tensor or NDArray; float32 for the rest, integers included (numpy's own with NEEDLE_BACKEND=np).
     requires_grad: whether ``backward`` shall give it a gradient. Other keywords are ignored, as in the course.
-    raises: DTypeError, DeviceError.
+    raises: DTypeError, DeviceError, ShapeError for lists of different lengths.
     """
 
     __slots__ = ("_grad", "_source", "_retains_grad")

@@ -131,7 +131,7 @@ class BackendDevice:
         return self._drawn(np.random.randn, shape, dtype)
 
     def rand(self, *shape: int, dtype: str = "float32"):
-        """Uniform numbers in [0, 1), of ``shape``."""
+        """Uniform numbers from 0 to 1, which rounding may reach, of ``shape``."""
         return self._drawn(np.random.rand, shape, dtype)
 
     def _drawn(self, draw: Callable, shape: tuple[int, ...], dtype: str):
@@ -200,7 +200,7 @@ def cpu_numpy() -> BackendDevice:
 
 @lru_cache(maxsize=None)
 def meta() -> BackendDevice:
-    """Shapes, dtypes and byte counts without data; reading values gives NaN."""
+    """Shapes, dtypes and byte counts without data; reading values gives NaN, or 0 where a dtype has none."""
     return BackendDevice("meta", "ndarray_backend_meta")
 
 

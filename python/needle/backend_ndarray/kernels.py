@@ -146,7 +146,7 @@ def layer_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, mean: NDArray,
 def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: NDArray | None = None) -> NDArray:
     """x (B, H, T, D), any strides, with the first 2 * cos.shape[1] of D rotated by position; cos, sin (>= T, rot / 2).
 
-    out: where to put it, any strides, its buffer starting at offset 0 of its view.
+    out: where to put it, any view.
     """
     _check("rotary", x)
     _check("rotary", x, cos, sin, floating=False)

@@ -39,7 +39,7 @@ class NDArray:
     other: NDArray, numpy array, anything with ``__array__``, nested lists, or a number.
     device: where it goes; default: that of ``other``, else ``default_device()``.
     dtype: default: that of an NDArray; float32 for the rest, integers included (numpy's own on a device with ``numpy_semantics``).
-    raises: DTypeError, DeviceError.
+    raises: DTypeError, DeviceError, ShapeError for lists of different lengths.
     """
 
     __slots__ = ("_shape", "_strides", "_offset", "_device", "_handle", "_dtype", "_contiguous", "__weakref__")

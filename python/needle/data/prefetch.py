@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Prefetch(Iterator):
-    """The items of ``source`` in their order, up to ``depth`` of them made ahead.
+    """The items of ``source`` in their order, made ahead: ``depth`` of them wait, and the thread is at the next.
 
     source: an iterator with ``state_dict`` and ``load_state_dict``, like ``TokenBatches``. The thread is its only user until
     ``close``, and starts with the first item. The state is that of the items given out, so what was made ahead is made again after

@@ -69,8 +69,9 @@ def load_text(
     the training text. With it, ``vocab_size`` is the model's, which may be larger than the tokenizer's (the default).
     ``cache_dir``: default $NEEDLE_CACHE, or ~/.cache/needle. A cached file is complete or absent.
 
-    Of a token file the end is held out: a twentieth, at most 10 million tokens, from the first sequence that begins there. Its
-    tokenizer is PREFIX.tokenizer.json if none is given. Its ids are looked at in a sample of 16 million; batches check theirs.
+    Of a token file the end is held out: a twentieth, at most 10 million tokens, from the first sequence that begins there, unless
+    that leaves less than half of it. Its tokenizer is PREFIX.tokenizer.json if none is given. Its ids are looked at in a sample of
+    16 million; batches check theirs.
 
     raises: DataError, in one line, for a data set, text, tokenizer or vocabulary that cannot be used.
     """

@@ -18,7 +18,7 @@ def _lengths(shape: tuple) -> tuple:
 
 
 def rand(*shape, low=0.0, high=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
-    """Uniform in [low, high)."""
+    """Uniform from low to high, which rounding may reach."""
     device = as_device(device)
     array = device.rand(*_lengths(shape)) * (high - low) + low
     return Tensor(array, device=device, dtype=dtype, requires_grad=requires_grad)

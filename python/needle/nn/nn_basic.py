@@ -324,7 +324,7 @@ class Dropout(Module):
 
 
 class SeededDropout(Module):
-    """``ops.dropout`` in training: its masks depend on ``seed`` and on ``drawn``, how many were drawn before (in fours), alone.
+    """``ops.dropout`` in training. Masks depend on ``seed`` and ``drawn`` alone: a count of the numbers used so far, in fours.
 
     So they can be computed again on any device, and a run that is resumed goes on with the masks it would have had.
     """

@@ -11,7 +11,7 @@ from .nn_basic import Module, Parameter
 
 
 def _side(name: str, value) -> int:
-    """The number, or the one that a tuple has throughout. raises: ShapeError for a tuple of several, and below 1."""
+    """The number, or the one that a tuple has throughout. raises: ShapeError for a tuple of different ones, and below 1."""
     sides = set(value) if isinstance(value, tuple) else {value}
     side = sides.pop()
     if sides or side < 1:
@@ -23,7 +23,7 @@ class Conv(Module):
     """2-D convolution of (N, in, H, W) -> (N, out, H', W'), padded so that a stride of 1 keeps H and W (odd kernels).
 
     weight: (K, K, in, out), Kaiming-uniform with fan-in in * K * K; bias: (out,), uniform +-1 / sqrt(in * K * K).
-    kernel_size, stride: a number, or a tuple of two equal ones. raises: ShapeError for others.
+    kernel_size, stride: a number of at least 1, or a tuple of equal ones. raises: ShapeError for others.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, stride=1, bias=True, device=None, dtype="float32"):
