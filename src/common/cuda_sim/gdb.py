@@ -7,10 +7,13 @@ $block()   of the block in its grid, for conditions: break file.cu:7 if $block()
 
 import gdb
 
+# In quotes: without them gdb looks for a nested type, and does not find it in a module whose symbols it has not all read.
+RECORD = "&'needle::sim::thread_table'[((char*)$sp - 'needle::sim::stack_region') >> 'needle::sim::kStackShift']"
+
 
 def record():
     """The running CUDA thread's record, found by its stack as the emulator does it."""
-    return gdb.parse_and_eval("&needle::sim::thread_table[((char*)$sp - needle::sim::stack_region) >> needle::sim::kStackShift]")
+    return gdb.parse_and_eval(RECORD)
 
 
 def triple(value):
