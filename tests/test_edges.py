@@ -767,11 +767,13 @@ def test_an_optimizer_without_parameters_or_with_wrong_numbers(kind):
             kind([p], **({"beta2": 1.0} if kind is Adam else {"betas": (0.9, 1.0)}))
 
 
-@pytest.mark.parametrize("wrong", [{"kernel_size": (3, 5)}, {"kernel_size": 0}, {"kernel_size": 3, "stride": (1, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "wrong", [*({"kernel_size": k} for k in ((3, 5), 0, (), 2.5, "3")), {"kernel_size": 3, "stride": (1, 2)}], ids=str
+)
 def test_kernels_and_strides_of_a_convolution(wrong):
     with pytest.raises(ShapeError, match=r"\[Conv\] (kernel_size|stride) is"):
         nn.Conv(2, 3, **wrong)
-    assert nn.Conv(2, 3, (3, 3), (2, 2)).stride == 2
+    assert nn.Conv(2, 3, (3, 3), [2, 2]).stride == 2
 
 
 def test_dropout_of_everything(device):

@@ -84,8 +84,9 @@ def test_block_sparse_linear(host):
 
 
 def test_layouts_say_what_is_wrong(host):
-    with pytest.raises(ShapeError, match="block size 24"):
-        BlockLayout(np.ones((2, 2)), 24)
+    for block in (24, 144, 16.0, "16"):
+        with pytest.raises(ShapeError, match=f"block size {block!r} "):
+            BlockLayout(np.ones((2, 2)), block)
     q = random((1, 1, 100, 8), host)
     with pytest.raises(ShapeError, match="does not fit 100 queries"):
         ops.attention(q, q, q, dense_layout(64, 64))

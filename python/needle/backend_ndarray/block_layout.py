@@ -47,8 +47,8 @@ class BlockLayout:
             mask = mask[None]
         if mask.ndim != 3:
             raise ShapeError(f"[BlockLayout] mask has shape {mask.shape} (accepted: (rows, cols) or (heads, rows, cols))")
-        if not MIN_BLOCK <= block <= MAX_BLOCK or block % 16:
-            raise ShapeError(f"[BlockLayout] block size {block} (accepted: multiples of 16 from 16 to 128)")
+        if not hasattr(block, "__index__") or not MIN_BLOCK <= block <= MAX_BLOCK or block % 16:
+            raise ShapeError(f"[BlockLayout] block size {block!r} (accepted: multiples of 16 from 16 to 128)")
         self.block, self.causal, self.q_start = block, causal, q_start
         self.heads, self.block_rows, self.block_cols = mask.shape
         partial = np.zeros_like(mask)

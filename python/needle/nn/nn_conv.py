@@ -11,12 +11,11 @@ from .nn_basic import Module, Parameter
 
 
 def _side(name: str, value) -> int:
-    """The number, or the one that a tuple has throughout. raises: ShapeError for a tuple of different ones, and below 1."""
-    sides = set(value) if isinstance(value, tuple) else {value}
-    side = sides.pop()
-    if sides or side < 1:
-        raise ShapeError(f"[Conv] {name} is {value} (accepted: at least 1, the same along both axes)")
-    return side
+    """The number, or the one that a tuple has throughout. raises: ShapeError for anything else."""
+    sides = list(value) if isinstance(value, (tuple, list)) else [value]
+    if not sides or any(not hasattr(side, "__index__") or side < 1 or side != sides[0] for side in sides):
+        raise ShapeError(f"[Conv] {name} is {value!r} (accepted: a whole number of at least 1, the same along both axes)")
+    return sides[0]
 
 
 class Conv(Module):
