@@ -39,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag(choosing, "top_k", type=int, default=50, help="draw from the likeliest so many (0: all)")
     flag(choosing, "top_p", type=float, default=1.0, help="draw from the likeliest with this probability together")
     flag(choosing, "repetition_penalty", type=float, default=1.0, help="above 1: less of what is there already")
-    flag(choosing, "eos_token_id", type=int, action="append", metavar="ID", help="stop at it (default: the end of a text)")
+    flag(choosing, "eos_token_id", type=int, action="append", metavar="ID", help="stop at it; repeatable (default: end of a text)")
     flag(choosing, "ignore_eos", action="store_true", help="go on after the end of a text")
     flag(choosing, "seed", type=int, default=0, help="of the draws")
     flag(parser, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")

@@ -60,7 +60,7 @@ def _parser() -> Parser:
     model = parser.add_argument_group("model")
     flag(model, "model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
     flag(model, "vocab_size", type=int, default=10_000, help="token ids the model and its tokenizer have")
-    flag(model, "seed", type=int, default=0, help="of the weights, the order of the text and the sample")
+    flag(model, "seed", type=int, default=0, help="of the weights, dropout, the order of the text and the sample")
     sparse = parser.add_argument_group("attention")
     flag(sparse, "sparse", action="store_true", help="block-sparse attention instead of dense")
     flag(sparse, "pattern", default="local", help=f"blocks that a block sees: {', '.join(PATTERNS)}; never the future")
