@@ -42,7 +42,7 @@ class TextScore:
 def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """(first, last, scored): the model reads first .. last - 1 and is asked for scored + 1 .. last.
 
-    Every token but the first is asked for once, with at least ``window`` - ``stride`` tokens before what is new in its window.
+    Every token but the first is asked for once; in all windows but the first, ``window`` - ``stride`` tokens precede what is new.
     """
     done = 0
     for first in range(0, tokens - 1, stride):
