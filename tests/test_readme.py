@@ -60,9 +60,9 @@ def test_flags_and_targets():
         assert re.search(rf"^(?:[\w-]+ )*{target}(?: [\w-]+)*:", makefile, re.M), target
 
 
-def test_files():
-    there = {path.name for folder in ("apps", "benchmarks", "docs", "src", "tests") for path in (ROOT / folder).rglob("*")}
-    named = re.findall(r"`([\w./-]+\.(?:md|py|cc|cu|h))`", README)
-    assert len(named) > 5
-    for name in named:
-        assert (ROOT / name).exists() if "/" in name else name in there or (ROOT / "python" / "needle" / name).exists(), name
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.stem)
+def test_files(page):
+    folders = ("apps", "benchmarks", "docs", "examples", "python", "src", "tests")
+    there = [str(path) for folder in folders for path in (ROOT / folder).rglob("*")]
+    for name in re.findall(r"`([\w./-]+\.(?:md|py|cc|cuh?|h|def))`", page.read_text()):
+        assert any(path.endswith(f"/{name}") for path in there), name
