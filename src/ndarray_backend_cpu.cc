@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "common/asan.h"
 #include "common/bindings.h"
 #include "common/integers.h"
 #include "common/parallel.h"
@@ -19,7 +20,10 @@ constexpr int64_t kHugePage = 2 << 20;
 class HostMemory : public MemorySource {
  public:
   void* allocate(int64_t bytes) override {
-    if (exact_ || bytes < kMapped) return std::aligned_alloc(64, size_t(round_up(bytes, 64)));
+    if (NEEDLE_ASAN || bytes < kMapped) {
+      void* ptr = nullptr;
+      return posix_memalign(&ptr, 64, size_t(bytes)) == 0 ? ptr : nullptr;
+    }
     if (bytes < 2 * kHugePage) return map(bytes);
     char* raw = static_cast<char*>(map(bytes + kHugePage));
     if (raw == nullptr) return nullptr;
@@ -31,7 +35,7 @@ class HostMemory : public MemorySource {
     return raw + before;
   }
   void release(void* ptr, int64_t bytes) override {
-    if (exact_ || bytes < kMapped)
+    if (NEEDLE_ASAN || bytes < kMapped)
       std::free(ptr);
     else
       munmap(ptr, size_t(bytes));
@@ -43,23 +47,13 @@ class HostMemory : public MemorySource {
         mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return p == MAP_FAILED ? nullptr : p;
   }
-#ifdef __SANITIZE_ADDRESS__
-  static constexpr bool exact_ = true;  // the sanitizer watches the heap
-#else
-  static constexpr bool exact_ = false;
-#endif
 };
 
 }  // namespace
 
 Allocator& allocator() {
-  static HostMemory memory;
-#ifdef __SANITIZE_ADDRESS__
-  static auto* instance = new Allocator(memory);
-#else
-  static auto* instance =
-      new Allocator(memory, Caching::kRanges);  // never destroyed: arrays may outlive statics
-#endif
+  // Never destroyed: arrays may outlive statics.
+  static auto* const instance = new Allocator(*new HostMemory, Caching::kRanges);
   return *instance;
 }
 

@@ -6,6 +6,8 @@
 // GPU, where enabled() is false. All work goes to one stream in order, so memory can be reused as
 // soon as it is freed. The stream is a blocking one: work that others put on the legacy default
 // stream (DLPack) is ordered with it.
+#include <pthread.h>
+
 #include <cstring>
 
 #include "common/bindings.h"
@@ -88,7 +90,13 @@ struct Device {
     void* pinned = nullptr;
     cuda_check(cudaMallocHost(&pinned, sizeof(ErrorFlag)), "cudaMallocHost");
     flag_copy = static_cast<ErrorFlag*>(pinned);
+    pthread_atfork(lock, unlock, unlock);
   }
+
+  // Both mutexes are held across fork: a child of the emulated device would wait for ever for one
+  // that another thread held. (CUDA itself cannot be used in a child.)
+  static void lock();
+  static void unlock();
 
   int attribute(cudaDeviceAttr which) const {
     int value = 0;
@@ -103,6 +111,12 @@ Device& device() {
   // so does the call that follows.
   [[maybe_unused]] thread_local const cudaError_t chosen = cudaSetDevice(instance->id);
   return *instance;
+}
+
+void Device::lock() { std::lock(device().mutex, device().scratch_mutex); }
+void Device::unlock() {
+  device().mutex.unlock();
+  device().scratch_mutex.unlock();
 }
 
 // Memory in the order of the stream: freeing waits for nothing, and what is freed serves the work
@@ -172,12 +186,8 @@ void copy_on_device(void* to, const void* from, int64_t bytes) {
 }
 
 Allocator& allocator() {
-  static DeviceMemory memory;
-#ifdef __SANITIZE_ADDRESS__
-  static auto* instance = new Allocator(memory);
-#else
-  static auto* instance = new Allocator(memory, Caching::kBlocks);
-#endif
+  // Never destroyed: arrays may outlive statics.
+  static auto* const instance = new Allocator(*new DeviceMemory, Caching::kBlocks);
   return *instance;
 }
 

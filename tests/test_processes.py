@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
+from devices import usable
 from needle.backend_ndarray.ndarray import NDArray
 
 
@@ -60,6 +61,29 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     assert done.returncode == 0 and done.stdout == "True\n", done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda_sim"])
+def test_children_of_a_process_whose_other_threads_are_at_work(device):
+    usable(device)
+    program = f"""
+import os, signal, threading, needle as ndl
+x = ndl.ones(600, 600, device="{device}").cached_data
+mod, out = x.device.mod, x.copy()
+def work():
+    while True:  # allocates, frees and copies without Python's lock
+        mod.ewise_eq(x._handle, x._handle, out._handle)
+        x.T.numpy()
+threading.Thread(target=work, daemon=True).start()
+for _ in range(100):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(int((x[:2] + 1).numpy().sum()))
+    assert os.waitpid(child, 0)[1] >> 8 == 2400 % 256
+"""
+    done = run(program)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_daemon_thread_may_compute_when_the_interpreter_ends(cpu):
     program = """
 import threading, needle as ndl
@@ -87,9 +111,12 @@ def test_a_number_of_threads_that_is_none(cpu, number):
         cpu.set_num_threads(-1)
 
 
-def test_fewer_threads_than_asked_for(cpu):
+@pytest.mark.parametrize("device", ["cpu", "cuda_sim"])
+def test_fewer_threads_than_asked_for(device):
     """A thread's stack is as large as that of a process may grow: too large here for any thread."""
     most = resource.getrlimit(resource.RLIMIT_STACK)[1]
     limit = functools.partial(resource.setrlimit, resource.RLIMIT_STACK, (1 << 40, most))
-    done = run(COUNT, preexec_fn=limit, NEEDLE_NUM_THREADS="4", OPENBLAS_NUM_THREADS="1")
-    assert done.returncode == 0 and done.stdout == "2000000.0 4\n", done.stderr
+    usable(device)
+    program = f"import needle as ndl; print(float((ndl.ones(1000, 1000, device='{device}') * 2).sum()))"
+    done = run(program, preexec_fn=limit, NEEDLE_NUM_THREADS="4", OPENBLAS_NUM_THREADS="1")
+    assert done.returncode == 0 and done.stdout == "2000000.0\n", done.stderr

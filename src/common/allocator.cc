@@ -5,12 +5,14 @@
 // of what was ever live: a request that would carry it past that first gives back what is kept.
 #include "allocator.h"
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <utility>
 
+#include "asan.h"
 #include "integers.h"
 
 namespace needle {
@@ -22,6 +24,7 @@ const int64_t kPage = sysconf(_SC_PAGESIZE);  // 4 KiB; up to 64 on ARM
 constexpr int64_t kHeadroom = 8 << 20;
 
 int64_t block_size(int64_t bytes) {
+  if (NEEDLE_ASAN) return std::max<int64_t>(bytes, 1);  // which watches what lies behind it
   return bytes >= kLarge ? round_up(bytes, kPage) : round_up(std::max<int64_t>(bytes, 1), 64);
 }
 
@@ -47,6 +50,15 @@ OutOfMemory::OutOfMemory(int64_t requested_, const MemoryStats& stats_)
   text = "out of memory: " + readable(requested) + " requested, " + readable(stats.live) +
          " live, " + readable(stats.reserved) + " reserved";
   if (stats.limit > 0) text += ", limit " + readable(stats.limit);
+}
+
+// Held across fork: a child has none but the forking thread, so another that was inside would never
+// come out.
+Allocator::Allocator(MemorySource& source, Caching caching)
+    : source_(source), caching_(NEEDLE_ASAN ? Caching::kNone : caching) {
+  static Allocator* const only = this;
+  pthread_atfork([] { only->mutex_.lock(); }, [] { only->mutex_.unlock(); },
+                 [] { only->mutex_.unlock(); });
 }
 
 void Allocator::hold(Holder& holder, int64_t bytes, int64_t site) {

@@ -70,8 +70,9 @@ struct MemoryEvent {
 
 class Allocator {
  public:
-  explicit Allocator(MemorySource& source, Caching caching = Caching::kNone)
-      : source_(source), caching_(caching) {}
+  Allocator(MemorySource& source, Caching caching);
+  Allocator(const Allocator&) = delete;
+  Allocator& operator=(const Allocator&) = delete;
 
   // Fills in the holder. Zero bytes gives a valid, unique-enough pointer. Throws OutOfMemory when
   // the source or the limit refuses.

@@ -95,7 +95,7 @@ void on_signal(int signal, siginfo_t* info, void* raw) {
 }  // namespace
 
 void prepare_thread_for_faults() {
-  if (NEEDLE_SIM_ASAN) return;  // its own report says more
+  if (NEEDLE_ASAN) return;  // its own report says more
   static std::once_flag once;
   std::call_once(once, [] {
     struct sigaction action{};

@@ -10,7 +10,7 @@
 #include <ucontext.h>
 #endif
 
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
 #include <sanitizer/asan_interface.h>
 #endif
 
@@ -163,7 +163,7 @@ void prepare_fiber(int index, Context& context, void (*entry)()) {
 }
 
 void describe_own_stack(Context& context) {
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
   // Asked once per thread: for the first one the answer is read out of /proc/self/maps, which takes
   // a millisecond.
   static thread_local void* bottom = nullptr;
@@ -182,7 +182,7 @@ void describe_own_stack(Context& context) {
 }
 
 void forget_frames(int first_index, int count) {
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
   for (int i = first_index; i < first_index + count; ++i)
     if (stack_is_open[i]) __asan_unpoison_memory_region(bottom_of_stack(i), kStackBytes);
 #else

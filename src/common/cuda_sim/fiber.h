@@ -1,20 +1,10 @@
 // Stacks and the switch between them. Internal to the runtime.
 #pragma once
 
+#include "../asan.h"
 #include "thread.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-#define NEEDLE_SIM_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define NEEDLE_SIM_ASAN 1
-#endif
-#endif
-#ifndef NEEDLE_SIM_ASAN
-#define NEEDLE_SIM_ASAN 0
-#endif
-
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -42,7 +32,7 @@ inline void swap_stacks(Context& from, Context& to) { needle_sim_switch(&from.sa
 
 // Inline, as the frames of a waiting thread are what a barrier's cache misses are made of.
 inline __attribute__((always_inline)) void switch_context(Context& from, Context& to) {
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
   __sanitizer_start_switch_fiber(&from.asan_fake_stack, to.stack_bottom, to.stack_bytes);
   swap_stacks(from, to);
   __sanitizer_finish_switch_fiber(from.asan_fake_stack, nullptr, nullptr);
@@ -53,7 +43,7 @@ inline __attribute__((always_inline)) void switch_context(Context& from, Context
 
 // The same for a flow that will never run again.
 [[noreturn]] inline void leave_context(Context& from, Context& to) {
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
   __sanitizer_start_switch_fiber(nullptr, to.stack_bottom, to.stack_bytes);
 #endif
   swap_stacks(from, to);
@@ -62,7 +52,7 @@ inline __attribute__((always_inline)) void switch_context(Context& from, Context
 
 // First thing in `entry` of prepare_fiber: completes the switch.
 inline void arrived() {
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
   __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
 #endif
 }

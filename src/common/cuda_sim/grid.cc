@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <numeric>
+#include <system_error>
 #include <thread>
 
 #include "faults.h"
@@ -17,19 +18,17 @@
 
 namespace needle::sim {
 
+std::recursive_mutex host_mutex;
+
 namespace {
 
-std::mutex& opt_in_mutex() {
-  static std::mutex mutex;
-  return mutex;
-}
 std::map<const void*, size_t>& opted_in() {
   static std::map<const void*, size_t> bytes;
   return bytes;
 }
 
 size_t dynamic_shared_limit(const void* function) {
-  std::lock_guard<std::mutex> lock(opt_in_mutex());
+  const std::lock_guard<std::recursive_mutex> lock(host_mutex);
   const auto found = opted_in().find(function);
   return found == opted_in().end() ? kSharedBytesDefault
                                    : std::max(found->second, kSharedBytesDefault);
@@ -80,9 +79,12 @@ Block& block_of_worker(int worker) {
 class Pool {
  public:
   explicit Pool(int helpers) {
-    for (int i = 1; i <= helpers; ++i) {
-      Block& block = block_of_worker(i);
-      std::thread([this, &block] { serve(block); }).detach();
+    try {
+      for (int i = 1; i <= helpers; ++i) {
+        Block& block = block_of_worker(i);
+        std::thread([this, &block] { serve(block); }).detach();
+      }
+    } catch (const std::system_error&) {  // no more threads to be had
     }
   }
 
@@ -125,7 +127,7 @@ class Pool {
 
 // Processors this process may use, or NEEDLE_NUM_THREADS. Sanitizers see one worker.
 int worker_count() {
-  if (NEEDLE_SIM_ASAN || race_hooks) return 1;
+  if (NEEDLE_ASAN || race_hooks) return 1;
   int n = 0;
   if (const char* wanted = std::getenv("NEEDLE_NUM_THREADS")) n = std::atoi(wanted);
   if (n <= 0) {
@@ -135,21 +137,17 @@ int worker_count() {
   return std::clamp(n, 1, kMaxWorkers);
 }
 
-// One grid at a time. Held across fork, so that a child never starts inside somebody's grid; the
-// pool's threads do not exist in the child, which makes new ones.
-std::mutex grid_mutex;
 Pool* pool = nullptr;
 
-void keep_usable_after_fork() {
-  static std::once_flag once;
-  std::call_once(once, [] {
-    pthread_atfork([] { grid_mutex.lock(); }, [] { grid_mutex.unlock(); },
+// Held across fork, so that a child never starts inside somebody's grid. The child makes the mutex
+// anew, whose owner is a thread of its parent, and the pool. Registered as the module is loaded:
+// the last registered is called first, and others take their mutexes before this one.
+[[maybe_unused]] const int registered =
+    pthread_atfork([] { host_mutex.lock(); }, [] { host_mutex.unlock(); },
                    [] {
+                     new (&host_mutex) std::recursive_mutex;
                      pool = nullptr;
-                     grid_mutex.unlock();
                    });
-  });
-}
 
 constexpr uint64_t kThreadsWorthWaking = 1024;
 
@@ -178,9 +176,8 @@ std::string check_launch(const Launch& launch) {
 
 std::string run_grid(const Launch& launch) {
   reserve_stacks();
-  keep_usable_after_fork();
   const OrderOption order = order_option();
-  std::lock_guard<std::mutex> lock(grid_mutex);
+  const std::lock_guard<std::recursive_mutex> lock(host_mutex);
   prepare_thread_for_faults();
   if (race_hooks) race_hooks->begin_launch();
 
@@ -204,7 +201,7 @@ cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribu
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (value < 0 || static_cast<size_t>(value) > max_shared_bytes())
     return remember(cudaErrorInvalidValue);
-  std::lock_guard<std::mutex> lock(opt_in_mutex());
+  const std::lock_guard<std::recursive_mutex> lock(host_mutex);
   opted_in()[function] = static_cast<size_t>(value);
   return cudaSuccess;
 }

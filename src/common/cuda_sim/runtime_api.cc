@@ -46,8 +46,6 @@ struct Event {
 
 namespace {
 
-// Recursive, since work that waits for another stream runs that stream's work.
-std::recursive_mutex mutex;
 uint64_t issued = 0;
 Stream default_stream{true, true, {}};
 std::vector<Stream*>& streams() {
@@ -80,7 +78,7 @@ void run_until(Stream& stream, uint64_t sequence, std::string& fault) {
 }
 
 cudaError_t wait_for(Stream& stream, uint64_t sequence) {
-  std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
   std::string fault;
   run_until(stream, sequence, fault);
   if (stream.is_default)  // what the default stream comes after is done as well when it is
@@ -92,7 +90,7 @@ cudaError_t wait_for(Stream& stream, uint64_t sequence) {
 }
 
 void issue(cudaStream_t stream, std::function<std::string()> work) {
-  std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
   stream_or_default(stream).items.push_back({++issued, std::move(work)});
 }
 
@@ -218,7 +216,7 @@ cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
 // --- streams and events --------------------------------------------------------------------------
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
-  std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
   *stream = new Stream{!(flags & cudaStreamNonBlocking), false, {}};
   streams().push_back(*stream);
   return cudaSuccess;
@@ -229,7 +227,7 @@ cudaError_t cudaStreamCreate(cudaStream_t* stream) {
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   if (!stream) return remember(cudaErrorInvalidResourceHandle);
   const cudaError_t error = cudaStreamSynchronize(stream);
-  std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
   auto& all = streams();
   all.erase(std::remove(all.begin(), all.end(), stream), all.end());
   delete stream;
@@ -239,11 +237,11 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return wait_for(stream_or_default(stream), UINT64_MAX);
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
   return stream_or_default(stream).items.empty() ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaDeviceSynchronize() {
-  std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
   cudaError_t result = cudaSuccess;
   const std::vector<Stream*> all = streams();
   for (Stream* stream : all) {
@@ -266,7 +264,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
   return error;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
   event->stream = &stream_or_default(stream);
   event->done = false;
   const uint64_t mine = event->sequence = issued + 1;
@@ -283,7 +281,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   return event->done ? cudaSuccess : cudaErrorNotReady;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
-  std::lock_guard<std::recursive_mutex> lock(mutex);
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
   if (event->done) return cudaSuccess;
   Stream* awaited = event->stream;
   const uint64_t sequence = event->sequence;

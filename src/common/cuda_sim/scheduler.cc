@@ -8,7 +8,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
 #include <sanitizer/asan_interface.h>
 #endif
 
@@ -21,7 +21,7 @@ namespace {
 
 // Room between shared variables, so that an overrun meets something: 0xff, or poison under
 // AddressSanitizer.
-constexpr size_t kSharedGap = NEEDLE_SIM_ASAN ? 128 : 0;
+constexpr size_t kSharedGap = NEEDLE_ASAN ? 128 : 0;
 constexpr size_t kArenaBytes = 1 << 20;
 
 Block& block_of(Thread& thread) { return *static_cast<Block*>(thread.block); }
@@ -113,7 +113,7 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
     for (unsigned i = n_threads_; i > 1; --i)
       std::swap(start_order_[i - 1], start_order_[random() % i]);
   }
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
   __asan_poison_memory_region(arena_, kArenaBytes);
 #endif
   shared_.clear();
@@ -335,7 +335,7 @@ char* Block::shared(const void* declaration, const char* name, size_t bytes, siz
           "shared memory: " + std::to_string(shared_bytes_ + launch->smem) +
               " bytes, static and dynamic (at most " + std::to_string(max_shared_bytes()) + ")",
           {"", 0});
-#if NEEDLE_SIM_ASAN
+#if NEEDLE_ASAN
   __asan_unpoison_memory_region(address, bytes);
 #endif
   std::memset(address, 0xff, bytes);

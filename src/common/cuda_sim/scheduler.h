@@ -2,6 +2,7 @@
 // runtime.
 #pragma once
 
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -109,6 +110,10 @@ class Block : public BlockIndex {
 void drop_async_copies(Thread& thread);
 // Whether a thread of the block has issued a copy to `address` that it has not waited for.
 bool async_copy_under_way(const Block& block, const void* address);
+
+// Held by the host thread that runs a grid or what waits in a stream; recursive, since work that
+// waits for another stream runs that stream's work.
+extern std::recursive_mutex host_mutex;
 
 // What the race detector, where it is linked, wants to hear.
 struct RaceHooks {
