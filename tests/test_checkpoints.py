@@ -207,6 +207,15 @@ def test_the_same_step_twice_and_an_older_one_later(tmp_path):
         CheckpointFolder(tmp_path, keep_last=0)
 
 
+def test_a_checkpoint_takes_the_place_of_one_that_was_removed(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    for step in (1, 2):
+        folder.save(step, write(step))
+    shutil.rmtree(tmp_path / "step-000002")
+    folder.save(2, write(3))
+    assert [value(tmp_path / name) for name in folder.names()] == [1, 3]
+
+
 # ---- damage
 
 

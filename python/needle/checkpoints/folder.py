@@ -50,8 +50,8 @@ class CheckpointFolder:
             _seal(partial)
             os.replace(partial, target)
             files.flush(self.path)
-            entries.append({"name": target.name, "held_out_loss": None})
-            self._write_index(entries)
+            others = [entry for entry in entries if entry["name"] != target.name]  # which was there if somebody removed its folder
+            self._write_index([*others, {"name": target.name, "held_out_loss": None}])
         except OSError as error:
             raise CheckpointError(
                 f"[checkpoint] cannot write {target}: {files.reason(error)} (room in a writable folder)"
