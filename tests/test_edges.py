@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle import amp, data, init, nn, ops
+from needle import amp, data, init, memory, nn, ops
 from needle import dtype as dt
 from needle.backend_ndarray import kernels, ndarray
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import NDArray, from_dlpack, full, where
-from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, ShapeError
+from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, OutOfMemoryError, ShapeError
 from needle.optim import SGD, Adam, AdamW
 
 
@@ -89,6 +89,22 @@ def test_more_elements_than_can_be_counted(device):
     for make in (lambda: ndarray.empty((2**40, 2**40), device=device), lambda: array([1.0], device).broadcast_to((2**32, 2**31))):
         with pytest.raises(ShapeError, match="elements or more"):
             make()
+
+
+def test_more_memory_than_there_is(device):
+    live, peak = memory.stats(device).live, memory.stats(device).peak
+    with pytest.raises(OutOfMemoryError, match=rf"\[{device.name}\] out of memory: .* requested, .* live") as caught:
+        ndarray.empty((1 << 50,), device=device)
+    assert caught.value.requested_bytes == 1 << 52
+    assert (memory.stats(device).live, memory.stats(device).peak) == (live, peak)
+    with pytest.raises(ValueError, match=f"impossible array size {1 << 61}"):
+        ndarray.empty((1 << 61,), device=device)
+    memory.set_limit(live + 400, device)
+    try:
+        with pytest.raises(OutOfMemoryError, match=rf"404 bytes requested, .* live, .*limit {live + 400} bytes"):
+            ndarray.empty((101,), device=device)
+    finally:
+        memory.set_limit(None, device)
 
 
 def test_any_and_all_of_nothing(device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import local
 
+from .. import dtype as dt
 from ..errors import OutOfMemoryError
 
 # What an array is for: the number is its place here. 0 is what nobody has said anything else about.
@@ -34,11 +35,7 @@ class HostAllocator:
 
     def take(self, storage: Storage, nbytes: int) -> None:
         if self.limit and self.live + nbytes > self.limit:
-            raise OutOfMemoryError(
-                f"[{self.device_name}] out of memory: {nbytes} bytes requested, {self.live} live, limit {self.limit}",
-                nbytes,
-                self.memory_stats(),
-            )
+            raise self.out_of_memory(nbytes)
         site = self.site_hook(nbytes) if self.site_hook is not None and nbytes >= self.site_bytes else 0
         self.allocations += 1
         storage.serial, storage.nbytes, storage.category, storage.site = self.allocations, nbytes, self.current.category, site
@@ -48,6 +45,11 @@ class HostAllocator:
         if self.live > self.peak:
             self.peak = self.live
             self.by_category_at_peak = list(self.by_category)
+
+    def out_of_memory(self, nbytes: int) -> OutOfMemoryError:
+        """What is raised where ``nbytes`` more cannot be had, or must not."""
+        account = f"{nbytes} bytes requested, {self.live} bytes live{f', limit {self.limit} bytes' if self.limit else ''}"
+        return OutOfMemoryError(f"[{self.device_name}] out of memory: {account}", nbytes, self.memory_stats())
 
     def give_back(self, storage: Storage) -> None:
         self.live -= storage.nbytes
@@ -131,6 +133,14 @@ class Storage:
         allocator.take(self, nbytes)
         self.allocator = allocator
         self.last_write = 0
+
+    @staticmethod
+    def bytes_of(size: int, dtype: str) -> int:
+        """Of an array. raises: ValueError for a size below 0, or of more bytes than can be counted."""
+        nbytes = size * dt.ROWS[dtype].itemsize
+        if not 0 <= nbytes < 1 << 63:
+            raise ValueError(f"impossible array size {size}")
+        return nbytes
 
     def __del__(self):
         if hasattr(self, "allocator"):  # not where take() refused

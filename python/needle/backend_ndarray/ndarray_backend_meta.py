@@ -22,9 +22,7 @@ class Array(HostArray):
     __slots__ = ()
 
     def __init__(self, size: int, dtype: str = "float32"):
-        if size < 0:
-            raise ValueError(f"impossible array size {size}")
-        super().__init__(size, dtype, Storage(_allocator, size * dt.ROWS[dtype].itemsize))
+        super().__init__(size, dtype, Storage(_allocator, Storage.bytes_of(size, dtype)))
 
     def view(self, offset: int, size: int) -> Array:
         part = Array.__new__(Array)

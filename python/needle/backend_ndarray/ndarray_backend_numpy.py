@@ -37,11 +37,12 @@ class Array(HostArray):
     __slots__ = ("array",)
 
     def __init__(self, size: int, dtype: str = "float32"):
-        np_dtype = dt.to_numpy(dtype)
-        if size < 0:
-            raise ValueError(f"impossible array size {size}")
-        super().__init__(size, dtype, Storage(_allocator, size * np_dtype.itemsize))
-        self.array = np.empty(size, np_dtype)
+        np_dtype, nbytes = dt.to_numpy(dtype), Storage.bytes_of(size, dtype)
+        try:
+            self.array = np.empty(size, np_dtype)
+        except MemoryError:
+            raise _allocator.out_of_memory(nbytes) from None
+        super().__init__(size, dtype, Storage(_allocator, nbytes))
 
     def view(self, offset: int, size: int) -> Array:
         """The elements offset .. offset + size, sharing this memory."""
