@@ -328,7 +328,7 @@ void with_truth_as_numbers(bool is_comparison, const Array& out, const Compute& 
 }
 
 inline void bind_binary(py::module_& m, const std::string& name, BinaryOp op, bool is_comparison) {
-  const std::string ewise = "ewise_" + name, scalar = "scalar_" + name, rscalar = "rscalar_" + name;
+  const std::string ewise = "ewise_" + name;
   m.def(ewise.c_str(), [op, is_comparison](const Array& a, const Array& b, const Array& out) {
     const Dims shape{out.size()};
     const View x = whole(a, shape), y = whole(b, shape);
@@ -343,31 +343,25 @@ inline void bind_binary(py::module_& m, const std::string& name, BinaryOp op, bo
           Unlocked unlocked(out.size());
           ewise_binary(op, x, y, out);
         });
-  m.def(scalar.c_str(), [op, is_comparison](const Array& a, Scalar b, const Array& out) {
-    const Dims shape{out.size()};
-    const View x = whole(a, shape);
-    Unlocked unlocked(out.size());
-    with_truth_as_numbers(is_comparison, out,
-                          [&](const Array& to) { scalar_binary(op, x, b, to); });
-  });
-  m.def(scalar.c_str(), [op](const Array& a, const Dims& strides, int64_t offset, Scalar b,
-                             const Array& out, const Dims& shape) {
-    const View x = checked(a, shape, strides, offset);
-    Unlocked unlocked(out.size());
-    scalar_binary(op, x, b, out);
-  });
-  m.def(rscalar.c_str(), [op](const Array& b, Scalar a, const Array& out) {
-    const Dims shape{out.size()};
-    const View y = whole(b, shape);
-    Unlocked unlocked(out.size());
-    rscalar_binary(op, a, y, out);
-  });
-  m.def(rscalar.c_str(), [op](const Array& b, const Dims& strides, int64_t offset, Scalar a,
+  // compute(array, number, out)
+  const auto with_number = [&](const std::string& called, auto compute) {
+    m.def(called.c_str(), [=](const Array& a, Scalar number, const Array& out) {
+      const Dims shape{out.size()};
+      const View x = whole(a, shape);
+      Unlocked unlocked(out.size());
+      with_truth_as_numbers(is_comparison, out, [&](const Array& to) { compute(x, number, to); });
+    });
+    m.def(called.c_str(), [=](const Array& a, const Dims& strides, int64_t offset, Scalar number,
                               const Array& out, const Dims& shape) {
-    const View y = checked(b, shape, strides, offset);
-    Unlocked unlocked(out.size());
-    rscalar_binary(op, a, y, out);
-  });
+      const View x = checked(a, shape, strides, offset);
+      Unlocked unlocked(out.size());
+      compute(x, number, out);
+    });
+  };
+  with_number("scalar_" + name,
+              [op](const View& a, Scalar b, const Array& out) { scalar_binary(op, a, b, out); });
+  with_number("rscalar_" + name,
+              [op](const View& b, Scalar a, const Array& out) { rscalar_binary(op, a, b, out); });
 }
 
 inline void bind_ewise(py::module_& m) {

@@ -196,17 +196,18 @@ struct Own {
 // The pool hands out the parallelism; the library's own threads stay asleep.
 [[maybe_unused]] const bool single_threaded = (scipy_openblas_set_num_threads(1), true);
 CBLAS_TRANSPOSE flag(bool t) { return t ? CblasTrans : CblasNoTrans; }
+template <class... Sizes>
+bool fit_int(Sizes... sizes) {
+  return ((sizes <= std::numeric_limits<int>::max()) && ...);
+}
 #endif
 
 }  // namespace
 
-void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,
-              const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc) {
-  Own<float>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
-}
-void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const double* a, int64_t lda,
-              const double* b, int64_t ldb, bool accumulate, double* c, int64_t ldc) {
-  Own<double>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
+template <class T>
+void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
+              const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc) {
+  Own<T>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
 }
 
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
@@ -218,38 +219,32 @@ bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
 #endif
 }
 
+template <class T>
+void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
+               const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc) {
 #ifdef NEEDLE_OPENBLAS
-namespace {
-template <class... Sizes>
-bool fit_int(Sizes... sizes) {
-  return ((sizes <= std::numeric_limits<int>::max()) && ...);
-}
-}  // namespace
-
-void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,
-               const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc) {
-  if (!fit_int(m, n, k, lda, ldb, ldc))
-    return gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
-  const FlushSubnormals flush;
-  scipy_cblas_sgemm(CblasRowMajor, flag(ta), flag(tb), int(m), int(n), int(k), 1.f, a, int(lda), b,
-                    int(ldb), float(accumulate), c, int(ldc));
-}
-void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const double* a, int64_t lda,
-               const double* b, int64_t ldb, bool accumulate, double* c, int64_t ldc) {
-  if (!fit_int(m, n, k, lda, ldb, ldc))
-    return gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
-  scipy_cblas_dgemm(CblasRowMajor, flag(ta), flag(tb), int(m), int(n), int(k), 1., a, int(lda), b,
-                    int(ldb), double(accumulate), c, int(ldc));
-}
-#else
-void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,
-               const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc) {
-  gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
-}
-void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const double* a, int64_t lda,
-               const double* b, int64_t ldb, bool accumulate, double* c, int64_t ldc) {
-  gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
-}
+  if (fit_int(m, n, k, lda, ldb, ldc)) {
+    [[maybe_unused]] const typename Own<T>::Mode mode;
+    const auto multiply = [&](auto function) {
+      function(CblasRowMajor, flag(ta), flag(tb), int(m), int(n), int(k), T(1), a, int(lda), b,
+               int(ldb), T(accumulate), c, int(ldc));
+    };
+    if constexpr (std::is_same_v<T, float>)
+      return multiply(scipy_cblas_sgemm);
+    else
+      return multiply(scipy_cblas_dgemm);
+  }
 #endif
+  gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
+}
+
+#define INSTANTIATE(T)                                                                        \
+  template void gemm_own(bool, bool, int64_t, int64_t, int64_t, const T*, int64_t, const T*,  \
+                         int64_t, bool, T*, int64_t);                                         \
+  template void gemm_tile(bool, bool, int64_t, int64_t, int64_t, const T*, int64_t, const T*, \
+                          int64_t, bool, T*, int64_t);
+INSTANTIATE(float)
+INSTANTIATE(double)
+#undef INSTANTIATE
 
 }  // namespace needle::cpu

@@ -9,16 +9,14 @@
 namespace needle::cpu {
 
 // On one thread, for use inside a task of the pool. Through OpenBLAS where it was built in.
-void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,
-               const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc);
-void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const double* a, int64_t lda,
-               const double* b, int64_t ldb, bool accumulate, double* c, int64_t ldc);
+template <class T>
+void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
+               const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc);
 
 // On the whole pool, by needle's own kernel. Bits do not depend on the number of threads.
-void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const float* a, int64_t lda,
-              const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc);
-void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const double* a, int64_t lda,
-              const double* b, int64_t ldb, bool accumulate, double* c, int64_t ldc);
+template <class T>
+void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
+              const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc);
 
 // Whether gemm_own is the faster way to a product of this size, rather than tiles on the pool.
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k);

@@ -1,7 +1,7 @@
 // The contract of a compiled backend: every function that a device module offers, once.
 //
-// Included inside `namespace needle::NEEDLE_DEVICE { ... }` by bindings.h and by each
-// kernel's translation unit, so a backend that lacks a kernel does not link. The names are
+// Included by backend.h inside `namespace needle::NEEDLE_DEVICE { ... }`, so a backend that
+// lacks a kernel does not link. The names are
 // the names Python sees (bindings.h adds only the op tables of ewise_ops.def); the numpy
 // backend and the meta backend have the same names, and a test compares them.
 //

@@ -37,11 +37,11 @@ struct AttentionArguments {
   A scale;
 };
 
-// What a tile of `size` lines within block `line` of (extent) lines covers: first line and how
-// many, none if rows <= 0.
+// Lines of a matrix; none if count <= 0.
 struct Span {
   int64_t first, count;
 };
+// Of a tile of `size` lines that begins `inside` lines into block `line`, those below `extent`.
 __device__ inline Span span_of(int64_t line, int64_t inside, int64_t size, int64_t block,
                                int64_t extent) {
   const int64_t first = line * block + inside;

@@ -13,8 +13,7 @@ __global__ void dropout_kernel(const T* x, T* out, int64_t n, float p, accum_t<T
     const Philox random = philox(offset + uint64_t(q), seed);
     A four[4] = {};
     for (int j = 0; j < 4 && q * 4 + j < n; ++j) {
-      const bool keep = uniform(random.word[j]) >= p && keep_probability > A(0);
-      if (keep) four[j] = A(x[q * 4 + j]) / keep_probability;
+      if (uniform(random.word[j]) >= p) four[j] = A(x[q * 4 + j]) / keep_probability;
     }
     store_run(out + q * 4, four, n - q * 4);
   }

@@ -16,27 +16,26 @@ template <UnaryOp>
 struct Unary;
 template <BinaryOp>
 struct Binary;
-// The result of an expression on small integers is an int; Result is what is stored, before
-// rounding to 16 bits.
-#define NEEDLE_UNARY(name, kind_, expression)                                        \
-  template <>                                                                        \
-  struct Unary<UnaryOp::name> {                                                      \
-    static constexpr Kind kind = Kind::kind_;                                        \
-    template <class T>                                                               \
-    __device__ static auto apply(T x) ->                                             \
-        typename std::conditional<gives_bool(kind), bool, T>::type {                 \
-      return typename std::conditional<gives_bool(kind), bool, T>::type(expression); \
-    }                                                                                \
+// What a row gives for T, before rounding to 16 bits; an expression of small integers is an int.
+template <Kind kind, class T>
+using result_t = typename std::conditional<gives_bool(kind), bool, T>::type;
+#define NEEDLE_UNARY(name, kind_, expression)        \
+  template <>                                        \
+  struct Unary<UnaryOp::name> {                      \
+    static constexpr Kind kind = Kind::kind_;        \
+    template <class T>                               \
+    __device__ static result_t<kind, T> apply(T x) { \
+      return result_t<kind, T>(expression);          \
+    }                                                \
   };
-#define NEEDLE_BINARY(name, kind_, expression)                                       \
-  template <>                                                                        \
-  struct Binary<BinaryOp::name> {                                                    \
-    static constexpr Kind kind = Kind::kind_;                                        \
-    template <class T>                                                               \
-    __device__ static auto apply(T a, T b) ->                                        \
-        typename std::conditional<gives_bool(kind), bool, T>::type {                 \
-      return typename std::conditional<gives_bool(kind), bool, T>::type(expression); \
-    }                                                                                \
+#define NEEDLE_BINARY(name, kind_, expression)            \
+  template <>                                             \
+  struct Binary<BinaryOp::name> {                         \
+    static constexpr Kind kind = Kind::kind_;             \
+    template <class T>                                    \
+    __device__ static result_t<kind, T> apply(T a, T b) { \
+      return result_t<kind, T>(expression);               \
+    }                                                     \
   };
 #include "../common/ewise_ops.def"
 
@@ -131,7 +130,7 @@ void unary(const char* name, const View& a, const Array& out) {
   const int64_t n = out.size();
   dispatch_kind<Op::kind>(a.array.dtype(), name, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using R = typename std::conditional<gives_bool(Op::kind), bool, T>::type;
+    using R = result_t<Op::kind, T>;
     constexpr int N = vector_length<T>();
     const T* x = a.array.data<T>();
     R* y = out.data<R>();
@@ -150,7 +149,7 @@ void binary(const char* name, const View* a, const View* b, Scalar number, const
   const View& shaped = a != nullptr ? *a : *b;
   dispatch_kind<Op::kind>(shaped.array.dtype(), name, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using R = typename std::conditional<gives_bool(Op::kind), bool, T>::type;
+    using R = result_t<Op::kind, T>;
     constexpr int N = vector_length<T>();
     const accum_t<T> value = number.to<accum_t<T>>();
     Operand<T> x{a != nullptr ? a->array.data<T>() : nullptr, value};

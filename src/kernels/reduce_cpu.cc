@@ -242,11 +242,6 @@ void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_
   if (reduce == 0 && needs_element)
     throw std::invalid_argument(std::string("[") + reduce_name(op) +
                                 "] an axis of length 0 has no such element");
-  const auto wrong_out = [&] {
-    return std::invalid_argument(std::string("[") + reduce_name(op) + "] out is " +
-                                 dtype_name(out.dtype()) + " for an input of " +
-                                 dtype_name(a.dtype()));
-  };
   dispatch_any(a.dtype(), [&](auto tag) {
     using S = typename decltype(tag)::type;
     using C = accum_t<S>;
@@ -278,7 +273,9 @@ void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_
       } else if (out.dtype() == a.dtype()) {
         run(out.data<S>());
       } else {
-        throw wrong_out();
+        throw std::invalid_argument(std::string("[") + reduce_name(op) + "] out is " +
+                                    dtype_name(out.dtype()) + " for an input of " +
+                                    dtype_name(a.dtype()));
       }
     }
   });

@@ -94,7 +94,7 @@ __global__ void logsumexp_backward_kernel(const T* x, const T* lse, const T* dls
 
 }  // namespace
 
-// F is a forward or backward kernel template over <Lanes, T>; the arguments are its arrays.
+// `kernel` is a template over <Lanes, T>, of the arrays `first` and those that follow.
 #define NEEDLE_LAUNCH_ROWS(op, kernel, first, ...)                                     \
   if (rows * cols == 0) return;                                                        \
   dispatch_float((first).dtype(), op, [&](auto tag) {                                  \

@@ -196,9 +196,8 @@ std::string run_grid(const Launch& launch) {
 
 }  // namespace needle::sim
 
-cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value) {
+cudaError_t cudaFuncSetAttribute(const void* function, cudaFuncAttribute, int value) {
   using namespace needle::sim;
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
   if (value < 0 || static_cast<size_t>(value) > max_shared_bytes())
     return remember(cudaErrorInvalidValue);
   const std::lock_guard<std::recursive_mutex> lock(host_mutex);

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdlib>
 #include <deque>
 #include <functional>
@@ -27,8 +26,6 @@ struct Item {
   std::function<std::string()> work;
 };
 
-using Clock = std::chrono::steady_clock;
-
 }  // namespace
 
 struct Stream {
@@ -41,7 +38,6 @@ struct Event {
   Stream* stream = nullptr;
   uint64_t sequence = 0;  // of the last record
   bool done = true;
-  Clock::time_point time{};
 };
 
 namespace {
@@ -236,10 +232,6 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return wait_for(stream_or_default(stream), UINT64_MAX);
 }
-cudaError_t cudaStreamQuery(cudaStream_t stream) {
-  std::lock_guard<std::recursive_mutex> lock(host_mutex);
-  return stream_or_default(stream).items.empty() ? cudaSuccess : cudaErrorNotReady;
-}
 cudaError_t cudaDeviceSynchronize() {
   std::lock_guard<std::recursive_mutex> lock(host_mutex);
   cudaError_t result = cudaSuccess;
@@ -271,7 +263,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return do_or_issue(stream, [event, mine] {
     if (event->sequence > mine) return;  // recorded again since
     event->done = true;
-    event->time = Clock::now();
   });
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -292,11 +283,6 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   });
   return cudaSuccess;
 }
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t stop) {
-  if (!start->done || !stop->done) return remember(cudaErrorNotReady);
-  *milliseconds = std::chrono::duration<float, std::milli>(stop->time - start->time).count();
-  return cudaSuccess;
-}
 
 // --- the device ----------------------------------------------------------------------------------
 
@@ -314,26 +300,14 @@ cudaError_t cudaSetDevice(int device) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   if (device != 0) return remember(cudaErrorInvalidDevice);
   switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock:
-      *value = kMaxBlockThreads;
-      return cudaSuccess;
-    case cudaDevAttrMaxSharedMemoryPerBlock:
-      *value = static_cast<int>(kSharedBytesDefault);
-      return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
       *value = static_cast<int>(max_shared_bytes());
-      return cudaSuccess;
-    case cudaDevAttrWarpSize:
-      *value = kWarpSize;
       return cudaSuccess;
     case cudaDevAttrMultiProcessorCount:
       *value = 4;
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor:
       *value = compute_capability() / 10;
-      return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMinor:
-      *value = compute_capability() % 10;
       return cudaSuccess;
   }
   return remember(cudaErrorInvalidValue);
@@ -352,32 +326,10 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   return cudaSuccess;
 }
 
-cudaError_t cudaPeekAtLastError() { return last_error; }
 cudaError_t cudaGetLastError() {
   const cudaError_t error = last_error;
   last_error = cudaSuccess;
   return error;
-}
-const char* cudaGetErrorName(cudaError_t error) {
-  switch (error) {
-    case cudaSuccess:
-      return "cudaSuccess";
-    case cudaErrorInvalidValue:
-      return "cudaErrorInvalidValue";
-    case cudaErrorMemoryAllocation:
-      return "cudaErrorMemoryAllocation";
-    case cudaErrorInvalidConfiguration:
-      return "cudaErrorInvalidConfiguration";
-    case cudaErrorInvalidDevice:
-      return "cudaErrorInvalidDevice";
-    case cudaErrorInvalidResourceHandle:
-      return "cudaErrorInvalidResourceHandle";
-    case cudaErrorNotReady:
-      return "cudaErrorNotReady";
-    case cudaErrorLaunchFailure:
-      return "cudaErrorLaunchFailure";
-  }
-  return "unknown error";
 }
 const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
@@ -387,8 +339,6 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid argument";
     case cudaErrorMemoryAllocation:
       return "out of memory";
-    case cudaErrorInvalidConfiguration:
-      return "invalid configuration argument";
     case cudaErrorInvalidDevice:
       return "invalid device ordinal";
     case cudaErrorInvalidResourceHandle:

@@ -13,7 +13,6 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
-  cudaErrorInvalidConfiguration = 9,
   cudaErrorInvalidDevice = 101,
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorNotReady = 600,
@@ -26,17 +25,10 @@ enum cudaMemcpyKind {
   cudaMemcpyDeviceToDevice,
   cudaMemcpyDefault
 };
-enum cudaFuncAttribute {
-  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
-  cudaFuncAttributePreferredSharedMemoryCarveout = 9
-};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr {
-  cudaDevAttrMaxThreadsPerBlock = 1,
-  cudaDevAttrMaxSharedMemoryPerBlock = 8,
-  cudaDevAttrWarpSize = 10,
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrComputeCapabilityMajor = 75,
-  cudaDevAttrComputeCapabilityMinor = 76,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
 };
 
@@ -79,7 +71,6 @@ NEEDLE_SIM_API cudaStreamCreate(cudaStream_t* stream);
 NEEDLE_SIM_API cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags);
 NEEDLE_SIM_API cudaStreamDestroy(cudaStream_t stream);
 NEEDLE_SIM_API cudaStreamSynchronize(cudaStream_t stream);
-NEEDLE_SIM_API cudaStreamQuery(cudaStream_t stream);
 NEEDLE_SIM_API cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags = 0);
 NEEDLE_SIM_API cudaDeviceSynchronize();
 NEEDLE_SIM_API cudaEventCreate(cudaEvent_t* event);
@@ -88,7 +79,6 @@ NEEDLE_SIM_API cudaEventDestroy(cudaEvent_t event);
 NEEDLE_SIM_API cudaEventRecord(cudaEvent_t event, cudaStream_t stream = nullptr);
 NEEDLE_SIM_API cudaEventSynchronize(cudaEvent_t event);
 NEEDLE_SIM_API cudaEventQuery(cudaEvent_t event);
-NEEDLE_SIM_API cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t stop);
 
 NEEDLE_SIM_API cudaGetDeviceCount(int* count);
 NEEDLE_SIM_API cudaGetDevice(int* device);
@@ -98,10 +88,8 @@ NEEDLE_SIM_API cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int 
 NEEDLE_SIM_API cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);
 
 NEEDLE_SIM_API cudaGetLastError();
-NEEDLE_SIM_API cudaPeekAtLastError();
 // For a failed launch the text is the emulator's: kernel, block, thread, place.
 NEEDLE_SIM_HIDDEN const char* cudaGetErrorString(cudaError_t error);
-NEEDLE_SIM_HIDDEN const char* cudaGetErrorName(cudaError_t error);
 #undef NEEDLE_SIM_API
 
 template <class T>
