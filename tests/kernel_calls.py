@@ -170,7 +170,7 @@ def check_attention(dtype, B, H, T, S, D, block, q_start, masks, causal=True):
     q, k, v, dout = (In(normal(B, n, H, D)) for n in (T, S, S, T))
     qs, ks, gradient = head_strides(B, H, T, D), head_strides(B, H, S, D), (H * S * D, S * D, D)
     inputs = q, qs, k, ks, v, ks
-    sizes = B, H, T, S, D, len(masks), block, q_start, D**-0.5
+    sizes = B, H, T, S, D, len(masks), block, q_start, max(D, 1) ** -0.5
     forward = *inputs, Out((B, T, H, D)), qs, Out((B, H, T), True), *rows[:3], *sizes
     check("attention_forward", dtype, *forward)
     out, lse = call(reference, "attention_forward", dtype, forward)

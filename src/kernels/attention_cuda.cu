@@ -432,7 +432,7 @@ void attention_forward(const Array& q, const Dims& q_strides, const Array& k, co
                        const Array& col_idx, const Array& partial, int64_t B, int64_t H, int64_t T,
                        int64_t S, int64_t D, int64_t layout_heads, int64_t block, int64_t q_start,
                        double scale) {
-  if (B * H * T * D == 0) return;
+  if (B * H * T == 0) return;
   dispatch_float(q.dtype(), "attention_forward", [&](auto tag) {
     using E = typename decltype(tag)::type;
     auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block,
@@ -456,7 +456,7 @@ void attention_backward(const Array& dout, const Dims& dout_strides, const Array
                         const Array& col_ptr, const Array& row_idx, const Array& t_partial,
                         int64_t B, int64_t H, int64_t T, int64_t S, int64_t D, int64_t layout_heads,
                         int64_t block, int64_t q_start, double scale) {
-  if (B * H * D == 0) return;
+  if (B * H == 0) return;
   dispatch_float(q.dtype(), "attention_backward", [&](auto tag) {
     using E = typename decltype(tag)::type;
     auto g = common_arguments<E>(row_ptr, col_idx, partial, B, H, T, S, D, layout_heads, block,
