@@ -227,8 +227,7 @@ inline py::array to_numpy(const Array& a, const Dims& shape, const Dims& strides
     strided_copy(a, strides, offset, packed, compact, 0, shape);
     copy_to_host(packed, to);
   } else {  // straight into numpy's memory
-    const Array host(std::make_shared<Storage>(allocator(), to, n * dtype_size(a.dtype()), [] {}),
-                     to, n, a.dtype());
+    const Array host(nullptr, to, n, a.dtype());
     strided_copy(a, strides, offset, host, compact, 0, shape);
   }
   return result;
