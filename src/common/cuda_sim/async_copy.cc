@@ -2,7 +2,6 @@
 // (the default) makes them as late as the hardware may, so that a missing wait leaves the old
 // bytes; =early as soon as it may.
 #include <algorithm>
-#include <cstdlib>
 #include <string>
 #include <vector>
 
@@ -56,8 +55,7 @@ void async_copy(void* shared, const void* global, int bytes, int source_bytes, S
               std::to_string(bytes),
           site);
   const Copy copy{shared, global, bytes, source_bytes, __builtin_return_address(0)};
-  const char* when = std::getenv("NEEDLE_SIM_CP_ASYNC");
-  if (when && std::string(when) == "early")
+  if (async_copies_are_early())
     perform(copy);
   else
     queue_of(self()).open.push_back(copy);

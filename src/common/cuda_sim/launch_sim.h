@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "runtime_api.h"
+#include "settings.h"
 #include "thread.h"
 
 namespace needle::sim {
@@ -26,7 +27,6 @@ NEEDLE_SIM_HIDDEN std::string run_grid(const Launch& launch);
 
 // `error`, which cudaGetLastError then gives once.
 NEEDLE_SIM_HIDDEN cudaError_t remember(cudaError_t error);
-NEEDLE_SIM_HIDDEN bool streams_are_lazy();
 NEEDLE_SIM_HIDDEN void enqueue(cudaStream_t stream, std::function<std::string()> work);
 
 template <auto K, class... Params>

@@ -109,11 +109,6 @@ size_t total_bytes() {
   return bytes;
 }
 
-int compute_capability() {
-  const char* wanted = std::getenv("NEEDLE_SIM_SM");
-  return wanted && *wanted ? std::atoi(wanted) : 90;
-}
-
 }  // namespace
 
 cudaError_t remember(cudaError_t error) {
@@ -136,11 +131,6 @@ size_t max_shared_bytes() {
     default:
       return 227 * 1024;
   }
-}
-
-bool streams_are_lazy() {
-  const char* wanted = std::getenv("NEEDLE_SIM_STREAMS");
-  return wanted && std::string(wanted) == "lazy";
 }
 
 void enqueue(cudaStream_t stream, std::function<std::string()> work) {

@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
@@ -55,33 +54,6 @@ uint3 unflatten(uint64_t index, dim3 extent) {
 }
 
 }  // namespace
-
-OrderOption order_option() {
-  const char* value = std::getenv("NEEDLE_SIM_ORDER");
-  if (!value || !*value) return {};
-  const std::string order = value;
-  if (order == "forward") return {Order::kForward, 0, true};
-  if (order == "reverse") return {Order::kReverse, 0, true};
-  if (order.rfind("random:", 0) == 0)
-    return {Order::kRandom, std::strtoull(order.c_str() + 7, nullptr, 10), true};
-  throw std::invalid_argument("NEEDLE_SIM_ORDER is '" + order +
-                              "' (accepted: forward, reverse, random:SEED)");
-}
-
-void check_settings() {
-  const auto check = [](const char* name, const char* accepted, auto&& fits) {
-    const char* value = std::getenv(name);
-    if (value && *value && !fits(std::string(value)))
-      throw std::invalid_argument(std::string(name) + " is '" + value + "' (accepted: " + accepted +
-                                  ")");
-  };
-  check("NEEDLE_SIM_CP_ASYNC", "late, early",
-        [](const std::string& when) { return when == "late" || when == "early"; });
-  check("NEEDLE_SIM_STREAMS", "eager, lazy",
-        [](const std::string& when) { return when == "eager" || when == "lazy"; });
-  check("NEEDLE_SIM_SM", "75, 80, 90, ...",
-        [](const std::string& sm) { return std::atoi(sm.c_str()) >= 75; });
-}
 
 Block::Block(int worker) : worker_(worker) {
   void* memory = mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE,

@@ -12,18 +12,8 @@
 
 namespace needle::sim {
 
-enum class Order { kForward, kReverse, kRandom };
-
-struct OrderOption {
-  Order order = Order::kForward;
-  uint64_t seed = 0;
-  bool reproducible = false;  // set explicitly: blocks run on one worker
-};
-OrderOption order_option();  // NEEDLE_SIM_ORDER=forward|reverse|random:SEED
-void check_settings();  // std::invalid_argument for a value that the other variables do not have
-
 constexpr size_t kSharedBytesDefault = 48 * 1024;
-size_t max_shared_bytes();  // after opting in, by the compute capability that NEEDLE_SIM_SM names
+size_t max_shared_bytes();  // after opting in
 
 struct Warp {
   uint32_t live = 0;     // lanes that have not exited

@@ -1,0 +1,53 @@
+#include "settings.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+namespace needle::sim {
+
+namespace {
+
+std::string value_of(const char* variable) {
+  const char* value = std::getenv(variable);
+  return value ? value : "";
+}
+
+std::invalid_argument refused(const std::string& variable, const std::string& accepted) {
+  return std::invalid_argument(variable + " is '" + value_of(variable.c_str()) +
+                               "' (accepted: " + accepted + ")");
+}
+
+// Whether the variable has the second of its two values, the first of which is the default.
+bool is_second(const char* variable, const std::string& first, const std::string& second) {
+  const std::string value = value_of(variable);
+  if (value.empty() || value == first) return false;
+  if (value == second) return true;
+  throw refused(variable, first + ", " + second);
+}
+
+}  // namespace
+
+OrderOption order_option() {
+  const std::string value = value_of("NEEDLE_SIM_ORDER"), random = "random:";
+  if (value.empty()) return {};
+  if (value == "forward") return {Order::kForward, 0, true};
+  if (value == "reverse") return {Order::kReverse, 0, true};
+  if (value.rfind(random, 0) == 0)
+    return {Order::kRandom, std::strtoull(value.c_str() + random.size(), nullptr, 10), true};
+  throw refused("NEEDLE_SIM_ORDER", "forward, reverse, random:SEED");
+}
+
+bool async_copies_are_early() { return is_second("NEEDLE_SIM_CP_ASYNC", "late", "early"); }
+
+bool streams_are_lazy() { return is_second("NEEDLE_SIM_STREAMS", "eager", "lazy"); }
+
+int compute_capability() {
+  const std::string value = value_of("NEEDLE_SIM_SM");
+  if (value.empty()) return 90;
+  const int capability = std::atoi(value.c_str());
+  if (capability < 75) throw refused("NEEDLE_SIM_SM", "75, 80, 90, ...");
+  return capability;
+}
+
+}  // namespace needle::sim
