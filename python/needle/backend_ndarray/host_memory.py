@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import local
 
-from .. import dtype as dt
 from ..errors import OutOfMemoryError
 
 # What an array is for: the number is its place here. 0 is what nobody has said anything else about.
@@ -133,14 +132,6 @@ class Storage:
         allocator.take(self, nbytes)
         self.allocator = allocator
         self.last_write = 0
-
-    @staticmethod
-    def bytes_of(size: int, dtype: str) -> int:
-        """Of an array. raises: ValueError for a size below 0, or of more bytes than can be counted."""
-        nbytes = size * dt.ROWS[dtype].itemsize
-        if not 0 <= nbytes < 1 << 63:
-            raise ValueError(f"impossible array size {size}")
-        return nbytes
 
     def __del__(self):
         if hasattr(self, "allocator"):  # not where take() refused

@@ -22,7 +22,9 @@ class Array(HostArray):
     __slots__ = ()
 
     def __init__(self, size: int, dtype: str = "float32"):
-        super().__init__(size, dtype, Storage(_allocator, Storage.bytes_of(size, dtype)))
+        if size < 0:
+            raise ValueError(f"impossible array size {size}")
+        super().__init__(size, dtype, Storage(_allocator, size * dt.ROWS[dtype].itemsize))
 
     def view(self, offset: int, size: int) -> Array:
         part = Array.__new__(Array)

@@ -37,7 +37,10 @@ class Array(HostArray):
     __slots__ = ("array",)
 
     def __init__(self, size: int, dtype: str = "float32"):
-        np_dtype, nbytes = dt.to_numpy(dtype), Storage.bytes_of(size, dtype)
+        np_dtype = dt.to_numpy(dtype)
+        nbytes = size * np_dtype.itemsize
+        if not 0 <= nbytes < 1 << 63:
+            raise ValueError(f"impossible array size {size}")
         try:
             self.array = np.empty(size, np_dtype)
         except MemoryError:
