@@ -90,13 +90,18 @@ struct Device {
     void* pinned = nullptr;
     cuda_check(cudaMallocHost(&pinned, sizeof(ErrorFlag)), "cudaMallocHost");
     flag_copy = static_cast<ErrorFlag*>(pinned);
-    pthread_atfork(lock, unlock, unlock);
+    if (NEEDLE_EMULATED) hold_across_fork();  // CUDA cannot be used in a child
   }
 
-  // Both mutexes are held across fork: a child of the emulated device would wait for ever for one
-  // that another thread held. (CUDA itself cannot be used in a child.)
-  static void lock();
-  static void unlock();
+  // Where a child would wait for ever for a mutex that another thread held.
+  void hold_across_fork() {
+    static Device* const only = this;
+    const auto unlock = [] {
+      only->mutex.unlock();
+      only->scratch_mutex.unlock();
+    };
+    pthread_atfork([] { std::lock(only->mutex, only->scratch_mutex); }, unlock, unlock);
+  }
 
   int attribute(cudaDeviceAttr which) const {
     int value = 0;
@@ -111,12 +116,6 @@ Device& device() {
   // so does the call that follows.
   [[maybe_unused]] thread_local const cudaError_t chosen = cudaSetDevice(instance->id);
   return *instance;
-}
-
-void Device::lock() { std::lock(device().mutex, device().scratch_mutex); }
-void Device::unlock() {
-  device().mutex.unlock();
-  device().scratch_mutex.unlock();
 }
 
 // Memory in the order of the stream: freeing waits for nothing, and what is freed serves the work
