@@ -773,7 +773,7 @@ def test_an_optimizer_without_parameters_or_with_wrong_numbers(kind):
     names = {SGD: ("lr", "momentum", "weight_decay"), Adam: ("lr", "beta1", "beta2", "eps"), AdamW: ("lr", "eps", "weight_decay")}
     for name in names[kind]:
         for wrong in (-0.1, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=rf"\[{kind.__name__}\] {name} is"):
+            with pytest.raises(ValueError, match=rf"\[{kind.__name__}\] {name} is .*accepted: 0 or more, "):
                 kind([p], **{name: wrong})
         with pytest.raises(TypeError, match=f"{name} is of type str"):
             kind([p], **{name: "0.1"})
@@ -781,6 +781,16 @@ def test_an_optimizer_without_parameters_or_with_wrong_numbers(kind):
     if kind is not SGD:
         with pytest.raises(ValueError, match=r"beta2 is 1.0 .*below 1"):
             kind([p], **({"beta2": 1.0} if kind is Adam else {"betas": (0.9, 1.0)}))
+    for betas in ((0.9,), (0.9, 0.95, 0.99), 0.9) if kind is AdamW else ():
+        with pytest.raises(ValueError, match=r"betas is .*accepted: two numbers"):
+            AdamW([p], betas=betas)
+
+
+def test_sequences_without_a_batch():
+    x = ndl.ones(5, 8)
+    for module in (nn.AttentionLayer(8, 2, 4), nn.TransformerLayer(8, 2, 4, 8), nn.Transformer(8, 8, 1, num_head=2, dim_head=4)):
+        with pytest.raises(ShapeError, match=rf"\[{type(module).__name__}\] x is \(5, 8\)"):
+            module(x)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def _checked(op: str, **numbers: Any) -> None:
         if not isinstance(value, Real):
             raise TypeError(f"[{op}] {name} is of type {type(value).__name__} (accepted: a number)")
         if not 0 <= float(value) < most:
-            raise ValueError(f"[{op}] {name} is {value} (accepted: 0 or more{', below 1' if most == 1 else ''})")
+            raise ValueError(f"[{op}] {name} is {value} (accepted: 0 or more, {'below 1' if most == 1 else 'finite'})")
 
 
 class Optimizer:
@@ -182,7 +182,7 @@ class AdamW(_Moments):
     """Adam with decoupled weight decay: w -= lr (m' / (sqrt(v') + eps) + weight_decay w), one fused pass per parameter, in place.
 
     params: Tensors, or groups ``{"params": [...], "lr": ..., "weight_decay": ...}``. Moments are float32 (float64 for float64).
-    raises: ValueError for a group with other keys.
+    raises: ValueError for a group with other keys, and for other than two betas.
     source: Loshchilov & Hutter 2019, arXiv:1711.05101.
     """
 
@@ -199,7 +199,10 @@ class AdamW(_Moments):
         ]
         for g in self.groups:
             _checked("AdamW", lr=g["lr"], weight_decay=g["weight_decay"])
-        beta1, beta2 = betas
+        try:
+            beta1, beta2 = betas
+        except (TypeError, ValueError):
+            raise ValueError(f"[AdamW] betas is {betas!r} (accepted: two numbers)") from None
         _checked("AdamW", beta1=beta1, beta2=beta2, eps=eps)
         super().__init__(p for g in self.groups for p in g["params"])
         self.betas, self.eps = betas, eps

@@ -12,6 +12,13 @@ from .nn_basic import Dropout, LayerNorm1d, Linear, Module, ReLU, Sequential
 from .nn_sequence import Embedding
 
 
+def _sizes(op: str, x: Tensor) -> tuple[int, ...]:
+    """The three of sequences in a batch. raises: ShapeError for other axes."""
+    if x.ndim != 3:
+        raise ShapeError(f"[{op}] x is {x.shape} (accepted: three axes, of batch, positions and features)")
+    return x.shape
+
+
 class MultiHeadAttention(Module):
     """(softmax(q k^T / sqrt(D)) v, the probabilities (B, H, T, S)): q (B, H, T, D), k and v (B, H, S, D).
 
@@ -73,14 +80,14 @@ class AttentionLayer(Module):
         self.out_projection = Linear(inner, out_features, bias=False, **kwargs)
 
     def _heads(self, x: Tensor, norm: Module, projection: Module) -> Tensor:
-        B, T, C = x.shape
+        B, T, C = _sizes("AttentionLayer", x)
         flat = projection(norm(ops.reshape(x, (B * T, C))))
         return ops.transpose(ops.reshape(flat, (B, T, self.num_head, self.dim_head)), (1, 2))  # (B, H, T, D)
 
     def forward(self, q: Tensor, k: Tensor | None = None, v: Tensor | None = None) -> Tensor:
         k = q if k is None else k
         v = q if v is None else v
-        B, T, _ = q.shape
+        B, T, _ = _sizes("AttentionLayer", q)
         out, self.probs = self.attn(
             self._heads(q, self.prenorm_q, self.q_projection),
             self._heads(k, self.prenorm_k, self.k_projection),
@@ -109,7 +116,7 @@ class TransformerLayer(Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.shape
+        B, T, C = _sizes("TransformerLayer", x)
         x = x + self.dropout(self.attention(x))
         return x + ops.reshape(self.mlp(self.norm(ops.reshape(x, (B * T, C)))), (B, T, C))
 
@@ -135,6 +142,7 @@ class Transformer(Module):
         ]
 
     def forward(self, x: Tensor, h=None) -> tuple[Tensor, Tensor]:
+        _sizes("Transformer", x)
         if not self.batch_first:
             x = ops.transpose(x, (0, 1))
         B, T, C = x.shape
