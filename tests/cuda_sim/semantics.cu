@@ -203,6 +203,99 @@ void device_functions() {
   for (int i = 0; i < 6; ++i) CHECK(std::fabs(v[i] - expected[i]) < 1e-6f);
 }
 
+// A bit for each line that is not as it should be.
+__global__ void integers_kernel(unsigned* bad, int* words, float x, int one) {
+  const float inf = INFINITY * x;  // x and one are 1, which a compiler does not know
+  *bad |= (__popcll(0xf00000000000000fll * one) != 8 || __clzll(1ll * one) != 63) << 0;
+  *bad |= (__clzll(0ll) != 64 || __ffsll(1ll << 40) != 41 || __ffsll(0ll) != 0) << 1;
+  *bad |= (__mulhi(-(one << 30), 8) != -2 || __umul64hi(1ull << 63, 6ull * one) != 3) << 2;
+  *bad |= (__funnelshift_r(2u * one, 1u, 1) != 0x80000001u) << 3;
+  *bad |= (__float2int_rn(2.5f * x) != 2 || __float2int_rn(-3.5f * x) != -4) << 4;
+  *bad |= (__float2int_rz(-2.7f * x) != -2 || __float2int_rd(-2.2f * x) != -3) << 5;
+  *bad |= (__float2int_ru(2.2f * x) != 3 || __float2int_rz(inf) != 0x7fffffff) << 6;
+  *bad |= (__float2int_rz(-inf) != int(0x80000000u) || __float2int_rz(inf - inf) != 0) << 7;
+  *bad |= (__int2float_rn(16777217 * one) != 16777216.0f) << 8;
+  *bad |= (__uint2float_rn(0xffffffffu * one) != 4294967296.0f) << 9;
+  *bad |= (__uint_as_float(0x40100000u * one) != 2.25f || __float_as_uint(2.25f * x) != 0x40100000u)
+          << 10;
+  *bad |= (__longlong_as_double(0x4002000000000000ll * one) != 2.25) << 11;
+  *bad |= (__double_as_longlong(2.25 * x) != 0x4002000000000000ll) << 12;
+  __stcg(words, 5 * one);
+  __stcs(words + 1, 6 * one);
+  __threadfence_block();
+  __threadfence_system();
+  __nanosleep(1);
+  *bad |= (__ldcg(words) != 5 || __ldcs(words + 1) != 6) << 13;
+}
+
+void integers() {
+  Buffer<unsigned> bad(std::vector<unsigned>{0});
+  Buffer<int> words(2);
+  launch<integers_kernel>({1, 1}, bad.get(), words.get(), 1.0f, 1);
+  CHECK(bad.host()[0] == 0);
+}
+
+__global__ void float_functions_kernel(unsigned* bad, float x) {
+  const auto near = [](float a, float b) { return fabsf(a - b) < 1e-5f; };
+  *bad |= (__fadd_rn(x, 2) != 3 || __fsub_rn(x, 2) != -1 || __fmul_rn(x, 2) != 2) << 0;
+  *bad |= (__fdiv_rn(x, 4) != 0.25f || __frcp_rn(4 * x) != 0.25f) << 1;
+  *bad |= (__fsqrt_rn(9 * x) != 3 || __frsqrt_rn(4 * x) != 0.5f) << 2;
+  *bad |= !near(__exp10f(2 * x) / 100, 1) << 3;
+  *bad |= (!near(__logf(2.718281828f * x), 1) || !near(__log2f(8 * x), 3)) << 4;
+  *bad |= (!near(__log10f(100 * x), 2) || !near(__powf(2 * x, 3), 8)) << 5;
+  *bad |= (!near(__sinf(x), 0.84147098f) || !near(__cosf(x), 0.54030231f)) << 6;
+  *bad |= !near(__tanf(x), 1.55740772f) << 7;
+}
+
+// The intrinsics that both formats have; the numbers are exact in either.
+template <class H, class H2>
+__device__ unsigned wrong_intrinsics(H a, H b, H2 ab, float (*wide)(H), H (*narrow)(float)) {
+  const auto is = [&](H h, float f) { return wide(h) == f; };
+  const auto are = [&](H2 h, float f, float g) { return is(h.x, f) && is(h.y, g); };
+  const auto near = [&](H h, float f) { return fabsf(wide(h) - f) < 0.01f * fabsf(f); };
+  H2 ba = ab;
+  ba.x = b, ba.y = a;  // ab is (1.5, -3)
+  unsigned bad = 0;
+  bad |= (!is(__hsub(a, b), 4.5f) || !is(__hmul(a, b), -4.5f) || !is(__hdiv(b, a), -2)) << 0;
+  bad |= (!is(__hneg(a), -1.5f) || !is(__habs(b), 3)) << 1;
+  bad |= (!is(__hmax(a, b), 1.5f) || !is(__hmin(a, b), -3)) << 2;
+  bad |= (!is(__hmax(narrow(NAN), b), -3) || !is(__hmin(a, narrow(NAN)), 1.5f)) << 3;
+  bad |= (__heq(a, b) || !__hne(a, b) || __hlt(a, b) || !__hge(a, b)) << 4;
+  bad |= (__hne(narrow(NAN), a) || __heq(narrow(NAN), narrow(NAN))) << 5;
+  bad |= (__hisinf(narrow(INFINITY)) != 1 || __hisinf(narrow(-INFINITY)) != -1) << 6;
+  bad |= (!near(hexp(a), 4.4817f) || !near(hexp2(b), 0.125f) || !near(hlog(a), 0.4055f)) << 7;
+  bad |= (!near(hsqrt(a), 1.2247f) || !near(hrsqrt(a), 0.8165f) || !near(hrcp(b), -0.3333f)) << 8;
+  bad |= (!near(hsin(a), 0.9975f) || !near(hcos(a), 0.0707f)) << 9;
+  bad |= (!are(__hsub2(ab, ba), 4.5f, -4.5f) || !are(__h2div(ab, ba), -0.5f, -2)) << 10;
+  bad |= (!are(__hmax2(ab, ba), 1.5f, 1.5f) || !are(__hmin2(ab, ba), -3, -3)) << 11;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // older ones have no such bfloat16
+  bad |= !are(__hfma2(ab, ab, ba), -0.75f, 10.5f) << 12;
+#endif
+  bad |= (__low2float(ab) != 1.5f || __high2float(ab) != -3) << 13;
+  return bad;
+}
+
+__global__ void small_float_functions_kernel(unsigned* bad) {
+  const __half2 h = __float22half2_rn(make_float2(1.5f, -3.0f));
+  const __nv_bfloat162 b = __floats2bfloat162_rn(1.5f, -3.0f);
+  bad[0] = wrong_intrinsics(__low2half(h), __high2half(h), h, __half2float, __float2half_rn);
+  bad[1] = wrong_intrinsics(__low2bfloat16(b), __high2bfloat16(b), b, __bfloat162float,
+                            __float2bfloat16_rn);
+  const float2 wide = __half22float2(__floats2half2_rn(2.0f, 4.0f));
+  bad[2] = wide.x != 2 || wide.y != 4;
+  bad[2] |= (__high2float(__float2half2_rn(5.0f)) != 5) << 1;
+  bad[2] |= (__low2float(__float2bfloat162_rn(5.0f)) != 5) << 2;
+  bad[2] |= (__high2float(__halves2bfloat162(b.x, b.y)) != -3) << 3;
+  bad[2] |= (__bfloat16_as_ushort(__ushort_as_bfloat16(0x3fc0)) != 0x3fc0) << 4;
+}
+
+void functions() {
+  Buffer<unsigned> bad(std::vector<unsigned>(4, 0));
+  launch<float_functions_kernel>({1, 1}, bad.get() + 3, 1.0f);
+  launch<small_float_functions_kernel>({1, 1}, bad.get());
+  for (unsigned found : bad.host()) CHECK(found == 0);
+}
+
 template <class T>
 __global__ void add_kernel(T* x, T value, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -277,6 +370,8 @@ int main() {
   atomics();
   small_floats();
   device_functions();
+  integers();
+  functions();
   launch_records();
 #if NEEDLE_EMULATED && !defined(NEEDLE_RACE)
   fresh_memory();

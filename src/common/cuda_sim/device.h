@@ -1,6 +1,7 @@
 // Indices, barriers, fences, and the device functions that the host's headers do not have.
 #pragma once
 
+#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <ctime>
@@ -22,7 +23,13 @@ inline int __syncthreads_and(int predicate, NEEDLE_SIM_SITE) {
 inline int __syncthreads_or(int predicate, NEEDLE_SIM_SITE) {
   return needle::sim::block_barrier(needle::sim::BarrierKind::kOr, predicate, site);
 }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() {
+#ifdef NEEDLE_RACE  // one worker runs all blocks, and -fsanitize=thread knows no fence
+  __atomic_signal_fence(__ATOMIC_SEQ_CST);
+#else
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
 inline void __threadfence_block() { __threadfence(); }
 inline void __threadfence_system() { __threadfence(); }
 [[noreturn]] inline void __trap(NEEDLE_SIM_SITE) {
@@ -111,10 +118,13 @@ NEEDLE_SIM_BITS(__uint_as_float, float, unsigned)
 NEEDLE_SIM_BITS(__double_as_longlong, long long, double)
 NEEDLE_SIM_BITS(__longlong_as_double, double, long long)
 #undef NEEDLE_SIM_BITS
-inline int __float2int_rn(float x) { return int(std::nearbyint(x)); }
-inline int __float2int_rz(float x) { return int(x); }
-inline int __float2int_rd(float x) { return int(std::floor(x)); }
-inline int __float2int_ru(float x) { return int(std::ceil(x)); }
+// The nearest int there is, 0 for NaN, where C++ has no answer.
+inline int __float2int_rz(float x) {
+  return x != x ? 0 : x >= 0x1p31f ? INT_MAX : x < -0x1p31f ? INT_MIN : int(x);
+}
+inline int __float2int_rn(float x) { return __float2int_rz(std::nearbyint(x)); }
+inline int __float2int_rd(float x) { return __float2int_rz(std::floor(x)); }
+inline int __float2int_ru(float x) { return __float2int_rz(std::ceil(x)); }
 inline float __int2float_rn(int x) { return float(x); }
 inline float __uint2float_rn(unsigned x) { return float(x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }

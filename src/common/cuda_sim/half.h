@@ -120,7 +120,7 @@ PAIRED(__hdiv, __h2div, float(a) / float(b))
 PAIRED(__hmax, __hmax2, std::fmax(float(a), float(b)))
 PAIRED(__hmin, __hmin2, std::fmin(float(a), float(b)))
 BINARY(__heq, bool, float(a) == float(b))
-BINARY(__hne, bool, float(a) != float(b))
+BINARY(__hne, bool, float(a) < float(b) || float(a) > float(b))  // false for NaN, as all of these
 BINARY(__hlt, bool, float(a) < float(b))
 BINARY(__hle, bool, float(a) <= float(b))
 BINARY(__hgt, bool, float(a) > float(b))
