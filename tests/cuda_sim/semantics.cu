@@ -127,6 +127,8 @@ __global__ void atomics_kernel(int* i, unsigned* u, unsigned long long* ull, flo
   atomicOr(u, 1u << threadIdx.x % 32);
   atomicXor(u + 1, 1u);
   atomicInc(u + 2, 9);
+  atomicDec(u + 5, 9);
+  atomicAnd(u + 6, ~(1u << threadIdx.x % 31));
   atomicAdd(ull, 1ull << 33);
   atomicAdd(f, 0.5f);
   atomicAdd(d, 0.25);
@@ -142,7 +144,7 @@ __global__ void atomics_kernel(int* i, unsigned* u, unsigned long long* ull, flo
 
 void atomics() {
   Buffer<int> i(std::vector<int>{0, 0, 0, 0});
-  Buffer<unsigned> u(std::vector<unsigned>{0, 0, 0, 0, 0});
+  Buffer<unsigned> u(std::vector<unsigned>{0, 0, 0, 0, 0, 0, 0xffffffffu});
   Buffer<unsigned long long> ull(std::vector<unsigned long long>{0});
   Buffer<float> f(std::vector<float>{0});
   Buffer<double> d(std::vector<double>{0});
@@ -150,7 +152,8 @@ void atomics() {
   Buffer<__nv_bfloat16> b(std::vector<__nv_bfloat16>{__float2bfloat16(0)});
   launch<atomics_kernel>({8, 256}, i.get(), u.get(), ull.get(), f.get(), d.get(), h.get(), b.get());
   CHECK((i.host() == std::vector<int>{2048, -4096, 255, -255}));
-  CHECK((u.host() == std::vector<unsigned>{0xffffffffu, 0, 2048 % 10, 255, 77}));
+  CHECK((u.host() ==
+         std::vector<unsigned>{0xffffffffu, 0, 2048 % 10, 255, 77, 10 - 2048 % 10, 1u << 31}));
   CHECK(ull.host()[0] == 2048ull << 33);
   CHECK(f.host()[0] == 1024.0f && d.host()[0] == 512.0);
   CHECK(__half2float(h.host()[0]) == 128.0f && __bfloat162float(b.host()[0]) == 128.0f);
@@ -222,10 +225,13 @@ __global__ void integers_kernel(unsigned* bad, int* words, float x, int one) {
   *bad |= (__double_as_longlong(2.25 * x) != 0x4002000000000000ll) << 12;
   __stcg(words, 5 * one);
   __stcs(words + 1, 6 * one);
+  const long long before = clock64();
+  __threadfence();
   __threadfence_block();
   __threadfence_system();
   __nanosleep(1);
   *bad |= (__ldcg(words) != 5 || __ldcs(words + 1) != 6) << 13;
+  *bad |= (clock64() < before || __activemask() != 1) << 14;
 }
 
 void integers() {
@@ -240,6 +246,7 @@ __global__ void float_functions_kernel(unsigned* bad, float x) {
   *bad |= (__fadd_rn(x, 2) != 3 || __fsub_rn(x, 2) != -1 || __fmul_rn(x, 2) != 2) << 0;
   *bad |= (__fdiv_rn(x, 4) != 0.25f || __frcp_rn(4 * x) != 0.25f) << 1;
   *bad |= (__fsqrt_rn(9 * x) != 3 || __frsqrt_rn(4 * x) != 0.5f) << 2;
+  *bad |= (fdividef(x, 4) != 0.25f || rsqrt(4.0 * x) != 0.5) << 8;
   *bad |= !near(__exp10f(2 * x) / 100, 1) << 3;
   *bad |= (!near(__logf(2.718281828f * x), 1) || !near(__log2f(8 * x), 3)) << 4;
   *bad |= (!near(__log10f(100 * x), 2) || !near(__powf(2 * x, 3), 8)) << 5;
