@@ -9,8 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the harness stops processes with SIGSTOP")
-
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
