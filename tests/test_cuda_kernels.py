@@ -27,6 +27,7 @@ from kernel_calls import (
     normal,
     put,
 )
+from needle import dtype as dt
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import NDArray
@@ -77,6 +78,40 @@ def test_transposing_copy_goes_by_tiles():
         backend.compact(a, out, (3, 70, 45), (45 * 70, 1, 70), 0)
         np.testing.assert_array_equal(get(backend, out), get(backend, a).reshape(shape).swapaxes(1, 2).reshape(-1), err_msg=dtype)
     assert ran("transpose_copy_kernel", "strided_copy_kernel") == [6, 0]
+
+
+@every_float
+@pytest.mark.parametrize(
+    ("cols", "stride", "offset", "aligned"),
+    [(64, 64, 0, True), (64, 80, 16, True), (64, 65, 0, False), (64, 80, 1, False), (61, 80, 0, False)],
+)
+def test_rows_in_vectors(dtype, cols, stride, offset, aligned):
+    """16 bytes at a time where rows are aligned; rows, columns and numbers that are broadcast over them go along."""
+    rows, x = 96, normal(offset + 96 * stride)
+    shape = rows, cols
+
+    def check_blocks(kernel, *dtypes):
+        elements = 16 // max(dt.to_numpy(d).itemsize for d in dtypes) if aligned else 1
+        blocks = math.ceil(rows * cols / elements / 256)
+        assert backend.launch_extents()[kernel][0] == min(blocks, 16 * backend.device_properties()["multiprocessors"])
+        backend.reset_launch_counts()
+
+    backend.reset_launch_counts()
+    for other, strides in ((normal(cols), (0, 1)), (normal(rows), (1, 0)), (normal(1), (0, 0))):
+        operands = (In(x), (stride, 1), offset), (In(other), strides, 0)
+        for a, b in (operands, operands[::-1]):
+            check("ewise_sub", dtype, *a, *b, Out(rows * cols), shape)
+            check_blocks("ewise_binary_kernel", dtype)
+    a = put(backend, x, dtype)
+    view = get(backend, a)[offset:].reshape(rows, stride)[:, :cols]
+    for to in FLOATS:
+        out = backend.Array(rows * cols, to)
+        backend.compact(a, out, shape, (stride, 1), offset)
+        np.testing.assert_array_equal(get(backend, out).reshape(shape), view.astype(dt.to_numpy(to)), err_msg=to)
+        if to != dtype:
+            check_blocks("convert_copy_kernel", dtype, to)
+        elif cols != stride:  # else it is one copy without a kernel
+            check_blocks("strided_copy_kernel", dtype)
 
 
 @pytest.mark.parametrize(

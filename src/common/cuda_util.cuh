@@ -116,8 +116,8 @@ struct FastDivisor {
   }
 };
 
-// The offsets of element i of N operands that share a shape. Dimensions that are contiguous in
-// every operand are merged.
+// The offsets of element i, or of vector i (go_by_vectors), of N operands that share a shape.
+// Dimensions that are contiguous in every operand are merged.
 template <int N>
 struct Walk {
   int ndim = 0;
@@ -126,6 +126,7 @@ struct Walk {
   FastDivisor divisor[kMaxDims];
   int64_t strides[N][kMaxDims];
   int64_t offset[N];
+  bool broadcast[N] = {};  // by vectors: the operand has one element for the whole vector
 
   struct Offsets {
     int64_t of[N];
@@ -136,12 +137,20 @@ struct Walk {
     Offsets at;
     for (int o = 0; o < N; ++o) at.of[o] = offset[o];
 #pragma unroll 1
-    for (int d = ndim - 1; d >= 0; --d) {
-      const int64_t q = d == 0 ? 0 : wide ? i / shape[d] : divisor[d].divide(uint32_t(i));
+    for (int d = ndim - 1; d > 0; --d) {
+      const int64_t q = wide ? i / shape[d] : divisor[d].divide(uint32_t(i));
       const int64_t r = i - q * shape[d];
       i = q;
       for (int o = 0; o < N; ++o) at.of[o] += r * strides[o][d];
     }
+    for (int o = 0; o < N; ++o) at.of[o] += i * strides[o][0];
+    return at;
+  }
+
+  // Element i, where the walk goes by vectors of a single dimension.
+  __device__ Offsets element(int64_t i) const {
+    Offsets at;
+    for (int o = 0; o < N; ++o) at.of[o] = offset[o] + (broadcast[o] ? 0 : i);
     return at;
   }
 };
@@ -179,9 +188,32 @@ template <int N>
     walk.shape[at] = merges ? walk.shape[at] * extent : extent;
     for (int o = 0; o < N; ++o) walk.strides[o][at] = strides[o][d];
   }
+  if (walk.ndim == 0)
+    for (int o = 0; o < N; ++o) walk.strides[o][0] = 0;
   for (int d = 0; d < walk.ndim && !walk.wide && size > 0; ++d)
     walk.divisor[d] = FastDivisor(uint32_t(walk.shape[d]));
   return walk;
+}
+
+// Makes `walk` go by vectors of `Elements` elements, where each operand has them: side by side in
+// the last dimension and aligned (that of the first one says the caller), or broadcast along it.
+// The last dimension is whole vectors; a single one may leave elements over.
+template <int Elements, int N>
+bool go_by_vectors(Walk<N>& walk, const bool (&first_is_aligned)[N]) {
+  const int last = walk.ndim - 1;
+  if (last < 0 || walk.shape[last] < Elements || (last > 0 && walk.shape[last] % Elements != 0))
+    return false;
+  for (int o = 0; o < N; ++o) {
+    walk.broadcast[o] = walk.strides[o][last] == 0;
+    if (walk.broadcast[o]) continue;
+    if (!first_is_aligned[o] || walk.strides[o][last] != 1) return false;
+    for (int d = 0; d < last; ++d)
+      if (walk.strides[o][d] % Elements != 0) return false;
+  }
+  walk.shape[last] /= Elements;
+  for (int o = 0; o < N; ++o) walk.strides[o][last] *= Elements;
+  if (!walk.wide) walk.divisor[last] = FastDivisor(uint32_t(walk.shape[last]));
+  return true;
 }
 
 // --- reductions ----------------------------------------------------------------------------------

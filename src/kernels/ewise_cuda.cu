@@ -1,9 +1,9 @@
 // Elementwise ops on a GPU: out[i] = f(a[i]) and out[i] = f(a[i], b[i]), one row of ewise_ops.def
 // each, and `where`.
 //
-// An operand is contiguous, strided (broadcast axes have stride 0) or one number. Contiguous
-// operands move 16 bytes per instruction where addresses allow it. 16-bit floats are computed in
-// float32.
+// An operand is contiguous, strided (broadcast axes have stride 0) or one number. Rows that are
+// contiguous or broadcast move 16 bytes per instruction where addresses allow it. 16-bit floats are
+// computed in float32.
 #include "../common/cuda_util.cuh"
 #include "../common/ewise_math_cuda.h"
 
@@ -50,61 +50,62 @@ void dispatch_kind(DType dtype, const char* name, F&& f) {
   }
 }
 
-template <class T>
-__device__ accum_t<T> load(const T* p, int64_t i) {
-  return accum_t<T>(p[i]);
-}
-
 // --- kernels -------------------------------------------------------------------------------------
-
-// Both kernels: in vectors of N elements where every operand is contiguous and aligned for them,
-// and what is left, or all of it, one by one.
-template <class Op, class T, class R, int N>
-__global__ void ewise_unary_kernel(const T* a, R* out, Walk<1> walk, int64_t n, bool vectors) {
-  int64_t done = 0;
-  if (vectors) {
-    done = n / N * N;
-    for (int64_t i = first_index(); i < n / N; i += index_step()) {
-      const Vec<T, N> x = reinterpret_cast<const Vec<T, N>*>(a + walk.offset[0])[i];
-      Vec<R, N> y;
-#pragma unroll
-      for (int j = 0; j < N; ++j) y.v[j] = R(Op::apply(accum_t<T>(x.v[j])));
-      reinterpret_cast<Vec<R, N>*>(out)[i] = y;
-    }
-  }
-#pragma unroll 1
-  for (int64_t i = done + first_index(); i < n; i += index_step())
-    out[i] = R(Op::apply(load(a, walk(i).of[0])));
-}
 
 // A null pointer stands for the number beside it, which is not rounded to 16 bits.
 template <class T>
 struct Operand {
+  using A = accum_t<T>;
   const T* data;
-  accum_t<T> number;
-  __device__ accum_t<T> at(int64_t i) const { return data != nullptr ? load(data, i) : number; }
-  __device__ accum_t<T> of(T loaded) const { return data != nullptr ? accum_t<T>(loaded) : number; }
+  A number;
+  __device__ A at(int64_t i) const { return data != nullptr ? A(data[i]) : number; }
+  template <int N>
+  __device__ void vector_at(int64_t i, bool broadcast, A (&x)[N]) const {
+    if (data == nullptr || broadcast) {
+      const A one = at(i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) x[j] = one;
+    } else {
+      const auto loaded = *reinterpret_cast<const Vec<T, N>*>(data + i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) x[j] = A(loaded.v[j]);
+    }
+  }
 };
+
+// Both kernels: in vectors of N elements where the operands have them (go_by_vectors), and what is
+// left, or all of it, one by one.
+template <class Op, class T, class R, int N>
+__global__ void ewise_unary_kernel(Operand<T> a, R* out, Walk<1> walk, int64_t n, int64_t vectors) {
+  for (int64_t i = first_index(); i < vectors; i += index_step()) {
+    accum_t<T> x[N];
+    a.vector_at(walk(i).of[0], walk.broadcast[0], x);
+    Vec<R, N> y;
+#pragma unroll
+    for (int j = 0; j < N; ++j) y.v[j] = R(Op::apply(x[j]));
+    reinterpret_cast<Vec<R, N>*>(out)[i] = y;
+  }
+#pragma unroll 1
+  for (int64_t i = vectors * N + first_index(); i < n; i += index_step())
+    out[i] = R(Op::apply(a.at((vectors > 0 ? walk.element(i) : walk(i)).of[0])));
+}
 
 template <class Op, class T, class R, int N>
 __global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, Walk<2> walk, int64_t n,
-                                    bool vectors) {
-  int64_t done = 0;
-  if (vectors) {
-    done = n / N * N;
-    for (int64_t i = first_index(); i < n / N; i += index_step()) {
-      Vec<T, N> x{}, y{};
-      if (a.data != nullptr) x = reinterpret_cast<const Vec<T, N>*>(a.data + walk.offset[0])[i];
-      if (b.data != nullptr) y = reinterpret_cast<const Vec<T, N>*>(b.data + walk.offset[1])[i];
-      Vec<R, N> z;
+                                    int64_t vectors) {
+  for (int64_t i = first_index(); i < vectors; i += index_step()) {
+    const auto at = walk(i);
+    accum_t<T> x[N], y[N];
+    a.vector_at(at.of[0], walk.broadcast[0], x);
+    b.vector_at(at.of[1], walk.broadcast[1], y);
+    Vec<R, N> z;
 #pragma unroll
-      for (int j = 0; j < N; ++j) z.v[j] = R(Op::apply(a.of(x.v[j]), b.of(y.v[j])));
-      reinterpret_cast<Vec<R, N>*>(out)[i] = z;
-    }
+    for (int j = 0; j < N; ++j) z.v[j] = R(Op::apply(x[j], y[j]));
+    reinterpret_cast<Vec<R, N>*>(out)[i] = z;
   }
 #pragma unroll 1
-  for (int64_t i = done + first_index(); i < n; i += index_step()) {
-    const auto at = walk(i);
+  for (int64_t i = vectors * N + first_index(); i < n; i += index_step()) {
+    const auto at = vectors > 0 ? walk.element(i) : walk(i);
     out[i] = R(Op::apply(a.at(at.of[0]), b.at(at.of[1])));
   }
 }
@@ -132,13 +133,14 @@ void unary(const char* name, const View& a, const Array& out) {
     using T = typename decltype(tag)::type;
     using R = result_t<Op::kind, T>;
     constexpr int N = vector_length<T>();
-    const T* x = a.array.data<T>();
+    const Operand<T> x{a.array.data<T>(), {}};
     R* y = out.data<R>();
-    const bool vectors =
-        a.contiguous() && aligned_for<Vec<T, N>>(x + a.offset) && aligned_for<Vec<R, N>>(y);
-    launch<ewise_unary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x, y,
-                                            make_walk<1>(a.shape, {{&a.strides, a.offset}}), n,
-                                            vectors);
+    auto walk = make_walk<1>(a.shape, {{&a.strides, a.offset}});
+    const bool by_vectors = aligned_for<Vec<R, N>>(y) &&
+                            go_by_vectors<N>(walk, {aligned_for<Vec<T, N>>(x.data + a.offset)});
+    const int64_t vectors = by_vectors ? n / N : 0;
+    launch<ewise_unary_kernel<Op, T, R, N>>(grid_stride(by_vectors ? ceil_div(n, N) : n), x, y,
+                                            walk, n, vectors);
   });
 }
 
@@ -151,20 +153,22 @@ void binary(const char* name, const View* a, const View* b, Scalar number, const
     using T = typename decltype(tag)::type;
     using R = result_t<Op::kind, T>;
     constexpr int N = vector_length<T>();
-    const accum_t<T> value = number.to<accum_t<T>>();
-    Operand<T> x{a != nullptr ? a->array.data<T>() : nullptr, value};
-    Operand<T> y{b != nullptr ? b->array.data<T>() : nullptr, value};
-    R* z = out.data<R>();
-    const auto in_vectors = [](const View* view, const T* data) {
-      return view == nullptr || (view->contiguous() && aligned_for<Vec<T, N>>(data + view->offset));
+    const auto operand = [&](const View* view) {
+      return Operand<T>{view != nullptr ? view->array.data<T>() : nullptr, number.to<accum_t<T>>()};
     };
-    const bool vectors =
-        in_vectors(a, x.data) && in_vectors(b, y.data) && aligned_for<Vec<R, N>>(z);
-    const auto walk = make_walk<2>(
-        shaped.shape, {{a != nullptr ? &a->strides : nullptr, a != nullptr ? a->offset : 0},
-                       {b != nullptr ? &b->strides : nullptr, b != nullptr ? b->offset : 0}});
-    launch<ewise_binary_kernel<Op, T, R, N>>(grid_stride(vectors ? ceil_div(n, N) : n), x, y, z,
-                                             walk, n, vectors);
+    const auto strides = [](const View* view) {
+      return view != nullptr ? WalkOperand{&view->strides, view->offset} : WalkOperand{};
+    };
+    const auto aligned = [](const View* view) {
+      return view == nullptr || aligned_for<Vec<T, N>>(view->array.data<T>() + view->offset);
+    };
+    R* z = out.data<R>();
+    auto walk = make_walk<2>(shaped.shape, {strides(a), strides(b)});
+    const bool by_vectors =
+        aligned_for<Vec<R, N>>(z) && go_by_vectors<N>(walk, {aligned(a), aligned(b)});
+    const int64_t vectors = by_vectors ? n / N : 0;
+    launch<ewise_binary_kernel<Op, T, R, N>>(grid_stride(by_vectors ? ceil_div(n, N) : n),
+                                             operand(a), operand(b), z, walk, n, vectors);
   });
 }
 

@@ -29,23 +29,32 @@ __global__ void strided_fill_kernel(T* out, T value, Walk<1> walk, int64_t n) {
   for (int64_t i = first_index(); i < n; i += index_step()) out[walk(i).of[0]] = value;
 }
 
-// An element on its way, and where to.
-template <class T>
+// N elements on their way, and where to.
+template <class T, int N>
 struct Moved {
-  T value;
+  Vec<T, N> value;
   int64_t to;
 };
-template <class T>
-__device__ Moved<T> fetch(const T* a, const Walk<2>& walk, int64_t i) {
+template <int N, class T>
+__device__ Moved<T, N> fetch(const T* a, const Walk<2>& walk, int64_t i) {
   const auto at = walk(i);
-  return {a[at.of[0]], at.of[1]};
+  const T* const from = a + at.of[0];
+  if (!walk.broadcast[0]) return {*reinterpret_cast<const Vec<T, N>*>(from), at.of[1]};
+  Moved<T, N> moved;
+#pragma unroll
+  for (int j = 0; j < N; ++j) moved.value.v[j] = *from;
+  moved.to = at.of[1];
+  return moved;
 }
 
-template <class B>
+// In vectors of N elements, n of them.
+template <class B, int N>
 __global__ void strided_copy_kernel(const B* a, B* out, Walk<2> walk, int64_t n) {
   in_fours(
-      first_index(), index_step(), n, [&](int64_t i) { return fetch(a, walk, i); },
-      [&](int64_t, Moved<B> moved) { out[moved.to] = moved.value; });
+      first_index(), index_step(), n, [&](int64_t i) { return fetch<N>(a, walk, i); },
+      [&](int64_t, const Moved<B, N>& moved) {
+        *reinterpret_cast<Vec<B, N>*>(out + moved.to) = moved.value;
+      });
 }
 
 // A batch of (rows, cols) matrices whose columns are contiguous in `out` and whose rows are
@@ -85,11 +94,23 @@ __device__ To convert(From value) {
   }
 }
 
-template <class From, class To>
+template <class From, class To, int N>
 __global__ void convert_copy_kernel(const From* a, To* out, Walk<2> walk, int64_t n) {
   in_fours(
-      first_index(), index_step(), n, [&](int64_t i) { return fetch(a, walk, i); },
-      [&](int64_t, Moved<From> moved) { out[moved.to] = convert<To>(moved.value); });
+      first_index(), index_step(), n, [&](int64_t i) { return fetch<N>(a, walk, i); },
+      [&](int64_t, const Moved<From, N>& moved) {
+        Vec<To, N> converted;
+#pragma unroll
+        for (int j = 0; j < N; ++j) converted.v[j] = convert<To>(moved.value.v[j]);
+        *reinterpret_cast<Vec<To, N>*>(out + moved.to) = converted;
+      });
+}
+
+// The walk by vectors of N elements where both operands have them and nothing is left over.
+template <int N, class From, class To>
+bool copy_by_vectors(Walk<2>& walk, const From* a, const To* out, int64_t n) {
+  return n % N == 0 && go_by_vectors<N>(walk, {aligned_for<Vec<From, N>>(a + walk.offset[0]),
+                                               aligned_for<Vec<To, N>>(out + walk.offset[1])});
 }
 
 // Copies by tiles when the last dimension of `out` is contiguous and another dimension is
@@ -148,7 +169,7 @@ void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const
                   const Dims& out_strides, int64_t out_offset, const Dims& shape) {
   const int64_t n = size_of(shape);
   if (n == 0) return;
-  const auto walk = make_walk<2>(shape, {{&a_strides, a_offset}, {&out_strides, out_offset}});
+  auto walk = make_walk<2>(shape, {{&a_strides, a_offset}, {&out_strides, out_offset}});
   if (a.dtype() == out.dtype()) {
     dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
       using B = typename decltype(tag)::type;
@@ -159,7 +180,11 @@ void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const
       if (flat) {
         copy_on_device(target + out_offset, source + a_offset, n * int64_t(sizeof(B)));
       } else if (!transpose_copy(source, target, walk, n)) {
-        launch<strided_copy_kernel<B>>(grid_stride(n), source, target, walk, n);
+        constexpr int N = 16 / int(sizeof(B));
+        if (copy_by_vectors<N>(walk, source, target, n))
+          launch<strided_copy_kernel<B, N>>(grid_stride(n / N), source, target, walk, n / N);
+        else
+          launch<strided_copy_kernel<B, 1>>(grid_stride(n), source, target, walk, n);
       }
     });
     return;
@@ -168,9 +193,18 @@ void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const
     dispatch_any(out.dtype(), [&](auto to) {
       using From = typename decltype(from)::type;
       using To = typename decltype(to)::type;
-      if constexpr (!std::is_same<From, To>::value)
-        launch<convert_copy_kernel<From, To>>(grid_stride(n), a.data<From>(), out.data<To>(), walk,
-                                              n);
+      if constexpr (!std::is_same<From, To>::value) {
+        const From* source = a.data<From>();
+        To* target = out.data<To>();
+        if constexpr (std::is_floating_point<accum_t<From>>::value &&
+                      std::is_floating_point<accum_t<To>>::value) {  // others are too rare for it
+          constexpr int N = 16 / int(std::max(sizeof(From), sizeof(To)));
+          if (copy_by_vectors<N>(walk, source, target, n))
+            return launch<convert_copy_kernel<From, To, N>>(grid_stride(n / N), source, target,
+                                                            walk, n / N);
+        }
+        launch<convert_copy_kernel<From, To, 1>>(grid_stride(n), source, target, walk, n);
+      }
     });
   });
 }
