@@ -390,6 +390,9 @@ def layouts(rows, cols, block, q_start):
      (1, 2, 5, 0, 8, 16, 0), (1, 2, 5, 20, 0, 16, 0)],
 )  # fmt: skip
 def test_attention(dtype, B, H, T, S, D, block, q_start):
+    wide = D * (8 if dtype == "float64" else 4) > 512
+    if wide and backend.__device_name__.startswith("cuda") and backend.device_properties()["compute_capability"] < (8, 0):
+        pytest.skip("64 KB of shared memory do not hold tiles of such heads")
     for name, masks in layouts(-(-T // block), -(-S // block), block, q_start):
         check_attention(dtype, B, H, T, S, D, block, q_start, masks, causal=name not in ("nothing", "all"))
 
