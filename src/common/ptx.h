@@ -1,6 +1,6 @@
 // Instructions that CUDA C++ has no name for, as functions: tensor-core products, ldmatrix,
-// cp.async. Each has two bodies, PTX and emulator, and kernels use them without an #ifdef. launch.h
-// includes this file.
+// cp.async, ex2. Each has two bodies, PTX and emulator, and kernels use them without an #ifdef.
+// launch.h includes this file.
 //
 // The lanes of a warp hold a matrix in pieces ("fragments"). With g = lane / 4 and t = lane % 4:
 //   acc (16 x 8):  acc[0], acc[1] = (g, 2t), (g, 2t+1)      acc[2], acc[3] = (g+8, 2t), (g+8, 2t+1)
@@ -16,8 +16,10 @@
 // stands in with_tensor_cores.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <type_traits>
 
 #include "dtype.h"
@@ -39,12 +41,15 @@ constexpr bool is_bfloat16 =
 template <class T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   static_assert(is_half<T> || is_bfloat16<T>, "pack: float16 or bfloat16");
-  if constexpr (is_half<T>)
-    return uint32_t(__half_as_ushort(__float2half_rn(low))) |
-           uint32_t(__half_as_ushort(__float2half_rn(high))) << 16;
-  else
-    return uint32_t(__bfloat16_as_ushort(__float2bfloat16_rn(low))) |
-           uint32_t(__bfloat16_as_ushort(__float2bfloat16_rn(high))) << 16;
+  uint32_t bits;
+  if constexpr (is_half<T>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    memcpy(&bits, &pair, sizeof bits);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    memcpy(&bits, &pair, sizeof bits);
+  }
+  return bits;
 }
 
 // f(), which is not even compiled for GPUs that have no such instructions.
@@ -84,6 +89,13 @@ __device__ __forceinline__ void mma_m16n8k16(float (&acc)[4], const uint32_t (&a
 #else
   __trap();
 #endif
+}
+
+// 2^x, within 2^-22 of it; what is below the smallest normal number is 0.
+__device__ __forceinline__ float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // float32 rounded to the 10-bit mantissa that mma_m16n8k8_tf32 reads.
@@ -153,8 +165,8 @@ __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[N], const void* row
 }
 
 // Starts copying Bytes (4, 8, 16) from global to shared memory, both aligned to Bytes. The first
-// `source_bytes` come from `global`, the rest is filled with zeros; with 0 nothing is read, though
-// the address should still be a valid one.
+// `source_bytes` come from `global`, the rest is filled with zeros; with 0 nothing is read, and the
+// address may be any (CUTLASS relies on that, too).
 template <int Bytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global,
                                          int source_bytes = Bytes) {
@@ -191,6 +203,10 @@ __device__ __forceinline__ void cp_async_wait() {
 
 #else
 
+inline float exp2(float x) {
+  const float y = std::exp2(x);
+  return y < std::numeric_limits<float>::min() ? 0.0f : y;
+}
 inline uint32_t to_tf32(float x) { return sim::to_tf32(x); }
 
 template <class T>

@@ -5,26 +5,28 @@
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
-// Of an element of q k^T: whether it is seen, and its query's lse, -inf when it sees nothing, and
-// delta.
-struct Seen {
-  bool seen;
-  float lse, delta;
-};
-
-// From products q k^T and their dout v^T: the weights p, and ds without the factor `scale`. at(j,
-// r) gives the Seen of an element.
-template <int J, class At>
-__device__ void to_weights_and_ds(float (&products)[J][4], float (&dp)[J][4], float scale, At at) {
+// From products q k^T and their dout v^T: the weights p, and ds without the factor `scale`. `scale`
+// is that of base 2; lse(j, r) and delta(j, r) are of an element's query, lse in base 2.
+template <int J, class Lse, class Delta>
+__device__ void to_weights_and_ds(float (&products)[J][4], float (&dp)[J][4], float scale, Lse lse,
+                                  Delta delta) {
 #pragma unroll
   for (int j = 0; j < J; ++j)
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const Seen query = at(j, r);
-      const bool seen = query.seen && query.lse != -INFINITY;
-      products[j][r] = seen ? m_exp(products[j][r] * scale - query.lse) : 0.0f;
-      dp[j][r] = seen ? products[j][r] * (dp[j][r] - query.delta) : 0.0f;
+      products[j][r] = ptx::exp2(products[j][r] * scale - lse(j, r));
+      dp[j][r] = products[j][r] * (dp[j][r] - delta(j, r));
     }
+}
+
+// Both are 0 where seen(j, r) says that the key is not seen.
+template <int J, class Seen>
+__device__ void mask(float (&weights)[J][4], float (&ds)[J][4], Seen seen) {
+#pragma unroll
+  for (int j = 0; j < J; ++j)
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+      if (!seen(j, r)) weights[j][r] = ds[j][r] = 0.0f;
 }
 
 template <class T, int DMax, int kStep>
@@ -38,31 +40,30 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   const QueriesTiles<T, DMax, kStep> tiles{g, shared};
   tiles.for_each([&](const TileLines& tile) {
     const int D = int(g.D);
+    const float scale = g.scale * kLog2E;
     float lse[2], delta[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int line = first_of_warp() + line_of(2 * half);
       const bool inside = line < tile.span.count;
       const int64_t at = tiles.first_query(tile) + tile.span.first + line;
-      lse[half] = inside ? g.lse[at] : -INFINITY;
+      lse[half] = base2(inside ? g.lse[at] : -INFINITY);
       delta[half] = inside ? g.delta[at] : 0.0f;
     }
     float dq[DMax / 8][4];
     clear(dq);
-    tiles.walk(tile, [&](Span cols, bool masked, int stage) {
+    tiles.walk(tile, [&](const auto& step, int stage) {
       float weights[J][4], ds[J][4];
       dot(tiles.own(0), tiles.other(stage, 0), D, weights);
       dot(tiles.own(1), tiles.other(stage, 1), D, ds);
-      int seen[2];  // columns below it
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t query = tile.span.first + first_of_warp() + line_of(2 * half);
-        const int64_t past = masked ? g.q_start + query - cols.first + 1 : cols.count;
-        seen[half] = int(min(cols.count, past));
+      to_weights_and_ds(
+          weights, ds, scale, [&](int, int r) { return lse[r / 2]; },
+          [&](int, int r) { return delta[r / 2]; });
+      if (!step.whole()) {
+        const int seen[2] = {tiles.keys_seen(tile, step, line_of(0)),
+                             tiles.keys_seen(tile, step, line_of(2))};
+        mask(weights, ds, [&](int j, int r) { return column_of(j, r) < seen[r / 2]; });
       }
-      to_weights_and_ds(weights, ds, g.scale, [&](int j, int r) {
-        return Seen{column_of(j, r) < seen[r / 2], lse[r / 2], delta[r / 2]};
-      });
       add_weighted(ds, tiles.other(stage, 0), 0, D, dq);
     });
     const float factor[2] = {g.scale, g.scale};
@@ -84,25 +85,31 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   const KeysTiles<T, DMax, kStep> tiles{g, shared};
   tiles.for_each([&](const TileLines& tile) {
     const int first_d = int(blockIdx.y) * kCols, D = int(g.D);
+    const float scale = g.scale * kLog2E;
     float dk[kCols / 8][4], dv[kCols / 8][4];
     clear(dk);
     clear(dv);
-    tiles.walk(tile, [&](Span rows, bool masked, int stage) {
+    tiles.walk(tile, [&](const auto& step, int stage) {
       float weights[J][4], ds[J][4];  // of (key, query)
       dot(tiles.own(0), tiles.other(stage, 0), D, weights);
       dot(tiles.own(1), tiles.other(stage, 1), D, ds);
-      int first_seeing[2];
+      const float *const lse = tiles.lse(stage), *const delta = tiles.delta(stage);
+      to_weights_and_ds(
+          weights, ds, scale, [&](int j, int r) { return base2(lse[column_of(j, r)]); },
+          [&](int j, int r) { return delta[column_of(j, r)]; });
+      if (!step.whole()) {
+        int first_seeing[2];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t key = tile.span.first + first_of_warp() + line_of(2 * half);
-        first_seeing[half] = masked ? int(key - g.q_start - rows.first) : 0;
+        for (int half = 0; half < 2; ++half) {
+          const int64_t key = tile.span.first + first_of_warp() + line_of(2 * half);
+          first_seeing[half] = step.masked ? int(key - g.q_start - step.lines.first) : 0;
+        }
+        const int count = int(step.lines.count);
+        mask(weights, ds, [&](int j, int r) {
+          const int row = column_of(j, r);
+          return row < count && row >= first_seeing[r / 2];
+        });
       }
-      to_weights_and_ds(weights, ds, g.scale, [&](int j, int r) {
-        const int row = column_of(j, r);
-        const bool inside = row < rows.count;
-        return Seen{inside && row >= first_seeing[r / 2], inside ? tiles.lse(stage)[row] : 0.0f,
-                    inside ? tiles.delta(stage)[row] : 0.0f};
-      });
       add_weighted(weights, tiles.other(stage, 1), first_d, D, dv);
       add_weighted(ds, tiles.other(stage, 0), first_d, D, dk);
     });

@@ -15,41 +15,49 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
   const ForwardTiles<T, DMax, kStep> tiles{g, shared};
   tiles.for_each([&](const TileLines& tile) {
     const int first_line = first_of_warp(), D = int(g.D);
+    const float scale = g.scale * kLog2E;
     float top[2] = {-INFINITY, -INFINITY}, total[2] = {};  // total: this lane's share
     float sums[DJ][4];
     clear(sums);
-    tiles.walk(tile, [&](Span cols, bool masked, int stage) {
+    tiles.walk(tile, [&](const auto& step, int stage) {
       float weights[J][4];
       dot(tiles.own(0), tiles.other(stage, 0), D, weights);
 #pragma unroll
+      for (int j = 0; j < J; ++j)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) weights[j][r] *= scale;
+      if (!step.whole()) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int seen = tiles.keys_seen(tile, step, line_of(2 * half));
+#pragma unroll
+          for (int j = 0; j < J; ++j)
+#pragma unroll
+            for (int r = 2 * half; r < 2 * half + 2; ++r)
+              if (column_of(j, r) >= seen) weights[j][r] = -INFINITY;
+        }
+      }
+#pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t query = tile.span.first + first_line + line_of(2 * half);
-        const int64_t past = masked ? g.q_start + query - cols.first + 1 : cols.count;
-        const int seen = int(min(cols.count, past));  // columns below it
         float largest = top[half];
 #pragma unroll
         for (int j = 0; j < J; ++j)
 #pragma unroll
-          for (int r = 2 * half; r < 2 * half + 2; ++r) {
-            weights[j][r] = column_of(j, r) < seen ? weights[j][r] * g.scale : -INFINITY;
-            largest = weights[j][r] > largest ? weights[j][r] : largest;
-          }
+          for (int r = 2 * half; r < 2 * half + 2; ++r) largest = fmaxf(largest, weights[j][r]);
 #pragma unroll
-        for (int step = 2; step > 0; step /= 2) {  // the four lanes of a line
-          const float other = __shfl_xor_sync(kAllLanes, largest, step);
-          largest = other > largest ? other : largest;
-        }
+        for (int lanes = 2; lanes > 0; lanes /= 2)  // the four lanes of a line
+          largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, lanes));
         // While nothing is seen the maximum is -inf: shift by 0, so that every weight is
-        // exp(-inf) = 0.
+        // 2^-inf = 0.
         const float shift = largest == -INFINITY ? 0.0f : largest;
-        const float shrink = m_exp(top[half] - shift);
+        const float shrink = ptx::exp2(top[half] - shift);
         top[half] = largest;
         total[half] *= shrink;
 #pragma unroll
         for (int j = 0; j < J; ++j)
 #pragma unroll
           for (int r = 2 * half; r < 2 * half + 2; ++r) {
-            weights[j][r] = m_exp(weights[j][r] - shift);
+            weights[j][r] = ptx::exp2(weights[j][r] - shift);
             total[half] += weights[j][r];
           }
 #pragma unroll
@@ -69,7 +77,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
       const int line = first_line + line_of(2 * half);
       if (threadIdx.x % 4 == 0 && line < tile.span.count)
         g.lse[tiles.first_query(tile) + tile.span.first + line] =
-            total[half] == 0.0f ? -INFINITY : top[half] + m_log(total[half]);
+            total[half] == 0.0f ? -INFINITY : top[half] / kLog2E + m_log(total[half]);
     }
     tiles.write(g.out, tile, 0, sums, factor);
   });

@@ -75,6 +75,11 @@ __device__ void add_weighted(const float (&weights)[J][4], const SwizzledTile<T,
   }
 }
 
+// Exponentials are those of base 2, which the hardware has.
+constexpr float kLog2E = 1.44269504088896340736f;
+// A query's lse in base 2: inf where it sees nothing, which makes its weights 0.
+__device__ inline float base2(float lse) { return lse == -INFINITY ? INFINITY : lse * kLog2E; }
+
 enum class Side { queries, keys };
 
 // A block of threads owns a tile of lines of one side: `Own` operands (q, and dout for its
@@ -86,6 +91,14 @@ struct AttentionTiles {
   // A stage holds two operands, and where they are q and dout a float lse and delta a query.
   static constexpr int kStatistics = kOwnsQueries ? 0 : 2 * kStep * int(sizeof(float) / sizeof(T));
   static constexpr int kStageElements = 2 * kStep * DMax + kStatistics;
+
+  // Up to kStep lines of one block of the other side.
+  struct Step {
+    Span lines;
+    bool masked, skipped;
+    // Whether every query of the tile sees every key of a full step.
+    __device__ bool whole() const { return !masked && lines.count == kStep; }
+  };
 
   const AttentionArguments<T>& g;
   T* shared;
@@ -116,35 +129,53 @@ struct AttentionTiles {
     });
   }
 
-  // use(lines, masked, stage) for each step along the tile's line of the layout, up to kStep lines
-  // of one of its blocks, unless no query sees any key there.
+  // use(step, stage) for each step along the tile's line of the layout, unless no query sees any
+  // key there.
   template <class Use>
   __device__ void walk(const TileLines& tile, Use use) const {
+    static_assert(kStages == 2, "two steps are known at a time");
     const Layout& layout = g.layout;
-    const int first = layout.ptr[tile.index_line], pieces = int(ceil_div(layout.block, kStep));
-    const int steps = (layout.ptr[tile.index_line + 1] - first) * pieces;
-    const auto masked = [&](int s) { return layout.partial[first + s / pieces] != 0; };
-    const auto lines_of = [&](int s) {
-      return span_of(layout.idx[first + s / pieces], s % pieces * kStep, kStep, layout.block,
-                     kOwnsQueries ? g.keys : g.queries);
+    int entry = layout.ptr[tile.index_line], piece = 0;
+    const int end = layout.ptr[tile.index_line + 1], pieces = int(ceil_div(layout.block, kStep));
+    const int steps = (end - entry) * pieces;
+    int64_t block = 0;
+    bool partial = false;
+    const auto read_index = [&] {  // an entry ahead, or its first step would wait for it
+      if (entry >= end) return;
+      block = layout.idx[entry];
+      partial = layout.partial[entry] != 0;
     };
-    const auto skips = [&](int s, Span lines) {
-      return kOwnsQueries ? apart(g, tile.span, lines, masked(s))
-                          : apart(g, lines, tile.span, masked(s));
+    Step present, coming;
+    const auto next_step = [&] {
+      present = coming;
+      const Span lines = span_of(block, int64_t(piece) * kStep, kStep, layout.block,
+                                 kOwnsQueries ? g.keys : g.queries);
+      coming = {
+          lines, partial,
+          kOwnsQueries ? apart(g, tile.span, lines, partial) : apart(g, lines, tile.span, partial)};
+      if (++piece < pieces) return;
+      piece = 0;
+      ++entry;
+      read_index();
     };
+    const HeadsRef<const T>&operand0 = kOwnsQueries ? g.k : g.q,
+                         &operand1 = kOwnsQueries ? g.v : g.dout;
+    const T *const other0 = operand0.row(tile.b, tile.h, 0), *const other1 =
+                                                                 operand1.row(tile.b, tile.h, 0);
+    read_index();
     __syncthreads();  // the tile before is read to the end
     if (steps > 0) {
-      const int lines = lines_of_block();
-      copy(own(0), lines, kOwnsQueries ? g.q : g.k, tile, tile.span);
-      if constexpr (Own > 1) copy(own(1), lines, kOwnsQueries ? g.dout : g.v, tile, tile.span);
+      copy_own(0, kOwnsQueries ? g.q : g.k, tile);
+      if constexpr (Own > 1) copy_own(1, kOwnsQueries ? g.dout : g.v, tile);
     }
     pipeline<kStages>(
         steps,
-        [&](int s, int stage) {
-          const Span lines = lines_of(s);
-          if (skips(s, lines)) return;
-          copy(other(stage, 0), kStep, kOwnsQueries ? g.k : g.q, tile, lines);
-          copy(other(stage, 1), kStep, kOwnsQueries ? g.v : g.dout, tile, lines);
+        [&](int, int stage) {
+          next_step();
+          if (coming.skipped) return;
+          const Span& lines = coming.lines;
+          copy_step(other(stage, 0), other0, operand0.stride_row, lines);
+          copy_step(other(stage, 1), other1, operand1.stride_row, lines);
           if constexpr (!kOwnsQueries) {
             const int64_t at = first_query(tile) + lines.first;
             for (int i = int(threadIdx.x); i < int(lines.count); i += int(blockDim.x)) {
@@ -154,14 +185,21 @@ struct AttentionTiles {
           }
         },
         [&](int s, int stage) {
-          const Span lines = lines_of(s);
-          if (!skips(s, lines)) use(lines, masked(s), stage);
+          const Step step = s + 1 < steps ? present : coming;
+          if (!step.skipped) use(step, stage);
         });
   }
 
   // Where a head's queries begin in lse and delta.
   __device__ int64_t first_query(const TileLines& tile) const {
     return (tile.b * g.H + tile.h) * g.queries;
+  }
+
+  // How many keys of a step query `line` of this warp sees.
+  __device__ int keys_seen(const TileLines& tile, const Step& step, int line) const {
+    const int64_t query = g.q_start + tile.span.first + first_of_warp() + line;
+    return int(step.masked ? min(step.lines.count, query - step.lines.first + 1)
+                           : step.lines.count);
   }
 
   // This warp's lines of a result, to memory: factor[0], factor[1] for the two lines of a lane.
@@ -184,10 +222,20 @@ struct AttentionTiles {
   }
 
  private:
-  __device__ void copy(const Tile& to, int tile_lines, const HeadsRef<const T>& from,
-                       const TileLines& tile, Span lines) const {
-    to.copy(tile_lines, int(blockDim.x), from.row(tile.b, tile.h, lines.first), from.stride_row,
-            int(lines.count), int(g.D));
+  __device__ void copy_own(int operand, const HeadsRef<const T>& from,
+                           const TileLines& tile) const {
+    own(operand).copy(lines_of_block(), int(blockDim.x), from.row(tile.b, tile.h, tile.span.first),
+                      from.stride_row, int(tile.span.count), int(g.D));
+  }
+  // The usual number of threads has code of its own, in which nothing is left to compute.
+  __device__ void copy_step(const Tile& to, const T* from, int64_t stride, Span lines) const {
+    constexpr int kMost = kMaxWarps * kWarp;
+    from += lines.first * stride;
+    if (blockDim.x == kMost) {
+      to.copy(kStep, kMost, from, stride, int(lines.count), int(g.D));
+    } else {
+      to.copy(kStep, int(blockDim.x), from, stride, int(lines.count), int(g.D));
+    }
   }
 };
 

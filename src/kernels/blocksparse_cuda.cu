@@ -57,16 +57,56 @@ __device__ void sdd_tile(const SparseArguments<T>& g, int64_t t) {
         matrix_ref(g.dense_a + item * g.m * g.k, g.trans_a ? g.m : g.k, g.trans_a), row, 0);
     const auto b = submatrix(
         matrix_ref(g.dense_b + item * g.k * g.n, g.trans_b ? g.k : g.n, g.trans_b), 0, col);
-    product.add(g.block - row0, g.block - col0, int(ceil_div(g.k, Product::kDepth)), [&](int s) {
-      const int64_t k0 = int64_t(s) * Product::kDepth;
-      return Slice<T>{submatrix(a, 0, k0), submatrix(b, k0, 0), g.k - k0};
-    });
+    product.add(g.block - row0, g.block - col0, along(a, b), int(ceil_div(g.k, Product::kDepth)),
+                Slices<Product::kDepth, T>(a, b, g.k));
   }
   T* out = g.out + ((item * g.nnz + e) * g.block + row0) * g.block + col0;
   product.for_each_run([&](int r, int c, const auto& sums) {
     if (row0 + r < g.block) store_run(out + r * g.block + c, sums, g.block - col0 - c);
   });
 }
+
+// Gives the slices of the entries first .. end - 1 of the index: of each its stored block, and what
+// this multiplies of the dense operand. `block` and `dense` are those of stored block 0 and of
+// block 0 of the inner dimension, moved to the tile. The index is read one block ahead, or every
+// block would wait for it.
+template <Mode mode, int Depth, class T>
+class BlockSlices {
+ public:
+  __device__ BlockSlices(const SparseArguments<T>& g, MatrixRef<T> block, MatrixRef<T> dense,
+                         int first, int end)
+      : g_(g), block_(block), dense_(dense), e_(first), end_(end) {
+    read_index();
+  }
+
+  __device__ Slice<T> operator()() {
+    if (left_ == 0) {
+      const MatrixRef<T> block{block_.data + entry_ * g_.block * g_.block, block_.row_stride,
+                               block_.col_stride};
+      const int64_t k = cross_ * g_.block;
+      slices_ = mode == Mode::dsd ? Slices<Depth, T>(block, submatrix(dense_, k, 0), g_.block)
+                                  : Slices<Depth, T>(submatrix(dense_, 0, k), block, g_.block);
+      left_ = int(ceil_div(g_.block, Depth));
+      ++e_;
+      read_index();
+    }
+    --left_;
+    return slices_();
+  }
+
+ private:
+  __device__ void read_index() {
+    if (e_ >= end_) return;
+    entry_ = g_.entry[e_];
+    cross_ = g_.cross_idx[e_];
+  }
+
+  const SparseArguments<T>& g_;
+  const MatrixRef<T> block_, dense_;
+  int e_, end_, left_ = 0;
+  int64_t entry_ = 0, cross_ = 0;
+  Slices<Depth, T> slices_;
+};
 
 // Tile t of the dense result, in the block row of op(S) (dsd) or the block column of op(S) (dds)
 // that it lies in.
@@ -83,29 +123,24 @@ __device__ void dense_tile(const SparseArguments<T>& g, int64_t t) {
   const int64_t line = t / (other_tiles * line_tiles) % lines,
                 item = t / (other_tiles * line_tiles) / lines;
   const int32_t* line_ptr = g.line_ptr + item % g.heads * lines;
+  const int first = line_ptr[line], end = line_ptr[line + 1];
   const int64_t stored = item * g.nnz - line_ptr[0];  // of the head's first entry
+  const auto block =
+      submatrix(matrix_ref(g.blocks + stored * g.block * g.block, g.block, g.trans_s),  // op of S
+                kRowLines ? inside0 : 0, kRowLines ? 0 : inside0);
   const auto dense =
       kRowLines
           ? submatrix(matrix_ref(g.dense_a + item * g.k * g.n, g.trans_b ? g.k : g.n, g.trans_b), 0,
                       other0)
           : submatrix(matrix_ref(g.dense_a + item * g.m * g.k, g.trans_a ? g.m : g.k, g.trans_a),
                       other0, 0);
-  const int slices_of_block = int(ceil_div(g.block, Product::kDepth));
 
   Product product;
-  product.add(
-      kRowLines ? g.block - inside0 : extent - other0,
-      kRowLines ? extent - other0 : g.block - inside0,
-      (line_ptr[line + 1] - line_ptr[line]) * slices_of_block, [&](int s) {
-        const int e = line_ptr[line] + s / slices_of_block;
-        const int64_t k0 = s % slices_of_block * Product::kDepth, depth = g.block - k0;
-        const int64_t cross = int64_t(g.cross_idx[e]) * g.block + k0;
-        const auto block = matrix_ref(g.blocks + (stored + g.entry[e]) * g.block * g.block, g.block,
-                                      g.trans_s);  // op of this block of S
-        return kRowLines
-                   ? Slice<T>{submatrix(block, inside0, k0), submatrix(dense, cross, 0), depth}
-                   : Slice<T>{submatrix(dense, 0, cross), submatrix(block, k0, inside0), depth};
-      });
+  product.add(kRowLines ? g.block - inside0 : extent - other0,
+              kRowLines ? extent - other0 : g.block - inside0,
+              kRowLines ? along(block, dense) : along(dense, block),
+              (end - first) * int(ceil_div(g.block, Product::kDepth)),
+              BlockSlices<mode, Product::kDepth, T>(g, block, dense, first, end));
   const int64_t in_line0 = line * g.block + inside0, in_line_end = (line + 1) * g.block;
   const int64_t row0 = kRowLines ? in_line0 : other0, row_end = kRowLines ? in_line_end : g.m;
   const int64_t col0 = kRowLines ? other0 : in_line0, col_end = kRowLines ? g.n : in_line_end;

@@ -37,10 +37,8 @@ __device__ void matmul_tiles(const MatmulArguments<typename Product::T>& g) {
     const auto a = submatrix(matrix_ref(g.a + at.of[0], g.lda, g.trans_a), row0, 0);
     const auto b = submatrix(matrix_ref(g.b + at.of[1], g.ldb, g.trans_b), 0, col0);
     Product product;
-    product.add(g.m - row0, g.n - col0, int(ceil_div(g.k, Product::kDepth)), [&](int s) {
-      const int64_t k0 = int64_t(s) * Product::kDepth;
-      return Slice<T>{submatrix(a, 0, k0), submatrix(b, k0, 0), g.k - k0};
-    });
+    product.add(g.m - row0, g.n - col0, along(a, b), int(ceil_div(g.k, Product::kDepth)),
+                Slices<Product::kDepth, T>(a, b, g.k));
     const auto write = [&](auto* out) {
       out += (item * g.m + row0) * g.n + col0;
       product.for_each_run([&](int row, int col, const auto& sums) {

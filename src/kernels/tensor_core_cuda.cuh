@@ -60,16 +60,21 @@ struct SwizzledTile {
   T* data;
 
   // Starts copying `tile_rows` rows, by `threads` threads, from a matrix with unit column stride of
-  // which (rows, cols) elements are there: zeros beyond. `from` and `stride` are multiples of 16
-  // bytes.
+  // which (rows, cols) elements are there: zeros beyond, where `from` may point outside the matrix.
+  // `from` and `stride` are multiples of 16 bytes. A thread has the same columns of all its rows,
+  // so that a chunk takes no more than an addition and a comparison beside the copy.
   __device__ __forceinline__ void copy(int tile_rows, int threads, const T* from, int64_t stride,
                                        int rows, int cols) const {
+    static_assert(kChunks <= kWarp, "whole rows at a time");
+    const int at_once = threads / kChunks;  // rows
+    const int first = int(threadIdx.x) / kChunks, col = int(threadIdx.x) % kChunks * kChunk;
+    const int inside = max(0, min(cols - col, kChunk)) * int(sizeof(T));
+    const T* source = from + first * stride + col;
 #pragma unroll
-    for (int c = int(threadIdx.x); c < tile_rows * kChunks; c += threads) {
-      const int row = c / kChunks, col = c % kChunks * kChunk;
-      const int inside = row < rows ? max(0, min(cols - col, kChunk)) : 0;
-      ptx::cp_async<16>(at(row, col), inside > 0 ? from + row * stride + col : from,
-                        inside * int(sizeof(T)));
+    for (int above = 0; above < tile_rows; above += at_once, source += at_once * stride) {
+      const int row = above + first;
+      if (tile_rows % at_once == 0 || row < tile_rows)
+        ptx::cp_async<16>(at(row, col), source, row < rows ? inside : 0);
     }
   }
 

@@ -28,21 +28,19 @@ class TensorCoreProduct {
         for (int r = 0; r < 4; ++r) sum_[i][j][r] = 0.0f;
   }
 
-  template <class SliceAt>
-  __device__ void add(int64_t rows, int64_t cols, int slices, SliceAt slice_at) {
+  template <class Next>
+  __device__ void add(int64_t rows, int64_t cols, Along along, int slices, Next next) {
     NEEDLE_SHARED(T, shared, kStages, (kRows + kCols) * kDepth);
     if (slices == 0) return;
-    const Slice<T> first = slice_at(0);
-    const bool a_along = first.a.col_stride == 1, b_along = first.b.row_stride == 1;
     const int lines[2] = {int(min(rows, int64_t(Rows))), int(min(cols, int64_t(Cols)))};
     __syncthreads();  // the stages may still be read by the addition before
     // A loop for each layout: one loop for all four holds the addresses of all four in registers.
-    if (a_along) {
-      b_along ? add_slices<true, true>(shared, lines, slices, slice_at)
-              : add_slices<true, false>(shared, lines, slices, slice_at);
+    if (along.a) {
+      along.b ? add_slices<true, true>(shared, lines, slices, next)
+              : add_slices<true, false>(shared, lines, slices, next);
     } else {
-      b_along ? add_slices<false, true>(shared, lines, slices, slice_at)
-              : add_slices<false, false>(shared, lines, slices, slice_at);
+      along.b ? add_slices<false, true>(shared, lines, slices, next)
+              : add_slices<false, false>(shared, lines, slices, next);
     }
   }
 
@@ -71,13 +69,13 @@ class TensorCoreProduct {
 
   using Stages = T[kStages][(Rows + Cols) * kDepth];
 
-  template <bool AAlong, bool BAlong, class SliceAt>
-  __device__ void add_slices(Stages& shared, const int (&lines)[2], int slices, SliceAt slice_at) {
+  template <bool AAlong, bool BAlong, class Next>
+  __device__ void add_slices(Stages& shared, const int (&lines)[2], int slices, Next& next) {
     pipeline<kStages>(
         slices,
-        [&](int s, int stage) {
-          const Slice<T> slice = slice_at(s);
-          const int depth = int(min(slice.depth, int64_t(kDepth)));
+        [&](int, int stage) {
+          const Slice<T> slice = next();
+          const int depth = min(slice.depth, kDepth);
           T* const a = shared[stage];
           copy<AAlong, Rows>(a, slice.a.data, AAlong ? slice.a.row_stride : slice.a.col_stride,
                              lines[0], depth);
@@ -89,9 +87,9 @@ class TensorCoreProduct {
 
   // Starts copying (lines, depth) elements of a slice of Lines x kDepth; rows lie along the depth,
   // or across it.
-  template <bool Along, int Lines>
+  template <bool IsAlong, int Lines>
   __device__ static void copy(T* to, const T* from, int64_t stride, int lines, int depth) {
-    if constexpr (Along) {
+    if constexpr (IsAlong) {
       SwizzledTile<T, kDepth>{to}.copy(Lines, kThreads, from, stride, lines, depth);
     } else {
       SwizzledTile<T, Lines>{to}.copy(kDepth, kThreads, from, stride, depth, lines);

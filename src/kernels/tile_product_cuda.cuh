@@ -53,7 +53,37 @@ struct ProductSum<int64_t> {
 template <class T>
 struct Slice {
   MatrixRef<T> a, b;
-  int64_t depth;
+  int depth;
+};
+
+// Which operands lie contiguous along the inner dimension.
+struct Along {
+  bool a, b;
+};
+template <class T>
+__device__ Along along(MatrixRef<T> a, MatrixRef<T> b) {
+  return {a.col_stride == 1, b.row_stride == 1};
+}
+
+// Gives the slices of a (rows, depth) and b (depth, cols), Depth by Depth.
+template <int Depth, class T>
+class Slices {
+ public:
+  __device__ Slices() = default;
+  __device__ Slices(MatrixRef<T> a, MatrixRef<T> b, int64_t depth)
+      : next_{a, b, int(depth)}, a_step_(Depth * a.col_stride), b_step_(Depth * b.row_stride) {}
+
+  __device__ Slice<T> operator()() {
+    const Slice<T> slice = next_;
+    next_.a.data += a_step_;
+    next_.b.data += b_step_;
+    next_.depth -= Depth;
+    return slice;
+  }
+
+ private:
+  Slice<T> next_{};
+  int64_t a_step_ = 0, b_step_ = 0;
 };
 
 template <class T_, int Tile>
@@ -70,28 +100,27 @@ class TileProduct {
       for (int j = 0; j < kSide; ++j) sum_[i][j] = A(0);
   }
 
-  // += the product of every slice_at(0 .. slices - 1), with (rows, cols) of the tile inside the
-  // matrix. The unit strides of all slices are the same. Has barriers.
-  template <class SliceAt>
-  __device__ void add(int64_t rows, int64_t cols, int slices, SliceAt slice_at) {
+  // += the products of the `slices` slices that next() gives one after another, with (rows, cols)
+  // of the tile inside the matrix. Has barriers.
+  template <class Next>
+  __device__ void add(int64_t rows, int64_t cols, Along along, int slices, Next next) {
     NEEDLE_SHARED(A, a_slice, kDepth, kTile + kPad);
     NEEDLE_SHARED(A, b_slice, kDepth, kTile + kPad);
     if (slices == 0) return;
-    const bool a_along = slice_at(0).a.col_stride == 1, b_along = slice_at(0).b.row_stride == 1;
     A a_next[kPerThread], b_next[kPerThread];
-    const auto fetch_both = [&](int s) {
-      const Slice<T> slice = slice_at(s);
+    const auto fetch_both = [&] {
+      const Slice<T> slice = next();
       const MatrixRef<T> b_turned{slice.b.data, slice.b.col_stride, slice.b.row_stride};
-      fetch(slice.a, a_along, rows, slice.depth, a_next);
-      fetch(b_turned, b_along, cols, slice.depth, b_next);
+      fetch(slice.a, along.a, rows, slice.depth, a_next);
+      fetch(b_turned, along.b, cols, slice.depth, b_next);
     };
-    fetch_both(0);
+    fetch_both();
     for (int s = 0; s < slices; ++s) {
       __syncthreads();  // all are done with the slice before
-      store(a_next, a_along, a_slice);
-      store(b_next, b_along, b_slice);
+      store(a_next, along.a, a_slice);
+      store(b_next, along.b, b_slice);
       __syncthreads();
-      if (s + 1 < slices) fetch_both(s + 1);
+      if (s + 1 < slices) fetch_both();
 #pragma unroll
       for (int k = 0; k < kDepth; ++k) {
         A x[kSide], y[kSide];
