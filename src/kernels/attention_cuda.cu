@@ -175,9 +175,10 @@ __global__ void attention_delta_kernel(AttentionArguments<T> g) {
   using A = accum_t<T>;
   for (int64_t head = blockIdx.y; head < g.B * g.H; head += gridDim.y) {
     const int64_t b = head / g.H, h = head % g.H;
+    const T *const first_dout = g.dout.row(b, h, 0), *const first_out = g.out.row(b, h, 0);
     for (int64_t row = first_row<kWarp>(); row < g.queries; row += row_step<kWarp>()) {
-      const T* dout = g.dout.row(b, h, row);
-      const T* out = g.out.row(b, h, row);
+      const T* dout = first_dout + row * g.dout.stride_row;
+      const T* out = first_out + row * g.out.stride_row;
       A dot = 0;
       for (int64_t d = threadIdx.x % kWarp; d < g.D; d += kWarp) dot += A(dout[d]) * A(out[d]);
       dot = sum_lanes<kWarp>(dot);
@@ -378,7 +379,7 @@ void dispatch_backward(int64_t D, F&& f) {
 template <class T>
 void queries_backward(const AttentionArguments<T>& g) {
   if (g.queries == 0) return;
-  LaunchConfig delta = rows_config(g.queries, kWarp);
+  LaunchConfig delta = rows_config(ceil_div(g.queries, 4), kWarp);  // finding a head takes longest
   delta.grid.y = blocks_for(g.B * g.H);
   launch<attention_delta_kernel<T>>(delta, g);
   if constexpr (sizeof(T) == 2) {
