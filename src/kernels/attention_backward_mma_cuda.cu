@@ -93,10 +93,10 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
       float weights[J][4], ds[J][4];  // of (key, query)
       dot(tiles.own(0), tiles.other(stage, 0), D, weights);
       dot(tiles.own(1), tiles.other(stage, 1), D, ds);
-      const float *const lse = tiles.lse(stage), *const delta = tiles.delta(stage);
       to_weights_and_ds(
-          weights, ds, scale, [&](int j, int r) { return base2(lse[column_of(j, r)]); },
-          [&](int j, int r) { return delta[column_of(j, r)]; });
+          weights, ds, scale,
+          [&](int j, int r) { return base2(tiles.lse(stage)[column_of(j, r)]); },
+          [&](int j, int r) { return tiles.delta(stage)[column_of(j, r)]; });
       if (!step.whole()) {
         int first_seeing[2];
 #pragma unroll
@@ -104,10 +104,9 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
           const int64_t key = tile.span.first + first_of_warp() + line_of(2 * half);
           first_seeing[half] = step.masked ? int(key - g.q_start - step.lines.first) : 0;
         }
-        const int count = int(step.lines.count);
         mask(weights, ds, [&](int j, int r) {
           const int row = column_of(j, r);
-          return row < count && row >= first_seeing[r / 2];
+          return row < step.lines.count && row >= first_seeing[r / 2];
         });
       }
       add_weighted(weights, tiles.other(stage, 1), first_d, D, dv);

@@ -37,9 +37,9 @@ struct AttentionArguments {
   A scale;
 };
 
-// Lines of a matrix; none if count <= 0.
+// Lines of a head; none if count <= 0. 32 bits, as registers are scarce.
 struct Span {
-  int64_t first, count;
+  int first, count;
 };
 // Of a tile of `size` lines that begins `inside` lines into block `line`, those below `extent`.
 __device__ inline Span span_of(int64_t line, int64_t inside, int64_t size, int64_t block,
@@ -47,13 +47,13 @@ __device__ inline Span span_of(int64_t line, int64_t inside, int64_t size, int64
   const int64_t first = line * block + inside;
   int64_t end = (line + 1) * block < extent ? (line + 1) * block : extent;
   if (first + size < end) end = first + size;
-  return {first, end - first};
+  return {int(first), int(end - first)};
 }
 
 // A block of threads owns `size` lines of one block of queries (or keys) of a head: tile t of
 // tiles_of. `index_line` is their line of the layout.
 struct TileLines {
-  int64_t b, h, index_line;
+  int b, h, index_line;
   Span span;
 };
 template <class T>
@@ -66,7 +66,7 @@ __device__ TileLines lines_of_tile(const AttentionArguments<T>& g, int64_t exten
   const int64_t block = g.layout.block, pieces = ceil_div(block, size);
   const int64_t lines = ceil_div(extent, block), line = t / pieces % lines;
   const int64_t h = t / pieces / lines % g.H, b = t / pieces / lines / g.H;
-  return {b, h, h % g.layout.heads * lines + line,
+  return {int(b), int(h), int(h % g.layout.heads * lines + line),
           span_of(line, t % pieces * size, size, block, extent)};
 }
 

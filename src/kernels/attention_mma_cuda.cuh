@@ -92,7 +92,7 @@ struct AttentionTiles {
   static constexpr int kStatistics = kOwnsQueries ? 0 : 2 * kStep * int(sizeof(float) / sizeof(T));
   static constexpr int kStageElements = 2 * kStep * DMax + kStatistics;
 
-  // Up to kStep lines of one block of the other side.
+  // Up to kStep lines of one block of the other side. Two of them stay in registers.
   struct Step {
     Span lines;
     bool masked, skipped;
@@ -138,7 +138,7 @@ struct AttentionTiles {
     int entry = layout.ptr[tile.index_line], piece = 0;
     const int end = layout.ptr[tile.index_line + 1], pieces = int(ceil_div(layout.block, kStep));
     const int steps = (end - entry) * pieces;
-    int64_t block = 0;
+    int block = 0;
     bool partial = false;
     const auto read_index = [&] {  // an entry ahead, or its first step would wait for it
       if (entry >= end) return;
@@ -150,18 +150,14 @@ struct AttentionTiles {
       present = coming;
       const Span lines = span_of(block, int64_t(piece) * kStep, kStep, layout.block,
                                  kOwnsQueries ? g.keys : g.queries);
-      coming = {
-          lines, partial,
-          kOwnsQueries ? apart(g, tile.span, lines, partial) : apart(g, lines, tile.span, partial)};
+      const bool skipped =
+          kOwnsQueries ? apart(g, tile.span, lines, partial) : apart(g, lines, tile.span, partial);
+      coming = {lines, partial, skipped};
       if (++piece < pieces) return;
       piece = 0;
       ++entry;
       read_index();
     };
-    const HeadsRef<const T>&operand0 = kOwnsQueries ? g.k : g.q,
-                         &operand1 = kOwnsQueries ? g.v : g.dout;
-    const T *const other0 = operand0.row(tile.b, tile.h, 0), *const other1 =
-                                                                 operand1.row(tile.b, tile.h, 0);
     read_index();
     __syncthreads();  // the tile before is read to the end
     if (steps > 0) {
@@ -173,12 +169,11 @@ struct AttentionTiles {
         [&](int, int stage) {
           next_step();
           if (coming.skipped) return;
-          const Span& lines = coming.lines;
-          copy_step(other(stage, 0), other0, operand0.stride_row, lines);
-          copy_step(other(stage, 1), other1, operand1.stride_row, lines);
+          copy_step(other(stage, 0), kOwnsQueries ? g.k : g.q, tile, coming);
+          copy_step(other(stage, 1), kOwnsQueries ? g.v : g.dout, tile, coming);
           if constexpr (!kOwnsQueries) {
-            const int64_t at = first_query(tile) + lines.first;
-            for (int i = int(threadIdx.x); i < int(lines.count); i += int(blockDim.x)) {
+            const int64_t at = first_query(tile) + coming.lines.first;
+            for (int i = int(threadIdx.x); i < coming.lines.count; i += int(blockDim.x)) {
               ptx::cp_async<4>(lse(stage) + i, g.lse + at + i);
               ptx::cp_async<4>(delta(stage) + i, g.delta + at + i);
             }
@@ -198,8 +193,8 @@ struct AttentionTiles {
   // How many keys of a step query `line` of this warp sees.
   __device__ int keys_seen(const TileLines& tile, const Step& step, int line) const {
     const int64_t query = g.q_start + tile.span.first + first_of_warp() + line;
-    return int(step.masked ? min(step.lines.count, query - step.lines.first + 1)
-                           : step.lines.count);
+    return step.masked ? int(min(int64_t(step.lines.count), query - step.lines.first + 1))
+                       : step.lines.count;
   }
 
   // This warp's lines of a result, to memory: factor[0], factor[1] for the two lines of a lane.
@@ -225,16 +220,17 @@ struct AttentionTiles {
   __device__ void copy_own(int operand, const HeadsRef<const T>& from,
                            const TileLines& tile) const {
     own(operand).copy(lines_of_block(), int(blockDim.x), from.row(tile.b, tile.h, tile.span.first),
-                      from.stride_row, int(tile.span.count), int(g.D));
+                      from.stride_row, tile.span.count, int(g.D));
   }
   // The usual number of threads has code of its own, in which nothing is left to compute.
-  __device__ void copy_step(const Tile& to, const T* from, int64_t stride, Span lines) const {
+  __device__ void copy_step(const Tile& to, const HeadsRef<const T>& from, const TileLines& tile,
+                            const Step& step) const {
     constexpr int kMost = kMaxWarps * kWarp;
-    from += lines.first * stride;
+    const T* const first = from.row(tile.b, tile.h, step.lines.first);
     if (blockDim.x == kMost) {
-      to.copy(kStep, kMost, from, stride, int(lines.count), int(g.D));
+      to.copy(kStep, kMost, first, from.stride_row, step.lines.count, int(g.D));
     } else {
-      to.copy(kStep, int(blockDim.x), from, stride, int(lines.count), int(g.D));
+      to.copy(kStep, int(blockDim.x), first, from.stride_row, step.lines.count, int(g.D));
     }
   }
 };
