@@ -19,8 +19,35 @@ constexpr int kSide = 16;
 __device__ inline int thread_y() { return int(threadIdx.x) / kSide; }
 __device__ inline int thread_x() { return int(threadIdx.x) % kSide; }
 
-// Rows x depth elements to shared memory, zeros past `rows`; a row takes Pitch elements, odd, to
+// Shared memory is read 16 bytes at a time, by which a thread has what it needs in a third of the
+// time: kAtOnce elements that lie side by side. A row of a tile takes kAtOnce more than it has, to
 // spread the banks.
+template <class A>
+constexpr int kAtOnce = 16 / int(sizeof(A));
+template <class A>
+__device__ Vec<A, kAtOnce<A>> read(const A* from) {
+  return *reinterpret_cast<const Vec<A, kAtOnce<A>>*>(from);
+}
+// The column of a result that this thread's sum j stands for: neighbours in groups of kAtOnce.
+template <class A>
+__device__ int column_of_sum(int j) {
+  constexpr int kGroup = kAtOnce<A>;
+  return j / kGroup * (kSide * kGroup) + thread_x() * kGroup + j % kGroup;
+}
+
+// A thread's sums of a row of a result, to memory.
+template <int J, class T, class A>
+__device__ void write_row(T* row, const A (&sums)[J], int64_t D) {
+#pragma unroll
+  for (int j = 0; j < J; j += kAtOnce<A>) {
+    A run[kAtOnce<A>];
+#pragma unroll
+    for (int k = 0; k < kAtOnce<A>; ++k) run[k] = sums[j + k];
+    store_run(row + column_of_sum<A>(j), run, D - column_of_sum<A>(j));
+  }
+}
+
+// Rows x depth elements to shared memory, zeros past `rows`.
 template <int Rows, int Pitch, class T, class A>
 __device__ void load_tile(A* tile, const HeadsRef<const T>& from, int64_t b, int64_t h,
                           int64_t row0, int64_t rows, int64_t D) {
@@ -30,42 +57,56 @@ __device__ void load_tile(A* tile, const HeadsRef<const T>& from, int64_t b, int
       tile[r * Pitch + d] = r < rows ? A(source[r * from.stride_row + d]) : A(0);
 }
 
-// sums[i][j] = rows (y + 16 i) of x times rows (x + 16 j) of y, over D.
+// sums[i][j] = rows (y + 16 i) of x times rows (x + 16 j) of y, over D and the zeros after it.
 template <int I, int J, int Pitch, class A>
 __device__ void multiply_rows(const A* x, const A* y, int64_t D, A (&sums)[I][J]) {
+  constexpr int N = kAtOnce<A>;
   for (int i = 0; i < I; ++i)
     for (int j = 0; j < J; ++j) sums[i][j] = A(0);
-  for (int d = 0; d < D; ++d) {
-    A a[I], b[J];
+  for (int d = 0; d < D; d += N) {
+    Vec<A, N> a[I], b[J];
 #pragma unroll
-    for (int i = 0; i < I; ++i) a[i] = x[(thread_y() + kSide * i) * Pitch + d];
+    for (int i = 0; i < I; ++i) a[i] = read(x + (thread_y() + kSide * i) * Pitch + d);
 #pragma unroll
-    for (int j = 0; j < J; ++j) b[j] = y[(thread_x() + kSide * j) * Pitch + d];
+    for (int j = 0; j < J; ++j) b[j] = read(y + (thread_x() + kSide * j) * Pitch + d);
 #pragma unroll
-    for (int i = 0; i < I; ++i)
+    for (int e = 0; e < N; ++e)
 #pragma unroll
-      for (int j = 0; j < J; ++j) sums[i][j] += a[i] * b[j];
+      for (int i = 0; i < I; ++i)
+#pragma unroll
+        for (int j = 0; j < J; ++j) sums[i][j] += a[i].v[e] * b[j].v[e];
   }
 }
 
-// sums[i][j] += sum over n < N of weights(row y + 16 i, n) values(n, column x + 16 j). weights(r,
-// n) lies at r * RowStep + n * NStep.
-template <int N, int RowStep, int NStep, int Pitch, int I, int J, class A>
+// sums[i][j] += sum over n < N of weights(row y + 16 i, n) values(n, column_of_sum(j)). weights(r,
+// n) lies at r * Pitch + n, or, when Turned, at n * Pitch + r.
+template <int N, bool Turned, int WeightPitch, int Pitch, int I, int J, class A>
 __device__ void multiply_add(const A* weights, const A* values, A (&sums)[I][J]) {
-  for (int n = 0; n < N; ++n) {
-    A a[I], b[J];
+  constexpr int kGroup = kAtOnce<A>;
+  static_assert(N % kGroup == 0 && J % kGroup == 0, "whole vectors");
+  for (int n = 0; n < N; n += kGroup) {
+    Vec<A, kGroup> a[I];
 #pragma unroll
-    for (int i = 0; i < I; ++i) a[i] = weights[(thread_y() + kSide * i) * RowStep + n * NStep];
+    for (int i = 0; i < I; ++i) {
+      const int row = thread_y() + kSide * i;
+      if constexpr (!Turned) a[i] = read(weights + row * WeightPitch + n);
 #pragma unroll
-    for (int j = 0; j < J; ++j) b[j] = values[n * Pitch + thread_x() + kSide * j];
+      for (int e = 0; e < kGroup && Turned; ++e) a[i].v[e] = weights[(n + e) * WeightPitch + row];
+    }
 #pragma unroll
-    for (int i = 0; i < I; ++i)
+    for (int e = 0; e < kGroup; ++e)
 #pragma unroll
-      for (int j = 0; j < J; ++j) sums[i][j] += a[i] * b[j];
+      for (int j = 0; j < J; j += kGroup) {
+        const auto b = read(values + (n + e) * Pitch + column_of_sum<A>(j));
+#pragma unroll
+        for (int i = 0; i < I; ++i)
+#pragma unroll
+          for (int k = 0; k < kGroup; ++k) sums[i][j + k] += a[i].v[e] * b.v[k];
+      }
   }
 }
 
-// Zeroes the columns D .. DMax of a tile once; load_tile never writes there, multiply_add reads
+// Zeroes the columns D .. DMax of a tile once; load_tile never writes there, the products read
 // there.
 template <int Rows, int DMax, int Pitch, class A>
 __device__ void clear_tail(A* tile, int64_t D) {
@@ -77,7 +118,7 @@ __device__ void clear_tail(A* tile, int64_t D) {
 template <class T, int DMax, int Rows, int Cols>
 struct ForwardShape {
   using A = accum_t<T>;
-  static constexpr int kPitch = DMax + 1, kWeightPitch = Cols + 1;
+  static constexpr int kPitch = DMax + kAtOnce<A>, kWeightPitch = Cols + kAtOnce<A>;
   static constexpr int kSharedBytes =
       int(sizeof(A)) * (Rows * kPitch + Cols * kPitch + Rows * kWeightPitch);
 };
@@ -92,6 +133,7 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
   A* const kv_tile = q_tile + Rows * Shape::kPitch;
   A* const weights = kv_tile + Cols * Shape::kPitch;
   const Layout& layout = g.layout;
+  clear_tail<Rows, DMax, Shape::kPitch>(q_tile, g.D);
   clear_tail<Cols, DMax, Shape::kPitch>(kv_tile, g.D);
 
   for (int64_t t = blockIdx.x; t < tiles_of(g, g.queries, Rows); t += gridDim.x) {
@@ -148,7 +190,7 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
         __syncthreads();  // k is read, the weights are written
         load_tile<Cols, Shape::kPitch>(kv_tile, g.v, b, h, cols.first, cols.count, g.D);
         __syncthreads();
-        multiply_add<Cols, Shape::kWeightPitch, 1, Shape::kPitch>(weights, kv_tile, sums);
+        multiply_add<Cols, false, Shape::kWeightPitch, Shape::kPitch>(weights, kv_tile, sums);
       }
     }
 #pragma unroll
@@ -158,9 +200,8 @@ __global__ void __launch_bounds__(kBlock) attention_forward_kernel(AttentionArgu
       const int row = thread_y() + kSide * i;
       if (row >= rows.count) continue;
       T* out = g.out.row(b, h, rows.first + row);
-      for (int j = 0; j < DJ; ++j)
-        if (thread_x() + kSide * j < g.D)
-          out[thread_x() + kSide * j] = T(total[i] == A(0) ? A(0) : sums[i][j] / total[i]);
+      for (int j = 0; j < DJ; ++j) sums[i][j] = total[i] == A(0) ? A(0) : sums[i][j] / total[i];
+      write_row(out, sums[i], g.D);
       if (thread_x() == 0)
         g.lse[(b * g.H + h) * g.queries + rows.first + row] =
             total[i] == A(0) ? A(-INFINITY) : top[i] + m_log(total[i]);
@@ -190,7 +231,7 @@ __global__ void attention_delta_kernel(AttentionArguments<T> g) {
 template <class T, int DMax, int Rows, int Cols>
 struct BackwardShape {
   using A = accum_t<T>;
-  static constexpr int kPitch = DMax + 1, kWeightPitch = Cols + 1;
+  static constexpr int kPitch = DMax + kAtOnce<A>, kWeightPitch = Cols + kAtOnce<A>;
   static constexpr int kSharedBytes =
       int(sizeof(A)) * (2 * (Rows + Cols) * kPitch + 2 * Rows * kWeightPitch + 2 * Rows);
 };
@@ -263,8 +304,7 @@ __device__ void write_tile(const HeadsRef<T>& to, int64_t b, int64_t h, Span lin
     const int line = thread_y() + kSide * i;
     if (line >= lines.count) continue;
     T* out = to.row(b, h, lines.first + line);
-    for (int j = 0; j < DJ; ++j)
-      if (thread_x() + kSide * j < D) out[thread_x() + kSide * j] = T(sums[i][j]);
+    write_row(out, sums[i], D);
   }
 }
 
@@ -296,7 +336,7 @@ __global__ void __launch_bounds__(kBlock) attention_dq_kernel(AttentionArguments
         __syncthreads();
         tiles.weights(g, rows, cols, masked);
         __syncthreads();
-        multiply_add<Cols, Shape::kWeightPitch, 1, Shape::kPitch>(tiles.ds, tiles.k, dq);
+        multiply_add<Cols, false, Shape::kWeightPitch, Shape::kPitch>(tiles.ds, tiles.k, dq);
       }
     }
     write_tile(g.dq, b, h, rows, g.D, dq);
@@ -331,8 +371,8 @@ __global__ void __launch_bounds__(kBlock) attention_dkdv_kernel(AttentionArgumen
         __syncthreads();
         tiles.weights(g, rows, cols, masked);
         __syncthreads();
-        multiply_add<Rows, 1, Shape::kWeightPitch, Shape::kPitch>(tiles.p, tiles.dout, dv);
-        multiply_add<Rows, 1, Shape::kWeightPitch, Shape::kPitch>(tiles.ds, tiles.q, dk);
+        multiply_add<Rows, true, Shape::kWeightPitch, Shape::kPitch>(tiles.p, tiles.dout, dv);
+        multiply_add<Rows, true, Shape::kWeightPitch, Shape::kPitch>(tiles.ds, tiles.q, dk);
       }
     }
     write_tile(g.dv, b, h, cols, g.D, dv);

@@ -173,9 +173,10 @@ struct AttentionTiles {
           copy_step(other(stage, 1), kOwnsQueries ? g.v : g.dout, tile, coming);
           if constexpr (!kOwnsQueries) {
             const int64_t at = first_query(tile) + coming.lines.first;
-            for (int i = int(threadIdx.x); i < coming.lines.count; i += int(blockDim.x)) {
-              ptx::cp_async<4>(lse(stage) + i, g.lse + at + i);
-              ptx::cp_async<4>(delta(stage) + i, g.delta + at + i);
+            for (int i = int(threadIdx.x); i < kStep; i += int(blockDim.x)) {
+              const int bytes = i < coming.lines.count ? 4 : 0;
+              ptx::cp_async<4>(lse(stage) + i, g.lse + at + i, bytes);
+              ptx::cp_async<4>(delta(stage) + i, g.delta + at + i, bytes);
             }
           }
         },
