@@ -220,7 +220,7 @@ class Check:
         return found
 
     def instructions(self) -> None:
-        """The emulator's own test programs, run by the GPU: layouts of mma and ldmatrix, cp.async, shuffles, atomics, barriers."""
+        """The emulator's own test programs, run by the GPU: mma, ldmatrix, cp.async, ex2, shuffles, atomics, barriers."""
         nvcc = self.tool("nvcc")
         if nvcc is None or self.device != "cuda":
             say("left out: these are compiled by nvcc for a GPU; pytest runs them on the emulator")

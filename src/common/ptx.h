@@ -91,7 +91,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&acc)[4], const uint32_t (&a
 #endif
 }
 
-// 2^x, within 2^-22 of it; what is below the smallest normal number is 0.
+// 2^x, within 2^-22 of it (PTX ISA, ex2.approx.ftz.f32); what is below the smallest normal number
+// is 0.
 __device__ __forceinline__ float exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

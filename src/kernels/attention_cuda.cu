@@ -19,9 +19,8 @@ constexpr int kSide = 16;
 __device__ inline int thread_y() { return int(threadIdx.x) / kSide; }
 __device__ inline int thread_x() { return int(threadIdx.x) % kSide; }
 
-// Shared memory is read 16 bytes at a time, by which a thread has what it needs in a third of the
-// time: kAtOnce elements that lie side by side. A row of a tile takes kAtOnce more than it has, to
-// spread the banks.
+// Shared memory is read 16 bytes at a time, in fewer instructions: kAtOnce elements that lie side
+// by side. A row of a tile takes kAtOnce more than it has, to spread the banks.
 template <class A>
 constexpr int kAtOnce = 16 / int(sizeof(A));
 template <class A>
@@ -419,7 +418,7 @@ void dispatch_backward(int64_t D, F&& f) {
 template <class T>
 void queries_backward(const AttentionArguments<T>& g) {
   if (g.queries == 0) return;
-  LaunchConfig delta = rows_config(ceil_div(g.queries, 4), kWarp);  // finding a head takes longest
+  LaunchConfig delta = rows_config(ceil_div(g.queries, 4), kWarp);  // a head is found for four
   delta.grid.y = blocks_for(g.B * g.H);
   launch<attention_delta_kernel<T>>(delta, g);
   if constexpr (sizeof(T) == 2) {

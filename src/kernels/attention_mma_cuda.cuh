@@ -223,7 +223,7 @@ struct AttentionTiles {
     own(operand).copy(lines_of_block(), int(blockDim.x), from.row(tile.b, tile.h, tile.span.first),
                       from.stride_row, tile.span.count, int(g.D));
   }
-  // The usual number of threads has code of its own, in which nothing is left to compute.
+  // The usual number of threads has code of its own, which needs no loop.
   __device__ void copy_step(const Tile& to, const HeadsRef<const T>& from, const TileLines& tile,
                             const Step& step) const {
     constexpr int kMost = kMaxWarps * kWarp;

@@ -62,7 +62,7 @@ struct SwizzledTile {
   // Starts copying `tile_rows` rows, by `threads` threads, from a matrix with unit column stride of
   // which (rows, cols) elements are there: zeros beyond, where `from` may point outside the matrix.
   // `from` and `stride` are multiples of 16 bytes. A thread has the same columns of all its rows,
-  // so that a chunk takes no more than an addition and a comparison beside the copy.
+  // so that little is computed for each chunk.
   __device__ __forceinline__ void copy(int tile_rows, int threads, const T* from, int64_t stride,
                                        int rows, int cols) const {
     static_assert(kChunks <= kWarp, "whole rows at a time");

@@ -1,6 +1,6 @@
-// mma.sync, ldmatrix and cp.async against plain loops, all lanes, on random numbers. The layouts
-// are our reading of the PTX manual; this same program, compiled by nvcc, is what a GPU has to
-// confirm (benchmarks/gpu_check.py).
+// mma.sync, ldmatrix, cp.async and ex2 against plain loops, all lanes, on random numbers. The
+// layouts are our reading of the PTX manual; this same program, compiled by nvcc, is what a GPU has
+// to confirm (benchmarks/gpu_check.py).
 #include <cmath>
 #include <random>
 
@@ -185,7 +185,8 @@ template <int Bytes>
 __global__ void short_copies_kernel(const uint8_t* x, uint8_t* out) {
   NEEDLE_SHARED(uint8_t, stage, (Bytes + 1) * Bytes);
   const int t = threadIdx.x;
-  ptx::cp_async<Bytes>(&stage[t * Bytes], x + t * Bytes, t);
+  // Without bytes to read the address may be any; this one is a tebibyte away.
+  ptx::cp_async<Bytes>(&stage[t * Bytes], t == 0 ? x + (int64_t(1) << 40) : x + t * Bytes, t);
   ptx::cp_async_commit();
   ptx::cp_async_wait<0>();
   for (int i = 0; i < Bytes; ++i) out[t * Bytes + i] = stage[t * Bytes + i];
@@ -200,6 +201,28 @@ void short_copies() {
   const auto result = out.host();
   for (int t = 0; t <= Bytes; ++t)
     for (int i = 0; i < Bytes; ++i) CHECK(result[t * Bytes + i] == (i < t ? x[t * Bytes + i] : 0));
+}
+
+__global__ void exp2_kernel(const float* x, float* out) {
+  out[threadIdx.x] = ptx::exp2(x[threadIdx.x]);
+}
+
+void powers_of_two() {
+  std::vector<float> x = {0,       1,    -1,     10,        127.5f,   128, -125.5f,
+                          -126.5f, -149, -1e30f, -INFINITY, INFINITY, NAN};
+  while (x.size() < 256) x.push_back(float(random_bits() % 65536) / 256 - 128);
+  Buffer<float> x_device(x), out(x.size());
+  launch<exp2_kernel>({1, unsigned(x.size())}, x_device.get(), out.get());
+  const auto result = out.host();
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double exact = std::exp2(double(x[i]));
+    if (exact < 0x1p-126)
+      CHECK(result[i] == 0);
+    else if (exact < 0x1p128)
+      CHECK(std::fabs(result[i] - exact) <= 0x1p-22 * exact);
+    else  // infinite, or not a number
+      CHECK(std::isnan(x[i]) ? std::isnan(result[i]) : std::isinf(result[i]));
+  }
 }
 
 }  // namespace
@@ -222,5 +245,6 @@ int main() {
   short_copies<4>();
   short_copies<8>();
   short_copies<16>();
+  powers_of_two();
   std::puts("ok");
 }
