@@ -126,7 +126,6 @@ struct Walk {
   FastDivisor divisor[kMaxDims];
   int64_t strides[N][kMaxDims];
   int64_t offset[N];
-  bool broadcast[N] = {};  // by vectors: the operand has one element for the whole vector
 
   struct Offsets {
     int64_t of[N];
@@ -147,10 +146,13 @@ struct Walk {
     return at;
   }
 
+  // Whether the operand has the same element all along the last dimension.
+  NEEDLE_HD bool broadcasts(int o) const { return ndim > 0 && strides[o][ndim - 1] == 0; }
+
   // Element i, where the walk goes by vectors of a single dimension.
   __device__ Offsets element(int64_t i) const {
     Offsets at;
-    for (int o = 0; o < N; ++o) at.of[o] = offset[o] + (broadcast[o] ? 0 : i);
+    for (int o = 0; o < N; ++o) at.of[o] = offset[o] + (broadcasts(o) ? 0 : i);
     return at;
   }
 };
@@ -204,8 +206,7 @@ bool go_by_vectors(Walk<N>& walk, const bool (&first_is_aligned)[N]) {
   if (last < 0 || walk.shape[last] < Elements || (last > 0 && walk.shape[last] % Elements != 0))
     return false;
   for (int o = 0; o < N; ++o) {
-    walk.broadcast[o] = walk.strides[o][last] == 0;
-    if (walk.broadcast[o]) continue;
+    if (walk.broadcasts(o)) continue;
     if (!first_is_aligned[o] || walk.strides[o][last] != 1) return false;
     for (int d = 0; d < last; ++d)
       if (walk.strides[o][d] % Elements != 0) return false;

@@ -79,7 +79,7 @@ template <class Op, class T, class R, int N>
 __global__ void ewise_unary_kernel(Operand<T> a, R* out, Walk<1> walk, int64_t n, int64_t vectors) {
   for (int64_t i = first_index(); i < vectors; i += index_step()) {
     accum_t<T> x[N];
-    a.vector_at(walk(i).of[0], walk.broadcast[0], x);
+    a.vector_at(walk(i).of[0], walk.broadcasts(0), x);
     Vec<R, N> y;
 #pragma unroll
     for (int j = 0; j < N; ++j) y.v[j] = R(Op::apply(x[j]));
@@ -96,8 +96,8 @@ __global__ void ewise_binary_kernel(Operand<T> a, Operand<T> b, R* out, Walk<2> 
   for (int64_t i = first_index(); i < vectors; i += index_step()) {
     const auto at = walk(i);
     accum_t<T> x[N], y[N];
-    a.vector_at(at.of[0], walk.broadcast[0], x);
-    b.vector_at(at.of[1], walk.broadcast[1], y);
+    a.vector_at(at.of[0], walk.broadcasts(0), x);
+    b.vector_at(at.of[1], walk.broadcasts(1), y);
     Vec<R, N> z;
 #pragma unroll
     for (int j = 0; j < N; ++j) z.v[j] = R(Op::apply(x[j], y[j]));

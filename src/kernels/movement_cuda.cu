@@ -39,7 +39,7 @@ template <int N, class T>
 __device__ Moved<T, N> fetch(const T* a, const Walk<2>& walk, int64_t i) {
   const auto at = walk(i);
   const T* const from = a + at.of[0];
-  if (!walk.broadcast[0]) return {*reinterpret_cast<const Vec<T, N>*>(from), at.of[1]};
+  if (!walk.broadcasts(0)) return {*reinterpret_cast<const Vec<T, N>*>(from), at.of[1]};
   Moved<T, N> moved;
 #pragma unroll
   for (int j = 0; j < N; ++j) moved.value.v[j] = *from;
