@@ -46,7 +46,7 @@ def main() -> None:
         distances = [abs(a - b) for a, b in zip(values, exact, strict=True)]
         row = {"greatest": max(distances), "mean": statistics.mean(distances)}
         row["last_tenth"] = statistics.mean(values[-last:]) - statistics.mean(exact[-last:])
-        print(f"{name:13}  from fp32: at most {row['greatest']:.4f}, {row['mean']:.4f} on average, {row['last_tenth']:+.4f} at the end")
+        print(f"{name:13}  from fp32: at most {row['greatest']:.4f}, mean {row['mean']:.4f}, at the end {row['last_tenth']:+.4f}")
         about = {"model": options.model, "dataset": Path(options.dataset).name, "steps": options.steps, "run": name}
         records.append({**machine(), **about, **row, "losses": values})
     append_results(HERE / "results" / "precision.jsonl", records)

@@ -2,6 +2,7 @@
 
     python benchmarks/tokenizing.py speed --text FOLDER --tokenizer FILE --megabytes 200 --slices 10
     python benchmarks/tokenizing.py memory --text FOLDER --tokenizer FILE --megabytes 1000
+    python benchmarks/tokenizing.py memory --text FOLDER --tokenizer FILE --megabytes 600 --characters 60000000
 
 The text is that of FOLDER's .txt files over and over, each time with other words: documents of some thousand characters in .jsonl
 files. Speed: slice by slice, with as many threads, ``encode_batch`` and ``encode_batch_fast`` of ``tokenizers`` on batches of 1,000
@@ -31,10 +32,11 @@ ROOT = HERE.parent
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "apps")]
 
 
-def documents(folder: Path) -> Iterator[str]:
+def documents(folder: Path, characters: int = 4000) -> Iterator[str]:
     """Without end. Each time round some of the words are others, so that no cache knows them all."""
     raw = "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt")))
-    cuts = [raw[i : i + 4000] for i in range(0, len(raw), 4000)]
+    raw *= -(-characters // max(1, len(raw)))
+    cuts = [raw[i : i + characters] for i in range(0, len(raw), characters)]
     if not cuts:
         sys.exit(f"no text in {folder} (a folder of .txt files)")
     words, rng = sorted(set(re.findall(r"[a-z]{4,}", raw))), random.Random(0)
@@ -100,7 +102,7 @@ def highest_resident(pid: int) -> int:
 
 
 def memory(options: argparse.Namespace, folder: Path) -> list[dict]:
-    source, half = documents(options.text), options.megabytes * 10**6 // 2
+    source, half = documents(options.text, options.characters), options.megabytes * 10**6 // 2
     write_lines(folder / "half.jsonl", source, half)
     with open(folder / "half.txt", "w", encoding="utf-8") as file:
         written = 0
@@ -115,7 +117,8 @@ def memory(options: argparse.Namespace, folder: Path) -> list[dict]:
             peak = max(peak, highest_resident(process.pid))
     seconds, nbytes = time.perf_counter() - start, sum(path.stat().st_size for path in folder.glob("half.*"))
     print(f"{nbytes:,} bytes in {seconds:.0f} s, exit code {process.returncode}; peak {peak / 1e6:.0f} MB resident")
-    row = {"case": "memory", "threads": options.workers, "bytes": nbytes, "seconds": seconds, "peak_rss_bytes": peak}
+    row = {"case": "memory", "threads": options.workers, "bytes": nbytes, "characters": options.characters}
+    row |= {"seconds": seconds, "peak_rss_bytes": peak}
     return [{**machine(), **row}] if process.returncode == 0 else []
 
 
@@ -126,6 +129,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--megabytes", type=int, default=200)
     parser.add_argument("--slices", type=int, default=10)
+    parser.add_argument("--characters", type=int, default=4000, help="of a document, in the case memory")
     parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument("--folder", type=Path, help="for the files that are made and removed (default: the system's)")
     options = parser.parse_args()
