@@ -3,7 +3,7 @@
     python benchmarks/large_data.py --folder runs --tokens 10_000_000_000 --documents 20_000_000
 
 Writes Megatron's pair of so many random ids, which takes two bytes each on the disk and 32 for a document, opens it as
-train_pythia.py does, makes a batch, and removes it. Memory is what the process has of its own (RssAnon), without the pages of files.
+train_pythia.py does, makes a batch, and removes it. Memory is the process's own (RssAnon), without the pages of files.
 Appends a JSON line to benchmarks/results/large_data.jsonl.
 """
 
