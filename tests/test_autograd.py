@@ -386,6 +386,16 @@ def test_setitem_refuses_what_does_not_broadcast(host, shape):
             write()
 
 
+def test_a_setitem_that_is_refused_changes_nothing(host):
+    x = leaf([1.0, 2.0, 3.0], host)
+    before = x * 2
+    for index, value in ((7, 0.0), (slice(2), leaf(np.ones(3), host))):
+        with pytest.raises((IndexError, ShapeError)):
+            x[index] = value
+    (before + x).sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [3, 3, 3])
+
+
 @pytest.mark.parametrize("dtypes", [("float32", "float64"), ("float64", "float32"), ("bfloat16", "float64")])
 def test_a_gradient_has_the_dtype_of_its_tensor(host, dtypes):
     """Also within the graph, whose kernels take arrays of one dtype."""

@@ -130,10 +130,8 @@ def setitem_in_place(a: Tensor, index, value) -> None:
     if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
         _assign(_own_array(a), index, value.realize_cached_data())
         return
-    before = a._as_node()
-    old = Tensor.make_const(a._data, requires_grad=a.requires_grad)  # the old value lives on; this handle moves to the new one
-    old._take_over(before)
-    new = SetItem(index)(old, value)
+    before, new = a._as_node(), SetItem(index)(a, value)
+    Tensor.make_const(a._data)._take_over(before)  # the old value lives on without a handle: this one moves to the new value
     a._data, a._requires_grad = new._data, new._requires_grad
     a._take_over(new._as_node())
 
