@@ -625,6 +625,17 @@ def test_a_gradient_of_another_shape(device, kind, shape):
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_a_gradient_that_does_not_fit_leaves_all_parameters(device, kind):
+    first, second = (nn.Parameter(leaf(np.ones(2), device)) for _ in range(2))
+    first.grad, second.grad = leaf(np.ones(2), device), leaf(np.ones(3), device)
+    optimizer = kind([first, second])
+    with pytest.raises(ShapeError, match=r"a gradient is \(3,\)"):
+        optimizer.step()
+    np.testing.assert_array_equal(first.numpy(), 1)
+    assert getattr(optimizer, "t", 0) == 0
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 @pytest.mark.parametrize(
     ("dtype", "of_gradient"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64"), ("float64", "float32")]
 )

@@ -86,15 +86,23 @@ def _as_state(array: NDArray) -> NDArray:
     return array
 
 
-def _arrays(p: Any) -> tuple[NDArray, NDArray]:
-    """The parameter's array, compact since it is updated in place, and its gradient's. raises: ShapeError."""
-    w, g = p.realize_cached_data(), p.grad.realize_cached_data()
-    if g.shape != w.shape:
-        raise ShapeError(f"[optim] a gradient is {g.shape}, its parameter is {w.shape}")
-    if not w.is_compact():
-        w = w.compact()
-        p.data = Tensor.make_const(w)
-    return w, g
+def _with_gradients(params: Iterable[Any]) -> list[tuple[Any, NDArray, NDArray]]:
+    """(parameter, its array, compact since it is updated in place, its gradient's) of each that has one.
+
+    raises: ShapeError. Called before the first update, so that where one does not fit none is made.
+    """
+    found = []
+    for p in params:
+        if p.grad is None:
+            continue
+        w, g = p.realize_cached_data(), p.grad.realize_cached_data()
+        if g.shape != w.shape:
+            raise ShapeError(f"[optim] a gradient is {g.shape}, its parameter is {w.shape}")
+        if not w.is_compact():
+            w = w.compact()
+            p.data = Tensor.make_const(w)
+        found.append((p, w, g))
+    return found
 
 
 class SGD(Optimizer):
@@ -107,10 +115,7 @@ class SGD(Optimizer):
         self.u: dict[Tensor, NDArray] = {}
 
     def step(self) -> None:
-        for p in self.params:
-            if p.grad is None:
-                continue
-            w, g = _arrays(p)
+        for p, w, g in _with_gradients(self.params):
             if self.weight_decay:
                 g = g + w * self.weight_decay
             if self.momentum:
@@ -168,11 +173,8 @@ class Adam(_Moments):
         self.lr, self.beta1, self.beta2, self.eps, self.weight_decay = lr, beta1, beta2, eps, weight_decay
 
     def step(self) -> None:
-        scale = self._begin()
-        for p in self.params:
-            if p.grad is None:
-                continue
-            w, g = _arrays(p)
+        updates, scale = _with_gradients(self.params), self._begin()
+        for p, w, g in updates:
             if self.weight_decay:
                 g = g + w * self.weight_decay
             self._update(p, w, g, scale, self.lr, (self.beta1, self.beta2), self.eps, 0.0)
@@ -237,11 +239,8 @@ class AdamW(_Moments):
         self._scale = None
 
     def step(self) -> None:
-        scale = self._begin(self._scale)
-        for g in self.groups:
-            for p in g["params"]:
-                if p.grad is None:
-                    continue
-                w, grad = _arrays(p)
-                self._update(p, w, grad, scale, g["lr"], self.betas, self.eps, g["weight_decay"])
+        updates, scale = [(group, _with_gradients(group["params"])) for group in self.groups], self._begin(self._scale)
+        for group, of_group in updates:
+            for p, w, g in of_group:
+                self._update(p, w, g, scale, group["lr"], self.betas, self.eps, group["weight_decay"])
         self._scale = None
