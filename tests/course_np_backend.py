@@ -42,6 +42,9 @@ m, n = ndl.Tensor(np.random.randn(6, 5, 4)), ndl.Tensor(np.random.randn(4, 2))
 np.testing.assert_allclose(n.grad.numpy(), np.einsum("abk,abn->kn", m.numpy(), np.ones((6, 5, 2))))
 out = a.sum()
 np.testing.assert_allclose(out.op.gradient_as_tuple(ndl.Tensor(2.0), out)[0].numpy(), np.full((1, 3), 2.0))
+with ndl.amp.autocast("cpu"):
+    half = ndl.Tensor(np.ones((2, 2), "float32"))
+    assert (half @ half).dtype == "bfloat16"
 np.random.seed(1)
 from mlp_resnet import MLPResNet, epoch  # noqa: E402
 

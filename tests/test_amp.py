@@ -201,6 +201,13 @@ def test_a_region_is_of_one_device():
     assert (amp.autocast("cpu").dtype, amp.autocast("cuda").dtype) == ("bfloat16", "float16")
 
 
+def test_a_device_of_ones_own_has_regions():
+    own = ndl.backend_ndarray.BackendDevice("own", ndl.cpu_numpy().mod)
+    x = tensor((2, 2), own)
+    with amp.autocast(own):
+        assert (x @ x).dtype == amp.get_autocast_dtype(own) == "bfloat16"
+
+
 def test_no_grad_and_grad_do_not_share_a_cast(host):
     x, w = tensor((2, 3), host, requires_grad=False), tensor((3, 2), host)
     with amp.autocast(host):
@@ -592,6 +599,19 @@ def test_misuse_of_the_scaler(host):
     params[0].grad = ndl.Tensor([1.0], device=host, dtype="float16", requires_grad=False)
     with pytest.raises(DTypeError, match="float16"):
         scaler.unscale_(opt)
+
+
+def test_a_step_that_failed_can_be_made_again(host):
+    opt, params, fill = with_gradients(host, [[1.0]])
+    scaler, step = amp.GradScaler(), opt.step
+    fill(scaler)
+    opt.step = lambda: (_ for _ in ()).throw(MemoryError)
+    with pytest.raises(MemoryError):
+        scaler.step(opt)
+    opt.step = step
+    scaler.step(opt)
+    scaler.update()
+    assert params[0].item() < 1 and scaler.skipped_steps == 0
 
 
 def test_float16_without_a_scale_loses_what_the_scale_keeps(host):

@@ -24,7 +24,7 @@ from typing import Any
 from . import dtype as dt
 from . import ops
 from .autograd import NDArray, Op, Tensor, current_autocast, current_segment, is_grad_enabled, set_autocast
-from .backend_ndarray import BackendDevice, kernels
+from .backend_ndarray import BackendDevice, as_device, kernels
 from .backend_ndarray.ndarray import write_stamp
 from .errors import CheckpointError, DeviceError, DTypeError, GraphError
 
@@ -32,14 +32,12 @@ __all__ = ["PRECISIONS", "GradScaler", "SkippedStepWarning", "autocast", "get_au
 
 LOW_DTYPES = ("float16", "bfloat16")
 PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}  # a model's precision, and what its products are lowered to
-DEVICE_TYPES = ("cpu", "cuda", "cuda_sim", "cpu_numpy", "meta")
 
 
 def _device_type(device: str | BackendDevice) -> str:
-    name = device.name if isinstance(device, BackendDevice) else device
-    if name not in DEVICE_TYPES:
-        raise DeviceError(f"[autocast] unknown device type: {device!r} (accepted: {', '.join(DEVICE_TYPES)})")
-    return name
+    if device is None:  # elsewhere the default device; PyTorch wants it named
+        raise DeviceError("[autocast] device_type is None (accepted: a device, or its name)")
+    return as_device(device).name
 
 
 class autocast(ContextDecorator):
@@ -221,13 +219,15 @@ class GradScaler:
     def step(self, optimizer: Any) -> None:
         """``optimizer.step()``, if all its gradients are finite."""
         if not self.enabled:
-            return optimizer.step()
+            optimizer.step()
+            return
         if optimizer in self._stepped:
             raise GraphError("[step] the optimizer's step is made already (accepted: once between two calls of update)")
         if optimizer not in self._flags:
             self.unscale_(optimizer)
-        self._stepped[optimizer] = bool(self._flags[optimizer].numpy()[0])
-        return optimizer.skip_step() if self._stepped[optimizer] else optimizer.step()
+        skipped = bool(self._flags[optimizer].numpy()[0])
+        optimizer.skip_step() if skipped else optimizer.step()
+        self._stepped[optimizer] = skipped  # not where the step failed: it may be tried again
 
     def update(self) -> None:
         """Chooses the next scale, by what the steps since the last call found.
