@@ -266,6 +266,8 @@ def test_rotary_of_views_and_in_place(dtype, T, D, rot):
         check("rotary", dtype, In(packed), strides, D, *tables, Out((B, H, T, D)), (H * T * D, T * D, D, 1), *sizes)
         in_place = Out(packed.shape, values=packed)
         check("rotary", dtype, in_place, strides, 0, *tables, in_place, strides, *sizes)
+        for broadcast in ((H * T, T, 1, 0), (D, 0, 0, 1), (0, 0, 0, 0)):
+            check("rotary", dtype, In(packed), broadcast, 0, *tables, Out((B, H, T, D)), (H * T * D, T * D, D, 1), *sizes)
 
 
 # --- ids ------------------------------------------------------------------------------------------------------------------
