@@ -277,3 +277,17 @@ def test_float64_becomes_float16_in_one_rounding(device):
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(found, values.astype(np.float16))
     assert full((1,), 1 + 2**-11 + 2**-40, "float16", device).item() == 1 + 2**-10
+
+
+@pytest.mark.parametrize("source", ["float32", "float64", "float16", "bfloat16"])
+def test_floats_that_no_integer_is_near_become_the_least_one(device, source):
+    """On every device: a GPU's own instruction makes 0 of NaN, which as an id would pass for a token."""
+    values = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 2.0**63, 2.0**31, -(2.0**31), 300.75, -1.5, 255.0, -0.0])
+    with np.errstate(over="ignore"):
+        x = NDArray(values, device=device, dtype="float64").astype(source)
+    exact = x.astype("float64").numpy()
+    for dtype, bits in (("int32", 31), ("int64", 63), ("uint8", 63)):
+        fits = (exact >= -(2.0**bits)) & (exact < 2.0**bits)
+        whole = [int(v) if fit else -(2**bits) for v, fit in zip(exact.tolist(), fits.tolist())]
+        expected = [v % 256 for v in whole] if dtype == "uint8" else whole
+        assert x.astype(dtype).numpy().tolist() == expected

@@ -4,9 +4,11 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #include <cuda_bf16.h>
@@ -174,6 +176,26 @@ struct AccumOf<bfloat16> {
 };
 template <class T>
 using accum_t = typename AccumOf<T>::type;
+
+// Between any two dtypes. float -> integer cuts off the fraction; what does not fit, NaN too,
+// becomes the least integer, as in numpy on x86 (a GPU alone would take the nearest, and 0 for
+// NaN), and uint8 is the last byte of an int64. x -> bool is x != 0; NaN -> true.
+template <class To, class From>
+NEEDLE_HD inline To convert(From value) {
+  using A = accum_t<From>;
+  const A x = A(value);
+  if constexpr (std::is_same_v<To, bool>) {
+    return x != A(0);
+  } else if constexpr (std::is_integral_v<To> && std::is_floating_point_v<A>) {
+    using Whole = std::conditional_t<std::is_same_v<To, uint8_t>, int64_t, To>;
+    constexpr Whole least = std::numeric_limits<Whole>::min();
+    return To(x >= A(least) && x < -A(least) ? Whole(x) : least);
+  } else if constexpr (std::is_same_v<To, float16> && std::is_same_v<From, double>) {
+    return To(round_to_odd(x));
+  } else {
+    return To(accum_t<To>(x));
+  }
+}
 
 template <class T>
 struct Tag {

@@ -18,7 +18,7 @@ void fill(const Array& out, Scalar value);
 // out[i] = start + i * step
 void arange(const Array& out, Scalar start, Scalar step);
 // out[out_strides . i + out_offset] = convert(a[a_strides . i + a_offset]) for every i in shape.
-// Converts between any two dtypes (float -> int truncates; x -> bool is x != 0; NaN -> true).
+// Converts between any two dtypes, as dtype.h's convert does.
 void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,
                   const Dims& out_strides, int64_t out_offset, const Dims& shape);
 void strided_fill(const Array& out, const Dims& strides, int64_t offset, const Dims& shape,

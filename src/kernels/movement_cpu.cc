@@ -16,21 +16,6 @@ namespace {
 constexpr int64_t kGrain = 1 << 16;  // elements per task
 constexpr int64_t kBlock = 32;       // side of a transposed block
 
-template <class To, class From>
-To convert(From x) {
-  if constexpr (std::is_same_v<To, bool>) {
-    return accum_t<From>(x) != accum_t<From>(0);
-  } else if constexpr (std::is_same_v<To, uint8_t>) {
-    return To(int64_t(accum_t<From>(x)));  // negative numbers wrap, as integers do
-  } else if constexpr (std::is_same_v<To, float16> && std::is_same_v<From, double>) {
-    return To(round_to_odd(x));
-  } else if constexpr (sizeof(To) == 2) {
-    return To(float(accum_t<From>(x)));
-  } else {
-    return To(accum_t<From>(x));
-  }
-}
-
 template <class T>
 void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t n) {
   if (from_stride == 1 && to_stride == 1)

@@ -81,19 +81,6 @@ __global__ void transpose_copy_kernel(const B* a, B* out, Walk<2> batch, int64_t
   }
 }
 
-template <class To, class From>
-__device__ To convert(From value) {
-  if constexpr (std::is_same<To, bool>::value) {
-    return accum_t<From>(value) != accum_t<From>(0);
-  } else if constexpr (std::is_same<To, uint8_t>::value) {
-    return To(int64_t(accum_t<From>(value)));  // negative numbers wrap, which a GPU would cut to 0
-  } else if constexpr (std::is_same<To, float16>::value && std::is_same<From, double>::value) {
-    return To(round_to_odd(value));
-  } else {
-    return To(accum_t<To>(accum_t<From>(value)));
-  }
-}
-
 template <class From, class To, int N>
 __global__ void convert_copy_kernel(const From* a, To* out, Walk<2> walk, int64_t n) {
   in_fours(
