@@ -239,6 +239,14 @@ def test_no_grad_detach_and_retain_grad(host):
     y = (x * x).retain_grad()
     (y * 3).backward()
     assert y.grad.item() == 3 and x.grad.item() == 12
+    (y * 3).backward(accumulate=True)
+    assert y.grad.item() == 6 and x.grad.item() == 24
+    y.backward(retain_graph=True)
+    assert y.grad.item() == 1
+    y.backward(accumulate=True, create_graph=True)
+    assert y.grad.item() == 2 and x.grad.item() == 8
+    with pytest.raises(GraphError, match="no history"):
+        y.grad.backward()
     with pytest.raises(GraphError, match="no history"):
         x.detach().__mul__(2).backward()
     with pytest.raises(ShapeError, match="out_grad"):

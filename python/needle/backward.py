@@ -150,7 +150,8 @@ def run_backward(
 ) -> dict[Node, Tensor]:
     """Gradients of the leaves (and of ``stop`` nodes) under ``root``. Sets ``.grad`` where retain_grad() asked for it.
 
-    accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then.
+    accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then; ``.grad`` of
+    others is replaced by the sum.
     """
     order = differentiable_order([root], stop)
     segments = _made_ready(root, order, stop)
@@ -187,7 +188,8 @@ def run_backward(
             if grad is not None:
                 handle = node.live_handle()
                 if isinstance(handle, Tensor) and handle._retains_grad:
-                    handle._grad = grad
+                    kept = grad if grad.requires_grad else grad.detach()
+                    handle._grad = handle._grad + kept if accumulate and handle._grad is not None else kept
                 if segments:
                     for n in node.read_nodes():
                         if n.segment in segments:
