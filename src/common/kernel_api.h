@@ -15,8 +15,8 @@
 
 // --- moving data --------------------------------------------------------------------------
 void fill(const Array& out, Scalar value);
-// out[i] = start + i * step
-void arange(const Array& out, Scalar start, Scalar step);
+// out[i] = i
+void arange(const Array& out);
 // out[out_strides . i + out_offset] = convert(a[a_strides . i + a_offset]) for every i in shape.
 // Converts between any two dtypes, as dtype.h's convert does.
 void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,

@@ -161,17 +161,12 @@ void fill_walk(T* to, const Walk<1>& walk, T value) {
 
 void fill(const Array& out, Scalar value) { strided_fill(out, {1}, 0, {out.size()}, value); }
 
-void arange(const Array& out, Scalar start, Scalar step) {
+void arange(const Array& out) {
   dispatch_any(out.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     T* to = out.data<T>();
     parallel_ranges(out.size(), kGrain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        if constexpr (std::is_integral_v<T>)
-          to[i] = convert<T>(start.i + i * step.i);
-        else
-          to[i] = convert<T>(start.d + double(i) * step.d);
-      }
+      for (int64_t i = begin; i < end; ++i) to[i] = convert<T>(i);
     });
   });
 }

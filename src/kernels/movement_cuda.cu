@@ -14,14 +14,8 @@ __global__ void fill_kernel(T* out, T value, int64_t n) {
 }
 
 template <class T>
-__global__ void arange_kernel(T* out, double start, double step, int64_t n) {
-  for (int64_t i = first_index(); i < n; i += index_step())
-    out[i] = T(accum_t<T>(start + double(i) * step));
-}
-
-template <class T>
-__global__ void arange_integer_kernel(T* out, int64_t start, int64_t step, int64_t n) {
-  for (int64_t i = first_index(); i < n; i += index_step()) out[i] = T(start + i * step);
+__global__ void arange_kernel(T* out, int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) out[i] = convert<T>(i);
 }
 
 template <class T>
@@ -139,16 +133,11 @@ void fill(const Array& out, Scalar value) {
   });
 }
 
-void arange(const Array& out, Scalar start, Scalar step) {
+void arange(const Array& out) {
   if (out.size() == 0) return;
-  dispatch_num(out.dtype(), "arange", [&](auto tag) {
+  dispatch_any(out.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    if constexpr (std::is_integral<T>::value) {
-      launch<arange_integer_kernel<T>>(grid_stride(out.size()), out.data<T>(), start.i, step.i,
-                                       out.size());
-    } else {
-      launch<arange_kernel<T>>(grid_stride(out.size()), out.data<T>(), start.d, step.d, out.size());
-    }
+    launch<arange_kernel<T>>(grid_stride(out.size()), out.data<T>(), out.size());
   });
 }
 

@@ -548,5 +548,5 @@ def arange(n: int, dtype: str, device) -> NDArray:
     """0, 1, ..., n - 1."""
     device.require()
     out = _new(as_shape(n), dt.name_of(dtype), device)
-    device.arange(out._handle, 0, 1)
+    device.arange(out._handle)
     return out

@@ -91,8 +91,8 @@ def fill(out, value):
         out.array.fill(value)
 
 
-def arange(out, start, step):
-    _put(out, start + np.arange(out.size) * step)
+def arange(out):
+    _put(out, np.arange(out.size))
 
 
 def strided_copy(a, a_strides, a_offset, out, out_strides, out_offset, shape):
@@ -272,14 +272,9 @@ for _name, _function in BINARY.items():
     globals()[f"rscalar_{_name}"] = _scalar_entry(_name, _function, reverse=True)
 
 
-def where(condition, *rest):
-    if len(rest) == 3:
-        a, b, out = rest
-        _put(out, np.where(condition.array[: out.size], a.array[: out.size], b.array[: out.size]))
-    else:
-        c_strides, c_offset, a, a_strides, a_offset, b, b_strides, b_offset, out, shape = rest
-        x, y = _strided(a, shape, a_strides, a_offset), _strided(b, shape, b_strides, b_offset)
-        _put(out, np.where(_strided(condition, shape, c_strides, c_offset), x, y))
+def where(condition, c_strides, c_offset, a, a_strides, a_offset, b, b_strides, b_offset, out, shape):
+    x, y = _strided(a, shape, a_strides, a_offset), _strided(b, shape, b_strides, b_offset)
+    _put(out, np.where(_strided(condition, shape, c_strides, c_offset), x, y))
 
 
 # --- reductions over the middle axis of (outer, reduce, inner) ---
