@@ -246,6 +246,21 @@ inline void from_numpy(py::array a, const Array& out) {
   if (out.size() > 0) copy_from_host(from, out);
 }
 
+inline void copy_checked(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,
+                         const Dims& out_strides, int64_t out_offset, const Dims& shape) {
+  const View from = checked(a, shape, a_strides, a_offset);
+  checked(out, shape, out_strides, out_offset);
+  Unlocked unlocked(from.size());
+  strided_copy(a, a_strides, a_offset, out, out_strides, out_offset, shape);
+}
+
+inline void fill_checked(const Array& out, const Dims& strides, int64_t offset, const Dims& shape,
+                         Scalar value) {
+  const View to = checked(out, shape, strides, offset);
+  Unlocked unlocked(to.size());
+  strided_fill(out, strides, offset, shape, value);
+}
+
 inline void bind_movement(py::module_& m) {
   m.def("to_numpy", &to_numpy);
   m.def("from_numpy", &from_numpy);
@@ -263,43 +278,20 @@ inline void bind_movement(py::module_& m) {
   });
   m.def("fill", &Bound<&fill>::call);
   m.def("arange", &Bound<&arange>::call);
-  m.def("strided_copy",
-        [](const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,
-           const Dims& out_strides, int64_t out_offset, const Dims& shape) {
-          const View from = checked(a, shape, a_strides, a_offset);
-          checked(out, shape, out_strides, out_offset);
-          Unlocked unlocked(from.size());
-          strided_copy(a, a_strides, a_offset, out, out_strides, out_offset, shape);
-        });
-  m.def("strided_fill",
-        [](const Array& out, const Dims& strides, int64_t offset, const Dims& shape, Scalar value) {
-          const View to = checked(out, shape, strides, offset);
-          Unlocked unlocked(to.size());
-          strided_fill(out, strides, offset, shape, value);
-        });
+  m.def("strided_copy", &copy_checked);
+  m.def("strided_fill", &fill_checked);
   // The course's names for the same.
   m.def("compact", [](const Array& a, const Array& out, const Dims& shape, const Dims& strides,
                       int64_t offset) {
-    const View from = checked(a, shape, strides, offset);
-    const Dims compact = compact_strides(shape);
-    checked(out, shape, compact, 0);
-    Unlocked unlocked(from.size());
-    strided_copy(a, strides, offset, out, compact, 0, shape);
+    copy_checked(a, strides, offset, out, compact_strides(shape), 0, shape);
   });
   m.def("ewise_setitem", [](const Array& a, const Array& out, const Dims& shape,
                             const Dims& strides, int64_t offset) {
-    const Dims compact = compact_strides(shape);
-    const View from = checked(a, shape, compact, 0);
-    checked(out, shape, strides, offset);
-    Unlocked unlocked(from.size());
-    strided_copy(a, compact, 0, out, strides, offset, shape);
+    copy_checked(a, compact_strides(shape), 0, out, strides, offset, shape);
   });
-  m.def("scalar_setitem", [](int64_t, Scalar value, const Array& out, const Dims& shape,
-                             const Dims& strides, int64_t offset) {
-    const View to = checked(out, shape, strides, offset);
-    Unlocked unlocked(to.size());
-    strided_fill(out, strides, offset, shape, value);
-  });
+  m.def("scalar_setitem",
+        [](int64_t, Scalar value, const Array& out, const Dims& shape, const Dims& strides,
+           int64_t offset) { fill_checked(out, strides, offset, shape, value); });
 }
 
 inline void bind_unary(py::module_& m, const std::string& name, UnaryOp op) {
@@ -368,12 +360,6 @@ inline void bind_ewise(py::module_& m) {
 #define NEEDLE_BINARY(name, kind, expression) \
   bind_binary(m, #name, BinaryOp::name, std::string(#kind) == "CMP");
 #include "ewise_ops.def"
-  m.def("where", [](const Array& c, const Array& a, const Array& b, const Array& out) {
-    const Dims shape{out.size()};
-    const View condition = whole(c, shape), x = whole(a, shape), y = whole(b, shape);
-    Unlocked unlocked(out.size());
-    where(condition, x, y, out);
-  });
   m.def("where", [](const Array& c, const Dims& c_strides, int64_t c_offset, const Array& a,
                     const Dims& a_strides, int64_t a_offset, const Array& b, const Dims& b_strides,
                     int64_t b_offset, const Array& out, const Dims& shape) {
