@@ -23,7 +23,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from needle import files
-from needle.command_line import Parser, exit_code, flag, standard_streams
+from needle.command_line import Parser, exit_code, flag, run_program
 from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
 from pythia_app.loading import MODEL_HELP, load_model
@@ -155,6 +155,4 @@ def last_words(path: str) -> list[tuple[str, str]]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    standard_streams()
-    sys.exit(main())
+    run_program(main)

@@ -17,7 +17,7 @@ import time
 
 import numpy as np
 
-from needle.command_line import Parser, exit_code, flag, standard_streams
+from needle.command_line import Parser, exit_code, flag, run_program
 from needle.data.text_stream import TextStream
 from needle.errors import DataError
 from needle.models import GenerationConfig
@@ -146,6 +146,4 @@ def note(text: str) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    standard_streams()
-    sys.exit(main())
+    run_program(main)

@@ -17,7 +17,7 @@ import os
 import sys
 import time
 
-from needle.command_line import Parser, exit_code, flag, standard_streams
+from needle.command_line import Parser, exit_code, flag, run_program
 from needle.data.prepare import Prepared, Progress, prepare
 from needle.data.text_tokenizer import END_OF_TEXT
 from needle.errors import DataError
@@ -147,6 +147,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    standard_streams()
-    sys.exit(main())
+    run_program(main)

@@ -23,7 +23,7 @@ import numpy as np
 from needle import files
 from needle.backend_ndarray.device import drop_device_caches
 from needle.checkpoints import CheckpointFolder
-from needle.command_line import exit_code, standard_streams
+from needle.command_line import exit_code, run_program
 from needle.data.text import TextData, load_text, unigram_entropy
 from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.memory.units import table
@@ -241,6 +241,4 @@ def sampled(trainer: Trainer, text: TextData, seed: int) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    standard_streams()
-    sys.exit(main())
+    run_program(main)

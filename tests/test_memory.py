@@ -486,6 +486,7 @@ def test_numbers_of_a_plan_and_where_it_is_drawn(tmp_path, capsys, small_plan):
             main(wrong)
         assert re.fullmatch(r"python -m needle.*: error: .*\n", capsys.readouterr().err)
     (tmp_path / "file").write_text("")
+    assert main([*small_plan, "--html", ""]) == 2 and "[path] is empty" in capsys.readouterr().err
     assert main([*small_plan, "--html", str(tmp_path / "file" / "x.html")]) == 2
     assert re.fullmatch(r"python -m needle: error: \[html\] cannot draw .*: Not a directory \(.*\)\n", capsys.readouterr().err)
     assert main([*small_plan, "--accumulation_steps", "2"]) == 0

@@ -638,6 +638,18 @@ def test_interrupted_while_importing():
         assert b"Traceback" not in process.stderr.read() and process.wait() in (-signal.SIGINT, 130)
 
 
+def test_interrupted_again_at_the_end():
+    """When there is nothing left to stop, and Python's own clearing up would be."""
+    program = """
+import atexit, os, signal
+from needle.command_line import run_program
+atexit.register(os.kill, os.getpid(), signal.SIGINT)
+run_program(lambda: 0)
+"""
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, cwd=ROOT / "python")
+    assert done.returncode == -signal.SIGINT and done.stderr == b""
+
+
 def limited(megabytes):
     """Files above a size cannot be written, as on a full disk."""
     resource = pytest.importorskip("resource")

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports run: the end, without a traceback
+
 import argparse
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -11,7 +15,7 @@ from typing import Any
 
 from . import files, memory
 from .amp import PRECISIONS
-from .command_line import Parser, exit_code, flag, standard_streams
+from .command_line import Parser, exit_code, flag, run_program
 from .errors import DataError, ShapeError
 from .memory.units import readable, table
 from .models import SIZES, PythiaConfig, checkpointed, layers_or_bytes, plannable
@@ -94,9 +98,9 @@ def run_plan(options: argparse.Namespace) -> int:
     for name, budget in budgets:
         print()
         print(fits(config, peak_of, name, budget, found.peak_bytes))
-    if options.html:
+    if options.html is not None:
         try:
-            memory.picture(found.trace, options.html)
+            memory.picture(found.trace, files.home(options.html))
         except (OSError, ModuleNotFoundError) as error:
             raise DataError(f"[html] cannot draw {options.html}: {files.reason(error)} (plotly, and room for a file)") from error
         print(f"drawn: {options.html}")
@@ -138,5 +142,4 @@ def fits(config: PythiaConfig, peak_of: Callable[..., int], name: str, budget: i
 
 
 if __name__ == "__main__":
-    standard_streams()
-    sys.exit(main())
+    run_program(main)

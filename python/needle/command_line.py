@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -66,6 +67,15 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
             print(f"{prog}: error: {error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
         return 1 if gone else 2
+
+
+def run_program(main: Callable[[], int]) -> NoReturn:
+    """``main`` as the whole process. While it runs Ctrl-C is a KeyboardInterrupt; after it the end at once, without a traceback."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    standard_streams()
+    code = main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
 
 
 def standard_streams() -> None:

@@ -35,11 +35,11 @@ class GraphError(RuntimeError):
     """Autograd cannot do what was asked: no graph, a dead root, a changed parameter."""
 
 
-class DataError(ValueError):
+class DataError(_OneLine, ValueError):
     """A data set, a text or a tokenizer cannot be used."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(_OneLine, ValueError):
     """A checkpoint cannot be read or does not fit the model."""
 
 

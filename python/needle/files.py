@@ -55,7 +55,12 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def home(path: str | Path) -> Path:
-    """The path with ``~`` or ``~name`` at its beginning replaced; as it is, as shells have it, where nobody has that name."""
+    """The path with ``~`` or ``~name`` at its beginning replaced; as it is, as shells have it, where nobody has that name.
+
+    raises: DataError for an empty name: Path takes it for the working directory, and what is meant is a variable that is not set.
+    """
+    if not str(path):
+        raise DataError("[path] is empty (the name of a file or folder)")
     return Path(os.path.expanduser(path))
 
 

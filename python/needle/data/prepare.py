@@ -231,7 +231,7 @@ class _Run:
     def _end(self, tokenizer: TextTokenizer) -> int | None:
         """The id after each document."""
         token = self.settings["end_of_text"]
-        found = None if token is None else tokenizer.tokenizer.token_to_id(token)
+        found = tokenizer.tokenizer.get_vocab(with_added_tokens=True).get(token)
         if token is not None and found is None:
             raise DataError(f"[end_of_text] the tokenizer has no {token!r} (--end_of_text TOKEN, or --no_end_of_text)")
         return found

@@ -91,8 +91,8 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
         folder = Path(data_dir) / "wikitext-2"
         return _wikitext(folder if folder.is_dir() else _download_wikitext(folder, Path(cache_dir)))
     path = home(dataset)
-    is_folder = bool(dataset) and os.path.isdir(path)  # unlike Path's, False also for what can be no path
-    if not is_folder and not (dataset and os.path.isfile(path)):
+    is_folder = os.path.isdir(path)  # unlike Path's, False also for what can be no path
+    if not is_folder and not os.path.isfile(path):
         raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, a file or folder of text, or a token file)")
     if is_folder and all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
         return _wikitext(path)

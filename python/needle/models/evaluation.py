@@ -79,7 +79,7 @@ def score_text(
         )
     nats, counted = 0.0, 0
     todo = windows(len(ids), window, stride)
-    while part := list(itertools.islice(todo, batch_size)):
+    while part := list(itertools.islice(todo, min(batch_size, len(ids)))):
         T = max(last - first for first, last, _ in part)
         inputs = np.zeros((len(part), T), np.int32)
         targets = np.full((len(part), T), IGNORE_INDEX, np.int32)

@@ -63,7 +63,10 @@ def _check_room(planned: Pythia, device: BackendDevice) -> None:
 
 
 def _folder(source: str | Path, revision: str | None) -> Path:
-    path = files.home(source)
+    try:
+        path = files.home(source)
+    except DataError as error:
+        raise CheckpointError(f"[from_pretrained] no such folder: {error}") from None
     if path.is_dir():
         return path
     if path.exists() or not _ON_THE_HUB.fullmatch(str(source)):
