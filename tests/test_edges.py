@@ -548,6 +548,18 @@ def test_arguments_of_ops(device):
         ops.embedding(leaf(np.ones((2, 3)), device, "int32", requires_grad=False), leaf([0], device))
     with pytest.raises(DTypeError, match=r"\[rotary\] cos is float64"):
         ops.rotary(x, *[array(np.ones((4, 0)), device, "float64")] * 2)
+    with pytest.raises(DTypeError, match=r"\[rotary\] an array is of type Tensor"):
+        ops.rotary(x, *[leaf(np.ones((4, 0)), device)] * 2)
+    for takes_layout in (
+        ops.attention,
+        lambda q, _, __, mask: ops.sdd(q[0], q[0], mask),
+        lambda q, _, __, mask: ops.dsd(q, q[0], mask),
+    ):
+        with pytest.raises(DTypeError, match=r"\] layout is of type Tensor \(accepted: a BlockLayout\)"):
+            takes_layout(x, x, x, leaf(np.ones((1, 1)), device))
+    for loss, inputs in ((ops.cross_entropy, 1), (ops.linear_cross_entropy, 2)):
+        with pytest.raises(DTypeError, match="ignore_index is of type Tensor"):  # where torch has weights of classes
+            loss(*[leaf(np.ones((2, 2)), device)] * inputs, leaf([0, 1], device), leaf(np.ones(2), device))
     with pytest.raises(DTypeError, match="out_grad is numpy"):
         (x * 2).backward(np.ones(x.shape))
     with pytest.raises(DeviceError, match="out_grad is on"):

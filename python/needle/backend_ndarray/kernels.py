@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from .. import dtype as dt
-from ..errors import DeviceError, DTypeError, ShapeError
+from ..errors import DeviceError, DTypeError, ShapeError, type_name
 from .block_layout import BlockLayout
 from .host_memory import GRADIENT, WORKSPACE
 from .ndarray import NDArray, _new, full, matmul
@@ -36,6 +36,8 @@ def _workspace(shape: tuple[int, ...], dtype: str, device) -> NDArray:
 def _check(op: str, *arrays: NDArray, floating: bool = True) -> NDArray:
     first = arrays[0]
     for x in arrays:
+        if not isinstance(x, NDArray):
+            raise DTypeError(f"[{op}] an array is of type {type_name(x)} (accepted: an NDArray)")
         if x._device is not first._device and x._device != first._device:
             raise DeviceError(f"[{op}] arrays are on different devices: {first._device} and {x._device}")
         if floating and not dt.is_float(x._dtype):
@@ -44,6 +46,11 @@ def _check(op: str, *arrays: NDArray, floating: bool = True) -> NDArray:
             raise DTypeError(f"[{op}] dtypes differ: {first._dtype} and {x._dtype} (cast one of them)")
     first._device.require()
     return first
+
+
+def _check_layout(op: str, layout: BlockLayout) -> None:
+    if not isinstance(layout, BlockLayout):
+        raise DTypeError(f"[{op}] layout is of type {type_name(layout)} (accepted: a BlockLayout)")
 
 
 def _as_ids(ids: NDArray) -> NDArray:
@@ -377,6 +384,7 @@ def _check_attention(q: NDArray, k: NDArray, v: NDArray, layout: BlockLayout) ->
         raise ShapeError(
             f"[attention] q is {q._shape}, k is {k._shape}, v is {v._shape} (accepted: (B, H, T, D), (B, H, S, D) twice)"
         )
+    _check_layout("attention", layout)
     B, H, T, D = q._shape
     S = k._shape[2]
     if -(-T // layout.block) != layout.block_rows or -(-S // layout.block) != layout.block_cols:
@@ -467,6 +475,7 @@ def _stored_form(x: NDArray) -> tuple[object, bool]:
 
 
 def _check_blocks(op: str, blocks: NDArray, layout: BlockLayout) -> int:
+    _check_layout(op, layout)
     expected = (layout.nnz, layout.block, layout.block)
     if blocks.ndim != 4 or blocks._shape[1:] != expected:
         raise ShapeError(f"[{op}] blocks are {blocks._shape} (accepted: (batch, {', '.join(map(str, expected))}))")
@@ -478,6 +487,7 @@ def _check_blocks(op: str, blocks: NDArray, layout: BlockLayout) -> int:
 def blocksparse_sdd(a: NDArray, b: NDArray, layout: BlockLayout) -> NDArray:
     """The layout's blocks of a @ b: a (batch, m, k), b (batch, k, n) -> (batch, nnz, block, block)."""
     _check("blocksparse_sdd", a, b)
+    _check_layout("blocksparse_sdd", layout)
     rows, cols = layout.shape
     if a.ndim != 3 or b.ndim != 3 or a._shape[0] != b._shape[0] or a._shape[2] != b._shape[1]:
         raise ShapeError(f"[blocksparse_sdd] a is {a._shape}, b is {b._shape} (accepted: (batch, m, k) and (batch, k, n))")

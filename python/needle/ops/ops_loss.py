@@ -5,13 +5,18 @@ from __future__ import annotations
 from ..autograd import Tensor, TensorTupleOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backward import ALL_ONES
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError, type_name
 from .ops_logarithmic import logsoftmax
 from .ops_mathematic import astype, matmul, summation
 from .ops_shape import reshape
 from .ops_tuple import tuple_get_item
 
 IGNORE_INDEX = -100
+
+
+def _check_ignored(op: str, ignore_index) -> None:
+    if not hasattr(ignore_index, "__index__"):
+        raise DTypeError(f"[{op}] ignore_index is of type {type_name(ignore_index)} (accepted: a whole number)")
 
 
 def _mean_weights(targets, ignore_index: int, dtype: str):
@@ -66,6 +71,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_IN
     raises: ShapeError, IndexError for a target outside 0..V-1.
     """
     check_tensors("cross_entropy", logits, targets)
+    _check_ignored("cross_entropy", ignore_index)
     rows, columns = reshape(logits, (-1, *logits.shape[-1:])), reshape(targets, (-1,))
     return tuple_get_item(CrossEntropy(ignore_index)(rows, columns), 0)
 
@@ -121,6 +127,7 @@ def linear_cross_entropy(
     At most max(chunk_bytes, one row) of logits exist at any time. raises: ShapeError, IndexError for a target outside 0..V-1.
     """
     check_tensors("linear_cross_entropy", hidden, weight, targets)
+    _check_ignored("linear_cross_entropy", ignore_index)
     if chunk_bytes < 1:
         raise ShapeError(f"[linear_cross_entropy] chunk_bytes is {chunk_bytes} (accepted: at least 1)")
     rows, columns = reshape(hidden, (-1, *hidden.shape[-1:])), reshape(targets, (-1,))
