@@ -48,7 +48,7 @@ def start(argv: list[str] | None) -> int:
     """A new run, or one that goes on from a checkpoint."""
     options = parse(argv)
     where = options.load_checkpoint
-    if where is None and options.resume and CheckpointFolder(options.checkpoint_dir).names():
+    if options.resume and CheckpointFolder(options.checkpoint_dir).names():
         where = options.checkpoint_dir
     if where is None:
         return run(options)
@@ -65,7 +65,10 @@ def start(argv: list[str] | None) -> int:
 def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     """saved, state: the checkpoint to go on from and what it says; ``options`` are made with it."""
     where = device(options.device)
-    folder = None if options.compare_dense or options.eval_only or options.plan else run_folder(options, saved)
+    given = folder = None
+    if not (options.compare_dense or options.eval_only or options.plan):
+        given = options.checkpoint_dir or (saved and checkpoint.run_of(saved))
+        folder = run_folder(options.model, given, saved)
     kinds = (False, True) if options.compare_dense else (options.sparse,)
     if options.plan:
         for sparse in kinds:
@@ -105,7 +108,7 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
         return 0
-    if options.checkpoint_dir is None and saved is None:
+    if given is None:
         folder = new_folder(folder)
     per_token, mask = trainer.config.flops_per_token(options.seq_len), mask_picture(trainer.config.layout(options.seq_len))
     facts |= {"text": said, "folder": str(folder)}

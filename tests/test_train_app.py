@@ -328,6 +328,32 @@ def test_precision_is_saved_and_resumed_bitwise(run, interrupted, tmp_path):
     assert losses(parts) == losses(tmp_path / "fp16")
 
 
+def test_where_a_run_goes_on_from_a_checkpoint(run, tmp_path, monkeypatch):
+    """In the run's own folder, however the checkpoint is named; in a new one if it belongs to none."""
+    parts, alone = tmp_path / "parts", tmp_path / "mine" / "best"
+    assert run("--max_steps", 1, "--checkpoint_dir", parts).returncode == 0
+    shutil.copytree(parts / "step-000001", alone)
+    (tmp_path / "latest").symlink_to(parts / "step-000001")
+    before = contents(alone.parent)
+    done = run("--load_checkpoint", tmp_path / "latest", "--max_steps", 2)
+    assert done.returncode == 0 and f"in {parts}: " in done.stdout
+    monkeypatch.chdir(parts / "step-000002")
+    done = run("--load_checkpoint", ".", "--max_steps", 3, "--keep_last", 3)
+    assert done.returncode == 0 and f"in {parts}: " in done.stdout and "checkpoints.json" not in os.listdir(parts / "step-000002")
+    monkeypatch.chdir(tmp_path)
+    done = run("--load_checkpoint", alone, "--max_steps", 2)
+    (made,) = (tmp_path / "runs").iterdir()
+    assert done.returncode == 0 and f"in runs/{made.name}: " in done.stdout and (made / "step-000002").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "mine", "parts", "runs"]
+    assert contents(alone.parent) == before
+    # With --resume the same command goes on in its own folder, once that has a checkpoint.
+    for steps in (2, 3):
+        flags = ("--load_checkpoint", alone, "--checkpoint_dir", tmp_path / "new", "--resume", "--max_steps", steps)
+        assert run(*flags).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "new" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [2, 3]
+
+
 def test_a_step_whose_gradients_overflow_is_skipped_counted_and_said(run, tmp_path):
     assert run("--precision", "fp16", "--max_steps", 1, "--checkpoint_dir", tmp_path).returncode == 0
     folder = tmp_path / "step-000001"

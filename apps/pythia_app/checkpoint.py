@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +45,13 @@ def find(path: Path) -> tuple[Path, list[str]]:
     found = CheckpointFolder(path).newest()
     if found is None:
         verify(path)
-        return path, []
+        return Path(os.path.realpath(path)), []  # its run is where it lies, not where a link to it does
     return found
+
+
+def run_of(path: Path) -> Path | None:
+    """The folder of the run that the checkpoint ``path`` is one of; None if it stands alone."""
+    return path.parent if path.name in CheckpointFolder(path.parent).names() else None
 
 
 def read_state(path: Path) -> dict:

@@ -115,7 +115,13 @@ def _parser() -> Parser:
     flag(where, "resume", action="store_true", help="go on from the newest checkpoint in checkpoint_dir, if it has one")
     flag(where, "save_every", type=int, default=500, metavar="N", help="steps from one checkpoint to the next (0: only the last)")
     flag(where, "keep_last", type=int, default=2, metavar="K", help="checkpoints kept beside the best one")
-    flag(where, "load_checkpoint", default=None, metavar="FOLDER", help="go on from a run's folder or a checkpoint")
+    flag(
+        where,
+        "load_checkpoint",
+        default=None,
+        metavar="FOLDER",
+        help="go on from a run's folder or a checkpoint in it, there if checkpoint_dir is not given",
+    )
     return parser
 
 
@@ -225,13 +231,13 @@ def device(name: str):
     return chosen
 
 
-def run_folder(options: argparse.Namespace, saved: Path | None) -> Path:
-    """Where the run will write, after a trial that leaves no trace. saved: the checkpoint that it goes on from.
+def run_folder(model: str, given: str | Path | None, saved: Path | None) -> Path:
+    """Where the run will write, after a trial that leaves no trace. given: the folder, if that is known. saved: the checkpoint that
+    it goes on from.
 
     raises: DataError if nothing can be written there, or if another run is there.
     """
-    given = options.checkpoint_dir or (saved and saved.parent)
-    path = Path(given or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}")
+    path = Path(given or f"runs/pythia-{model}-{time.strftime('%Y%m%d-%H%M%S')}")
     missing: list[Path] = []
     try:
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
