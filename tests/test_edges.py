@@ -574,9 +574,26 @@ def test_gradients_that_do_not_fit(device):
         def gradient(self, out_grad, node):
             return out_grad
 
+    class Third(ndl.autograd.TensorOp):
+        def __init__(self, given):
+            self.given = given
+
+        def compute(self, a):
+            return a * 2
+
+        def gradient(self, out_grad, node):
+            return self.given(out_grad)
+
     x = leaf([1, 2, 3], device)
-    with pytest.raises(GraphError, match=r"a leaf of shape \(3,\) got a gradient of shape \(1,\)"):
-        First()(x).backward()
+    for y in (First()(x), First()(x * leaf([1, 2, 3], device))):  # whose gradient would make (3,) of (1,)
+        with pytest.raises(GraphError, match=r"First.gradient gave one of shape \(1,\) for an input of shape \(3,\)"):
+            y.backward()
+    with pytest.raises(GraphError, match=r"First.gradient gave one of shape \(1,\) for an input of shape \(3,\)"):
+        First()(ops.split(x.reshape((1, 3)), 0)[0]).backward()
+    for given in (ndl.Tensor.realize_cached_data, ndl.Tensor.numpy):
+        for y in (Third(given)(x), Third(given)(x * 2)):
+            with pytest.raises(GraphError, match=r"Third.gradient gave a .*rray for an input of shape \(3,\)"):
+                y.backward()
     with pytest.raises(DTypeError, match="cannot assign numpy"):
         x.grad = np.ones(3)
     for missing, make in (("First", ndl.autograd.TensorOp), ("Network", nn.Module)):

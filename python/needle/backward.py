@@ -8,9 +8,9 @@ from typing import Any
 
 from . import dtype as dt
 from . import ops
-from .autograd import Tensor, TensorTupleOp, Value, current_autocast, enable_grad, no_grad, set_autocast
+from .autograd import Op, Tensor, TensorTupleOp, Value, current_autocast, enable_grad, no_grad, set_autocast
 from .backend_selection import array_api
-from .errors import GraphError
+from .errors import GraphError, type_name
 from .graph import Node, Segment, differentiable_order, realize, restore, spec_of
 
 
@@ -35,11 +35,6 @@ def set_gradients(tensor: Tensor, out_grad: Tensor | None, retain_graph: bool, a
         handle = leaf.live_handle()
         if not isinstance(handle, Tensor) or grad is handle._grad:  # the sum has been made there
             continue
-        if grad.shape != handle.shape:
-            raise GraphError(
-                f"[backward] a leaf of shape {handle.shape} got a gradient of shape {grad.shape}: that of an op which it went into "
-                "does not fit its input"
-            )
         if accumulate and handle._grad is not None:
             grad = _accumulated(handle._grad, grad, create_graph)
         elif not create_graph:
@@ -278,11 +273,23 @@ def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, kee
         if isinstance(n.op, TensorTupleOp):
             for i, item in enumerate(part):
                 if item is not None:
+                    _check_gradient(op, item, (n.spec or spec_of(realize(n)))[i][0])
                     _add_gradient(grads, (n, i), item, create_graph)
-        elif new or n in grads:
+            continue
+        _check_gradient(op, part, n.array._shape if n.op is None else (n.spec or spec_of(realize(n)))[0])
+        if new or n in grads:
             _add_gradient(grads, n, part, create_graph, new)
         else:
             grads[n] = part
+
+
+def _check_gradient(op: Op, grad: Any, shape: tuple[int, ...]) -> None:
+    """raises: GraphError for a gradient that does not fit an input of ``shape``: further down it might broadcast, and be wrong."""
+    if not isinstance(grad, Tensor) or grad.shape != shape:
+        got = f"one of shape {grad.shape}" if isinstance(grad, Tensor) else f"a {type_name(grad)}"
+        raise GraphError(
+            f"[backward] {op.name}.gradient gave {got} for an input of shape {shape} (accepted: a Tensor of its shape)"
+        )
 
 
 def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
