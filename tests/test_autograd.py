@@ -428,8 +428,16 @@ def test_sums_that_numpy_asks_for(host):
         np.testing.assert_array_equal(found.numpy(), expected)
     np.sum(x, axis=0, keepdims=True).backward()
     np.testing.assert_array_equal(x.grad.numpy(), np.ones((2, 2)))
-    with pytest.raises(DTypeError, match=r"\[sum\] dtype or out"):
-        np.sum(x, dtype="float64")
+    array = x.cached_data
+    for found, expected in (
+        (np.sum(array), [10]), (np.prod(array), [24]), (np.max(array), [4]), (np.min(array), [1]), (np.mean(array), [2.5]),
+        (np.any(array), [True]), (np.all(array), [True]), (np.max(array, axis=1), [2, 4]), (np.sum(array, 0, keepdims=True), [[4, 6]]),
+    ):  # fmt: skip
+        assert isinstance(found, ndl.NDArray)
+        np.testing.assert_array_equal(found.numpy(), expected)
+    for reduced in (x, array):
+        with pytest.raises(DTypeError, match=r"\[sum\] dtype or out"):
+            np.sum(reduced, dtype="float64")
 
 
 @pytest.mark.parametrize("sparse", [False, True])

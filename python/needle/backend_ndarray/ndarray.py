@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable
-from functools import reduce
+from functools import reduce, wraps
 from math import prod
 from typing import Any
 
@@ -31,6 +31,18 @@ __all__ = [
 # write_stamp() is the next tick of the clock that orders in-place writes and the making of graph nodes.
 write_stamp: Callable[[], int] = itertools.count(1).__next__
 _SCALARS = (int, float, bool, np.number, np.bool_)
+
+
+def _as_numpy_calls_it(reduction: Callable[[NDArray, Any, bool], NDArray]) -> Callable[..., NDArray]:
+    """For np.sum(x) and its like, which pass ``out`` to the method, and np.mean ``dtype``. raises: DTypeError if it is not None."""
+
+    @wraps(reduction)
+    def called(self, axis=None, keepdims=False, dtype=None, out=None):
+        if dtype is not None or out is not None:
+            raise DTypeError(f"[{reduction.__name__}] dtype or out is given (accepted: axis and keepdims)")
+        return reduction(self, axis, keepdims)
+
+    return called
 
 
 class NDArray:
@@ -714,22 +726,27 @@ class NDArray:
         """What sums and products come in. The kernels widen one element at a time."""
         return self._dtype if dt.is_float(self._dtype) else "int64"
 
+    @_as_numpy_calls_it
     def sum(self, axis=None, keepdims=False) -> NDArray:
         """Sum over one axis, several, or all (None). Integers and bool sum to int64."""
         return self._reduce("reduce_sum", axis, keepdims, self._sum_dtype())
 
+    @_as_numpy_calls_it
     def prod(self, axis=None, keepdims=False) -> NDArray:
         """Product over one axis, several, or all (None). Integers and bool give int64."""
         return self._reduce("reduce_prod", axis, keepdims, self._sum_dtype())
 
+    @_as_numpy_calls_it
     def max(self, axis=None, keepdims=False) -> NDArray:
         """Maximum; NaN wins, as in numpy. raises: ShapeError over no elements."""
         return self._reduce("reduce_max", axis, keepdims)
 
+    @_as_numpy_calls_it
     def min(self, axis=None, keepdims=False) -> NDArray:
         """Minimum; NaN wins, as in numpy. raises: ShapeError over no elements."""
         return self._reduce("reduce_min", axis, keepdims)
 
+    @_as_numpy_calls_it
     def mean(self, axis=None, keepdims=False) -> NDArray:
         """Arithmetic mean over one axis, several, or all (None). The sum behind it has the range of float32 or int64 at least."""
         axes = normalize_axes(axis, self.ndim, "mean")
@@ -737,10 +754,12 @@ class NDArray:
         mean = self.astype(wide, copy=False).sum(axis if axis is None else axes, keepdims) / math.prod(self._shape[i] for i in axes)
         return mean.astype("float16") if self._dtype == "float16" else mean
 
+    @_as_numpy_calls_it
     def any(self, axis=None, keepdims=False) -> NDArray:
         """Whether an element is not zero, as bool; False over none."""
         return self.astype("bool", copy=False)._reduce("reduce_max", axis, keepdims, of_nothing=False)
 
+    @_as_numpy_calls_it
     def all(self, axis=None, keepdims=False) -> NDArray:
         """Whether every element is not zero, as bool; True over none."""
         return self.astype("bool", copy=False)._reduce("reduce_min", axis, keepdims, of_nothing=True)
