@@ -108,6 +108,10 @@ def test_products_and_reductions(device):
     device.fill(out, 1e9)  # matmul must not add to what is there
     device.matmul(handle(device, A), handle(device, A.T.copy()), out, 3, 4, 3)
     np.testing.assert_allclose(values_of(device, out, (3, 3)), A @ A.T, rtol=1e-5)
+    for shape in ((3, 0, 2), (3, 2, 0), (0, 3, 2)):
+        m, n, p = shape
+        device.matmul(device.Array(m * n), device.Array(n * p), out := device.Array(m * p), *shape)
+        np.testing.assert_array_equal(values_of(device, out, (m, p)), np.zeros((m, p)))
     np.testing.assert_array_equal(reduced(device, "reduce_max"), A.max(1))
     np.testing.assert_allclose(reduced(device, "reduce_sum"), A.sum(1), rtol=1e-6)
 

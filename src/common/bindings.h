@@ -403,7 +403,9 @@ inline void bind_matmul(py::module_& m) {
     if (a.size() < rows * inner || b.size() < inner * cols || out.size() < rows * cols)
       throw std::out_of_range("[matmul] an array is smaller than its shape says");
     Unlocked unlocked(std::max(a.size(), b.size()));
-    matmul(a, 0, {}, inner, false, b, 0, {}, cols, false, out, {}, rows, inner, cols, false);
+    const int64_t one = 1;  // the least that a row stride may be
+    matmul(a, 0, {}, std::max(inner, one), false, b, 0, {}, std::max(cols, one), false, out, {},
+           rows, inner, cols, false);
   });
 }
 
