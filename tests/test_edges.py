@@ -14,7 +14,7 @@ from needle import amp, data, init, memory, nn, ops
 from needle import dtype as dt
 from needle.backend_ndarray import kernels, ndarray
 from needle.backend_ndarray.block_layout import BlockLayout
-from needle.backend_ndarray.ndarray import NDArray, from_dlpack, full, where
+from needle.backend_ndarray.ndarray import NDArray, from_dlpack, full, matmul, where
 from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, OutOfMemoryError, ShapeError
 from needle.optim import SGD, Adam, AdamW
 
@@ -121,6 +121,29 @@ def test_as_strided_stays_within_its_memory(device):
     for shape, strides in (((4, 4), (4, 1)), ((2, 2), (-3, 1)), ((2, 2), (1,)), ((-2, 2), (-8, 1))):
         with pytest.raises(ShapeError):
             a.as_strided(shape, strides)
+
+
+def test_memory_given_to_an_array_holds_it(device):
+    handle = array(range(12), device)._handle
+    np.testing.assert_array_equal(NDArray.make((2, 2), (-4, 1), device, handle, 9).numpy(), [[9, 10], [5, 6]])
+    assert NDArray.make((0, 4), device=device, handle=handle, offset=12).size == 0
+    for shape, strides, offset in (((5, 5), None, 0), ((2,), None, -1), ((12,), None, 1), ((2, 2), (1,), 0), ((2,), (-1,), 0)):
+        with pytest.raises(ShapeError, match=r"\[view\]"):
+            NDArray.make(shape, strides, device, handle, offset)
+    with pytest.raises(IndexError, match="a view reaches elements -1 to 1 of an array of 12"):
+        device.strided_fill(handle, (1,), -1, (3,), 7.0)
+    with pytest.raises(IndexError, match="a view reaches elements 0 to 14 of an array of 12"):
+        device.to_numpy(handle, (5, 3), (3, 1), 0)
+
+
+def test_a_product_goes_where_it_fits(device):
+    a = array(np.ones((3, 4)), device)
+    out = array(np.zeros((3, 3)), device)
+    matmul(a, a.T, out=out)
+    np.testing.assert_array_equal(out.numpy(), np.full((3, 3), 4))
+    for wrong in (array([0], device), array(np.zeros((9,)), device), array(np.zeros((3, 6)), device)[:, ::2]):
+        with pytest.raises(ShapeError, match=r"\[matmul\] out is"):
+            matmul(a, a.T, out=wrong)
 
 
 def test_iterating_over_a_view(device):

@@ -87,7 +87,7 @@ class NDArray:
 
     @staticmethod
     def make(shape, strides=None, device=None, handle=None, offset=0, dtype=None) -> NDArray:
-        """An array of ``shape``, uninitialised unless ``handle`` gives its memory."""
+        """An array of ``shape``, uninitialised unless ``handle`` gives its memory. raises: ShapeError if that ends earlier."""
         self = NDArray.__new__(NDArray)
         self._shape = shape = as_shape(shape)
         self._device = device = as_device(device)
@@ -97,11 +97,19 @@ class NDArray:
             self._contiguous = True
         else:
             self._strides = tuple(strides)
+            if len(self._strides) != len(shape):
+                raise ShapeError(f"[view] shape {shape} and strides {self._strides} differ in length")
             self._contiguous = is_contiguous(shape, self._strides)
         if handle is None:
             handle = _allocate(device, math.prod(shape), dtype or "float32")
         self._handle = handle
         self._dtype = handle.dtype
+        first, last = reach(shape, self._strides, offset)
+        if first < 0 or last >= handle.size:
+            raise ShapeError(
+                f"[view] shape {shape} with strides {self._strides} reaches elements {first} to {last} (accepted: 0 to "
+                f"{handle.size - 1})"
+            )
         return self
 
     @staticmethod
@@ -328,17 +336,7 @@ class NDArray:
 
     def as_strided(self, shape, strides) -> NDArray:
         """The same memory seen with any shape and strides, from the same offset. raises: ShapeError if it ends before that."""
-        shape, strides = as_shape(shape), tuple(strides)
-        if len(strides) != len(shape):
-            raise ShapeError(f"[as_strided] shape {shape} and strides {strides} differ in length")
-        view = self._view(shape, strides)
-        first, last = reach(view._shape, view._strides, view._offset)
-        if first < 0 or last >= self._handle.size:
-            raise ShapeError(
-                f"[as_strided] shape {shape} with strides {strides} reaches elements {first} to {last} (accepted: 0 to "
-                f"{self._handle.size - 1})"
-            )
-        return view
+        return NDArray.make(shape, strides, self._device, self._handle, self._offset)
 
     def _overlaps(self, other: NDArray) -> bool:
         """Whether this view and another one of the same buffer may share elements without being the same view."""
@@ -851,7 +849,7 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
     """(..., m, k) @ (..., k, n) -> (..., m, n), leading axes broadcast without copies; 1-D as in numpy.
 
     out: where to put it (contiguous; float32 also for 16-bit a and b); with ``accumulate`` the product is added to what is there.
-    raises: ShapeError if the inner dimensions differ; DTypeError for bool and for what is no NDArray.
+    raises: ShapeError if the inner dimensions differ or ``out`` does not fit; DTypeError for bool and for what is no NDArray.
     """
     if not isinstance(b, NDArray):
         raise DTypeError(f"[matmul] cannot multiply an NDArray with {type(b).__name__} (accepted: NDArray)")
@@ -886,6 +884,8 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
         b = b.broadcast_to(batch + (k, n))
     if out is None:
         out = _new(full_shape, a._dtype, a._device)
+    elif out._shape != full_shape or not out._contiguous:
+        raise ShapeError(f"[matmul] out is {out._shape} with strides {out._strides} (accepted: {full_shape}, contiguous)")
     a._device.require().matmul(
         a._handle, a._offset, a._strides[:-2], lda, trans_a, b._handle, b._offset, b._strides[:-2], ldb, trans_b,
         out.contiguous_handle(), batch, m, k, n, accumulate,

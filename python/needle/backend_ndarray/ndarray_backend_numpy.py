@@ -61,6 +61,10 @@ class Array(HostArray):
 
 
 def _strided(a: Array, shape, strides, offset=0) -> np.ndarray:
+    """A view. raises: IndexError if it is not inside the array, where numpy would go on into other memory."""
+    first, last = shapes.reach(shape, strides, offset)
+    if first < 0 or last >= a.size:
+        raise IndexError(f"a view reaches elements {first} to {last} of an array of {a.size}")
     item = a.array.itemsize
     return np.lib.stride_tricks.as_strided(a.array[offset:], shape, [s * item for s in strides])
 
