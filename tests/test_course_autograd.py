@@ -399,6 +399,13 @@ def test_loss_takes_classes_of_any_dtype(device):
     for dtype in ("float32", "int32", "uint8"):
         loss = nn.SoftmaxLoss()(Tensor(scores, device=device), Tensor(classes, device=device, dtype=dtype))
         np.testing.assert_allclose(loss.numpy(), [wanted], rtol=1e-5)
+    scores[:, 1] = [-np.inf, -np.inf, 0, -np.inf]  # classes that are not possible, and not the right ones
+    wanted = np.mean(np.log(np.exp(scores).sum(1)) - scores[range(4), classes])
+    logits = Tensor(scores, device=device)
+    loss = nn.SoftmaxLoss()(logits, Tensor(classes, device=device))
+    loss.backward()
+    np.testing.assert_allclose(loss.numpy(), [wanted], rtol=1e-5)
+    assert np.isfinite(logits.grad.numpy()).all()
 
 
 def test_normalization_keeps_its_statistics_out_of_the_graph(device):
@@ -508,7 +515,9 @@ def test_transformer_modules(device):
     other = [Tensor(np.random.default_rng(1).standard_normal((2, 5, n)), device=device) for n in (6, 7)]
     assert layer(Tensor(x, device=device), *other).shape == (2, 5, 3)
     assert nn.AttentionLayer(8, 2, 4, device=device)(Tensor(x, device=device)).shape == (2, 5, 8)
-    assert nn.TransformerLayer(8, 2, 4, 16, device=device)(Tensor(x, device=device)).shape == (2, 5, 8)
+    for dtype in ("float32", "float16", "float64"):
+        out = nn.TransformerLayer(8, 2, 4, 16, device=device, dtype=dtype)(Tensor(x, device=device, dtype=dtype))
+        assert out.shape == (2, 5, 8) and out.dtype == dtype
     for batch_first in (False, True):
         model = nn.Transformer(8, 16, 2, num_head=2, dim_head=4, sequence_len=10, batch_first=batch_first, device=device)
         out, state = model(Tensor(x, device=device))

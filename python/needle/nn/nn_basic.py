@@ -232,8 +232,9 @@ class SoftmaxLoss(Module):
         check_tensors("SoftmaxLoss", logits, y)
         if logits.ndim != 2 or y.shape != logits.shape[:1]:
             raise ShapeError(f"[SoftmaxLoss] logits are {logits.shape}, y is {y.shape} (accepted: (N, C) and (N,))")
-        one_hot = init.one_hot(logits.shape[1], y, device=logits.device, dtype=logits.dtype)
-        losses = ops.logsumexp(logits, axes=(1,)) - ops.summation(logits * one_hot, axes=(1,))
+        one_hot = init.one_hot(logits.shape[1], y, device=logits.device, dtype="bool")
+        chosen = ops.where(one_hot, logits, 0.0)  # not a product: other logits may be -inf
+        losses = ops.logsumexp(logits, axes=(1,)) - ops.summation(chosen, axes=(1,))
         return ops.summation(losses) / logits.shape[0]
 
 

@@ -50,7 +50,7 @@ class MultiHeadAttention(Module):
             mask = self.create_causal_mask(q.shape[2], k.shape[2], q.device)
             scores = scores + ops.broadcast_to(Tensor(mask, device=q.device, requires_grad=False), scores.shape)
         probs = self.dropout(self.softmax(scores))
-        return ops.matmul(probs, v), probs
+        return ops.matmul(ops.astype(probs, v.dtype), v), probs  # the mask is float32
 
 
 class AttentionLayer(Module):
