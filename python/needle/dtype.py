@@ -101,6 +101,11 @@ def promote(a: str, b: str) -> str:
     return a if row_a.rank > row_b.rank else b
 
 
+def accumulator(name: str) -> str:
+    """The dtype that sums and statistics of floats of that name are kept in: accum_t in dtype.h."""
+    return promote(name, "float32")
+
+
 def with_scalar(name: str, scalar: Any, default_float: str) -> str:
     """The dtype of an array of ``name`` combined with a Python number, which never widens within its own kind."""
     kind = _KINDS[name]

@@ -119,7 +119,7 @@ class SGD(Optimizer):
             if self.weight_decay:
                 g = g + w * self.weight_decay
             if self.momentum:
-                g = g.astype(dt.promote(g.dtype, "float32"), copy=False) * (1 - self.momentum)
+                g = g.astype(dt.accumulator(g.dtype), copy=False) * (1 - self.momentum)
                 u = self.u.get(p)
                 if u is None:
                     self.u[p] = _as_state(g)
@@ -148,9 +148,8 @@ class _Moments(Optimizer):
             scale = full((1,), 1, "float32", self.params[0].device)
         for p in self.params:
             if p.grad is not None and p not in self.m:
-                wide = "float64" if p.dtype == "float64" else "float32"
-                m = _as_state(full(p.shape, 0, wide, p.device))
-                self.m[p], self.v[p] = m, _as_state(full(p.shape, 0, wide, p.device))
+                m, v = (_as_state(full(p.shape, 0, dt.accumulator(p.dtype), p.device)) for _ in range(2))
+                self.m[p], self.v[p] = m, v
         self.t += 1
         return scale
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError, type_name
@@ -16,14 +17,10 @@ from .ndarray import NDArray, _new, full, matmul
 from .shapes import as_shape
 
 LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
+IGNORE_INDEX = -100
 DEFAULT_CHUNK_BYTES = 100 << 20
 PANEL_ROWS = 12  # of the CPU's matrix product (kRows in gemm_cpu.cc, or twice as many)
 FLOAT16_GRADIENT_SCALE = 2.0**10  # of dlogits, which lie within -1..1, and would be below float16's range divided by the rows
-
-
-def _wide(dtype: str) -> str:
-    """What sums and statistics of a dtype are kept in."""
-    return "float64" if dtype == "float64" else "float32"
 
 
 def _workspace(shape: tuple[int, ...], dtype: str, device) -> NDArray:
@@ -51,6 +48,11 @@ def _check(op: str, *arrays: NDArray, floating: bool = True) -> NDArray:
 def _check_layout(op: str, layout: BlockLayout) -> None:
     if not isinstance(layout, BlockLayout):
         raise DTypeError(f"[{op}] layout is of type {type_name(layout)} (accepted: a BlockLayout)")
+
+
+def _from_first(x: NDArray) -> Any:
+    """The handle from x's first element on, which keeps the storage alive."""
+    return x._handle.view(x._offset, x._handle.size - x._offset) if x._offset else x._handle
 
 
 def _as_ids(ids: NDArray) -> NDArray:
@@ -123,7 +125,7 @@ def layer_norm(x: NDArray, weight: NDArray, bias: NDArray, eps: float) -> tuple[
     rows, cols = _rows_cols("layer_norm", x)
     if weight._shape != (cols,) or bias._shape != (cols,):
         raise ShapeError(f"[layer_norm] weight is {weight._shape}, bias is {bias._shape} (accepted: ({cols},))")
-    wide = _wide(x._dtype)
+    wide = dt.accumulator(x._dtype)
     y = _new(x._shape, x._dtype, x._device)
     mean, rstd = _new(x._shape[:-1], wide, x._device), _new(x._shape[:-1], wide, x._device)
     x._device.layer_norm_forward(
@@ -167,9 +169,8 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
         raise ShapeError(f"[rotary] tables {cos._shape} do not fit x {x._shape}: need at least T rows and rot <= D")
     if out is None:
         out = _new(x._shape, x._dtype, x._device)
-    handle = out._handle.view(out._offset, out._handle.size - out._offset) if out._offset else out._handle
     x._device.rotary(
-        x._handle, x._strides, x._offset, cos.contiguous_handle(), sin.contiguous_handle(), handle, out._strides,
+        x._handle, x._strides, x._offset, cos.contiguous_handle(), sin.contiguous_handle(), _from_first(out), out._strides,
         B, H, T, D, rot, inverse,
     )  # fmt: skip
     return out
@@ -215,7 +216,7 @@ def one_hot(ids: NDArray, depth: int, dtype: str = "float32") -> NDArray:
 # --- cross entropy ---
 
 
-def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = -100) -> tuple[NDArray, NDArray]:
+def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = IGNORE_INDEX) -> tuple[NDArray, NDArray]:
     """(loss (N), lse (N, 2)): logits (N, V), targets (N). Rows whose target is ignore_index have loss 0.
 
     lse is the sum of its two parts, the largest logit and the log of a sum of exponentials, which together keep the digits of both.
@@ -226,15 +227,16 @@ def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = -100) -
     if logits.ndim != 2 or targets._shape != logits._shape[:1]:
         raise ShapeError(f"[cross_entropy] logits are {logits._shape}, targets {targets._shape} (accepted: (N, V) and (N,))")
     rows, cols = logits._shape
-    loss = _new((rows,), _wide(logits._dtype), logits._device)
-    lse = _new((rows, 2), _wide(logits._dtype), logits._device)
+    loss = _new((rows,), dt.accumulator(logits._dtype), logits._device)
+    lse = _new((rows, 2), dt.accumulator(logits._dtype), logits._device)
     logits._device.cross_entropy_forward(
         logits.contiguous_handle(), targets.contiguous_handle(), loss._handle, lse._handle, rows, cols, ignore_index
     )
     return loss, lse
 
 
-def cross_entropy_backward(logits: NDArray, targets: NDArray, lse: NDArray, dloss: NDArray, ignore_index: int = -100) -> NDArray:
+def cross_entropy_backward(logits: NDArray, targets: NDArray, lse: NDArray, dloss: NDArray, ignore_index: int) -> NDArray:
+    """(softmax(logits) - one_hot(targets)) dloss (N): logits (N, V); 0 in rows whose target is ignore_index."""
     targets = _as_ids(targets)
     rows, cols = logits._shape
     dlogits = _new(logits._shape, logits._dtype, logits._device)
@@ -243,6 +245,11 @@ def cross_entropy_backward(logits: NDArray, targets: NDArray, lse: NDArray, dlos
         dlogits._handle, rows, cols, ignore_index,
     )  # fmt: skip
     return dlogits
+
+
+def targets_that_count(targets: NDArray, ignore_index: int, dtype: str) -> NDArray:
+    """() of ``dtype``: how many targets are not ignore_index, at least 1, since it divides sums."""
+    return (targets != ignore_index).astype(dtype).sum().maximum(1.0)
 
 
 def _chunk_rows(rows: int, most: int) -> int:
@@ -256,10 +263,10 @@ def linear_cross_entropy(
     hidden: NDArray,
     weight: NDArray,
     targets: NDArray,
-    ignore_index: int = -100,
-    with_gradients: bool = True,
-    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
-    compute_dtype: str | None = None,
+    ignore_index: int,
+    with_gradients: bool,
+    chunk_bytes: int,
+    compute_dtype: str | None,
 ) -> tuple[NDArray, NDArray | None, NDArray | None]:
     """Mean cross entropy of ``hidden @ weight`` against ``targets`` without the (N, V) logits.
 
@@ -279,10 +286,10 @@ def linear_cross_entropy(
             "(accepted: (N, D), (D, V), (N,))"
         )
     rows, vocab = hidden._shape[0], weight._shape[1]
-    device, dtype, wide = hidden._device, hidden._dtype, _wide(hidden._dtype)
+    device, dtype, wide = hidden._device, hidden._dtype, dt.accumulator(hidden._dtype)
     at_once = _chunk_rows(rows, max(1, chunk_bytes // max(1, vocab * dt.ROWS[dtype].itemsize)))
     hidden = hidden if hidden._contiguous else hidden.copy()
-    counted = (targets != ignore_index).astype(wide).sum().maximum(1.0)
+    counted = targets_that_count(targets, ignore_index, wide)
     losses = _new((rows,), wide, device)
     dhidden = dweight = scale = None
     if with_gradients:
@@ -362,7 +369,7 @@ def unscale(grads: Iterable[NDArray], factor: float) -> NDArray:
 
 def sumsq(x: NDArray) -> NDArray:
     """(1,) sum of squares of all elements, float32 or float64."""
-    out = _new((1,), _wide(x._dtype), x._device)
+    out = _new((1,), dt.accumulator(x._dtype), x._device)
     x._device.reduce_sumsq(x.contiguous_handle(), out._handle, 1, x.size, 1)
     return out
 
@@ -370,12 +377,11 @@ def sumsq(x: NDArray) -> NDArray:
 # --- attention over a block layout ---
 
 
-def _rows_form(x: NDArray) -> tuple[object, tuple[int, ...], NDArray]:
-    """(handle at the first element, strides of B, H, T, the array that keeps it alive); the last axis made contiguous."""
+def _rows_form(x: NDArray) -> tuple[Any, tuple[int, ...]]:
+    """(handle at the first element, strides of B, H, T); the last axis made contiguous."""
     if x._strides[3] != 1 and x._shape[3] != 1:
         x = x.copy()
-    handle = x._handle.view(x._offset, x._handle.size - x._offset) if x._offset else x._handle
-    return handle, x._strides[:3], x
+    return _from_first(x), x._strides[:3]
 
 
 def _check_attention(q: NDArray, k: NDArray, v: NDArray, layout: BlockLayout) -> tuple[int, ...]:
@@ -401,9 +407,9 @@ def attention(q: NDArray, k: NDArray, v: NDArray, layout: BlockLayout, scale: fl
     """
     B, H, T, S, D = _check_attention(q, k, v, layout)
     out = _new((B, T, H, D), q._dtype, q._device).permute((0, 2, 1, 3))
-    lse = _new((B, H, T), _wide(q._dtype), q._device)
+    lse = _new((B, H, T), dt.accumulator(q._dtype), q._device)
     index = layout.on(q._device)
-    (q_h, q_s, q), (k_h, k_s, k), (v_h, v_s, v) = _rows_form(q), _rows_form(k), _rows_form(v)
+    (q_h, q_s), (k_h, k_s), (v_h, v_s) = _rows_form(q), _rows_form(k), _rows_form(v)
     q._device.attention_forward(
         q_h, q_s, k_h, k_s, v_h, v_s, out._handle, out._strides[:3], lse._handle,
         index.row_ptr._handle, index.col_idx._handle, index.partial._handle,
@@ -421,8 +427,8 @@ def attention_backward(
     delta = _workspace((B, H, T), lse._dtype, device)
     dq, dk, dv = (_new(x._shape, q._dtype, device) for x in (q, k, v))
     index = layout.on(device)
-    (do_h, do_s, dout), (o_h, o_s, out) = _rows_form(dout), _rows_form(out)
-    (q_h, q_s, q), (k_h, k_s, k), (v_h, v_s, v) = _rows_form(q), _rows_form(k), _rows_form(v)
+    (do_h, do_s), (o_h, o_s) = _rows_form(dout), _rows_form(out)
+    (q_h, q_s), (k_h, k_s), (v_h, v_s) = _rows_form(q), _rows_form(k), _rows_form(v)
     device.attention_backward(
         do_h, do_s, q_h, q_s, k_h, k_s, v_h, v_s, o_h, o_s, lse.contiguous_handle(), delta._handle,
         dq._handle, dq._strides[:3], dk._handle, dk._strides[:3], dv._handle, dv._strides[:3],
@@ -453,7 +459,7 @@ def attention_decode(
         raise ShapeError(f"[attention_decode] {layout} does not fit {S} positions of {H} heads (accepted: a causal one that does)")
     out = _new((B, 1, H, D), q._dtype, q._device)
     index = layout.on(q._device)
-    (q_h, q_s, q), (k_h, k_s, k), (v_h, v_s, v) = _rows_form(q), _rows_form(k), _rows_form(v)
+    (q_h, q_s), (k_h, k_s), (v_h, v_s) = _rows_form(q), _rows_form(k), _rows_form(v)
     q._device.attention_decode(
         q_h, q_s[:2], k_h, k_s[:2], v_h, v_s[:2], key_cache._handle, value_cache._handle, positions.contiguous_handle(),
         out._handle, index.row_ptr._handle, index.col_idx._handle, B, H, S, D, layout.heads, layout.block, scale,
@@ -466,7 +472,7 @@ def attention_decode(
 # --- block-sparse products ---
 
 
-def _stored_form(x: NDArray) -> tuple[object, bool]:
+def _stored_form(x: NDArray) -> tuple[Any, bool]:
     """(handle, transposed): a (batch, rows, cols) array that may be a transposed view of a contiguous one."""
     swapped = x.permute((0, 2, 1))
     if not x._contiguous and swapped._contiguous:

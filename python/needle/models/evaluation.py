@@ -12,7 +12,6 @@ import numpy as np
 from .. import ops
 from ..backend_ndarray import kernels
 from ..errors import ShapeError
-from ..ops.ops_loss import IGNORE_INDEX
 from .generation import inference, integers
 from .pythia import Pythia
 
@@ -82,11 +81,11 @@ def score_text(
     while part := list(itertools.islice(todo, min(batch_size, len(ids)))):
         T = max(last - first for first, last, _ in part)
         inputs = np.zeros((len(part), T), np.int32)
-        targets = np.full((len(part), T), IGNORE_INDEX, np.int32)
+        targets = np.full((len(part), T), kernels.IGNORE_INDEX, np.int32)
         for row, (first, last, scored) in enumerate(part):
             inputs[row, : last - first] = ids[first:last]
             targets[row, scored - first : last - first] = ids[scored + 1 : last + 1]
-        count = int((targets != IGNORE_INDEX).sum())
+        count = int((targets != kernels.IGNORE_INDEX).sum())
         with inference(model):
             nats += model.loss(integers(model, inputs), integers(model, targets)).item() * count
         counted += count

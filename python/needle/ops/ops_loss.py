@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import dtype as dt
 from ..autograd import Tensor, TensorTupleOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backward import ALL_ONES
@@ -11,8 +12,6 @@ from .ops_mathematic import astype, matmul, summation
 from .ops_shape import reshape
 from .ops_tuple import tuple_get_item
 
-IGNORE_INDEX = -100
-
 
 def _check_ignored(op: str, ignore_index) -> None:
     if not hasattr(ignore_index, "__index__"):
@@ -21,12 +20,11 @@ def _check_ignored(op: str, ignore_index) -> None:
 
 def _mean_weights(targets, ignore_index: int, dtype: str):
     """(N,) of ``dtype``: 1 / (rows that count) in every row."""
-    counted = (targets != ignore_index).astype(dtype).sum().maximum(1.0)
-    return (1.0 / counted).broadcast_to(targets.shape).compact()
+    return (1.0 / kernels.targets_that_count(targets, ignore_index, dtype)).broadcast_to(targets.shape).compact()
 
 
 def _reference_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    ids, dtype = targets.realize_cached_data(), "float64" if logits.dtype == "float64" else "float32"
+    ids, dtype = targets.realize_cached_data(), dt.accumulator(logits.dtype)
     kept = ids != ignore_index
     weights = _mean_weights(ids, ignore_index, dtype) * kept * -1.0
     one_hot = kernels.one_hot(ids * kept, logits.shape[1], dtype) * weights.reshape((ids.size, 1))
@@ -44,7 +42,7 @@ class CrossEntropy(TensorTupleOp):
 
     accepts_missing_grads = True
 
-    def __init__(self, ignore_index: int = IGNORE_INDEX):
+    def __init__(self, ignore_index: int):
         self.ignore_index = ignore_index
 
     def compute(self, logits, targets):
@@ -64,7 +62,7 @@ class CrossEntropy(TensorTupleOp):
         return _reference_loss(logits, targets, self.ignore_index)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = kernels.IGNORE_INDEX) -> Tensor:
     """Mean cross entropy, in nats, shape (1,): logits (..., V), targets (...) of whole numbers.
 
     Targets equal to ``ignore_index`` do not count; if none counts, the loss is 0.
@@ -88,7 +86,9 @@ class LinearCrossEntropy(TensorTupleOp):
     reads_inputs = False
     accepts_missing_grads = True
 
-    def __init__(self, ignore_index: int = IGNORE_INDEX, chunk_bytes: int = kernels.DEFAULT_CHUNK_BYTES, train: bool = True):
+    def __init__(
+        self, ignore_index: int = kernels.IGNORE_INDEX, chunk_bytes: int = kernels.DEFAULT_CHUNK_BYTES, train: bool = True
+    ):
         self.ignore_index, self.chunk_bytes, self.train = ignore_index, chunk_bytes, train
 
     def compute(self, hidden, weight, targets):
@@ -119,7 +119,7 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    ignore_index: int = IGNORE_INDEX,
+    ignore_index: int = kernels.IGNORE_INDEX,
     chunk_bytes: int = kernels.DEFAULT_CHUNK_BYTES,
 ) -> Tensor:
     """Mean cross entropy, in nats, shape (1,), of ``hidden @ weight``: hidden (..., D), weight (D, V), targets (...).
