@@ -34,10 +34,6 @@ size_t dynamic_shared_limit(const void* function) {
                                    : std::max(found->second, kSharedBytesDefault);
 }
 
-std::string text(dim3 v) {
-  return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
-}
-
 // A grid that is being run. Workers draw blocks from `next` until there are none or one has
 // faulted.
 struct Grid {

@@ -22,7 +22,7 @@ namespace needle::sim {
 namespace {
 
 struct Item {
-  uint64_t sequence;  // of issue, over all streams
+  uint64_t sequence;  // over all streams
   std::function<std::string()> work;
 };
 
@@ -42,7 +42,8 @@ struct Event {
 
 namespace {
 
-uint64_t issued = 0;
+constexpr int kMultiprocessors = 4;
+uint64_t enqueued = 0;
 Stream default_stream{true, true, {}};
 std::vector<Stream*>& streams() {
   static std::vector<Stream*> all{&default_stream};
@@ -67,7 +68,7 @@ void run_first(Stream& stream, std::string& fault) {
   if (fault.empty()) fault = std::move(text);
 }
 
-// Everything of `stream` issued up to `sequence`.
+// Everything of `stream` enqueued up to `sequence`.
 void run_until(Stream& stream, uint64_t sequence, std::string& fault) {
   while (!stream.items.empty() && stream.items.front().sequence <= sequence)
     run_first(stream, fault);
@@ -85,16 +86,11 @@ cudaError_t wait_for(Stream& stream, uint64_t sequence) {
   return remember(cudaErrorLaunchFailure);
 }
 
-void issue(cudaStream_t stream, std::function<std::string()> work) {
-  std::lock_guard<std::recursive_mutex> lock(host_mutex);
-  stream_or_default(stream).items.push_back({++issued, std::move(work)});
-}
-
 // At once, or when somebody waits.
 template <class F>
-cudaError_t do_or_issue(cudaStream_t stream, F&& work) {
+cudaError_t do_or_enqueue(cudaStream_t stream, F&& work) {
   if (streams_are_lazy())
-    issue(stream, [work] {
+    enqueue(stream, [work] {
       work();
       return std::string();
     });
@@ -134,7 +130,8 @@ size_t max_shared_bytes() {
 }
 
 void enqueue(cudaStream_t stream, std::function<std::string()> work) {
-  issue(stream, std::move(work));
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
+  stream_or_default(stream).items.push_back({++enqueued, std::move(work)});
 }
 
 }  // namespace needle::sim
@@ -166,7 +163,7 @@ cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
   return cudaMalloc(pointer, bytes);
 }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
-  return do_or_issue(stream, [pointer] {
+  return do_or_enqueue(stream, [pointer] {
     if (pointer) bytes_in_use -= malloc_usable_size(pointer);
     std::free(pointer);
   });
@@ -181,14 +178,14 @@ cudaError_t cudaFreeHost(void* pointer) {
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t stream) {
-  return do_or_issue(stream, [=] { std::memmove(to, from, bytes); });
+  return do_or_enqueue(stream, [=] { std::memmove(to, from, bytes); });
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   cudaMemcpyAsync(to, from, bytes, kind, nullptr);
   return cudaStreamSynchronize(nullptr);
 }
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
-  return do_or_issue(stream, [=] { std::memset(to, value, bytes); });
+  return do_or_enqueue(stream, [=] { std::memset(to, value, bytes); });
 }
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
   return cudaMemsetAsync(to, value, bytes, nullptr);
@@ -249,8 +246,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   std::lock_guard<std::recursive_mutex> lock(host_mutex);
   event->stream = &stream_or_default(stream);
   event->done = false;
-  const uint64_t mine = event->sequence = issued + 1;
-  return do_or_issue(stream, [event, mine] {
+  const uint64_t mine = event->sequence = enqueued + 1;
+  return do_or_enqueue(stream, [event, mine] {
     if (event->sequence > mine) return;  // recorded again since
     event->done = true;
   });
@@ -266,7 +263,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   if (event->done) return cudaSuccess;
   Stream* awaited = event->stream;
   const uint64_t sequence = event->sequence;
-  issue(stream, [awaited, sequence] {
+  enqueue(stream, [awaited, sequence] {
     std::string fault;
     run_until(*awaited, sequence, fault);
     return fault;
@@ -294,7 +291,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       *value = static_cast<int>(max_shared_bytes());
       return cudaSuccess;
     case cudaDevAttrMultiProcessorCount:
-      *value = 4;
+      *value = kMultiprocessors;
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor:
       *value = compute_capability() / 10;
@@ -304,14 +301,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device != 0) return remember(cudaErrorInvalidDevice);
-  *properties = {"needle cuda_sim",
-                 total_bytes(),
-                 kSharedBytesDefault,
-                 max_shared_bytes(),
-                 compute_capability() / 10,
-                 compute_capability() % 10,
-                 4,
-                 kWarpSize,
+  *properties = {"needle cuda_sim",         total_bytes(),
+                 kSharedBytesDefault,       max_shared_bytes(),
+                 compute_capability() / 10, compute_capability() % 10,
+                 kMultiprocessors,          kWarpSize,
                  kMaxBlockThreads};
   return cudaSuccess;
 }

@@ -38,9 +38,6 @@ const char* barrier_name(BarrierKind kind) {
   }
 }
 
-std::string text(uint3 v) {
-  return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
-}
 std::string text(Site site) { return std::string(site.file) + ":" + std::to_string(site.line); }
 std::string hex(uint32_t mask) {
   std::ostringstream out;
@@ -54,6 +51,10 @@ uint3 unflatten(uint64_t index, dim3 extent) {
 }
 
 }  // namespace
+
+std::string text(dim3 v) {
+  return "(" + std::to_string(v.x) + "," + std::to_string(v.y) + "," + std::to_string(v.z) + ")";
+}
 
 Block::Block(int worker) : worker_(worker) {
   void* memory = mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE,

@@ -14,6 +14,7 @@ namespace needle::sim {
 
 constexpr size_t kSharedBytesDefault = 48 * 1024;
 size_t max_shared_bytes();  // after opting in
+std::string text(dim3 v);   // "(x,y,z)"
 
 struct Warp {
   uint32_t live = 0;     // lanes that have not exited

@@ -27,11 +27,7 @@ void shuffle_lanes(Lanes& lanes) {
 }
 
 template <class T>
-T shuffle(uint32_t mask, T value, int source, const char* name, Site site) {
-  static constexpr Collective up{"__shfl_up_sync", shuffle_lanes<T>},
-      down{"__shfl_down_sync", shuffle_lanes<T>}, from{"__shfl_sync", shuffle_lanes<T>},
-      exchange{"__shfl_xor_sync", shuffle_lanes<T>};
-  const Collective& op = *name == 'u' ? up : *name == 'd' ? down : *name == 'x' ? exchange : from;
+T shuffle(uint32_t mask, T value, int source, const Collective& op, Site site) {
   ShuffleFrame<T> frame{value, value, source};
   collective(mask, &frame, op, site);
   return frame.result;
@@ -107,27 +103,31 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, NEEDLE_SIM_SITE) {
 // value.
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32, NEEDLE_SIM_SITE) {
-  const int lane = needle::sim::lane_id();
-  return needle::sim::shuffle(mask, value, (lane & ~(width - 1)) | (source & (width - 1)), "from",
-                              site);
+  using namespace needle::sim;
+  static constexpr Collective op{"__shfl_sync", shuffle_lanes<T>};
+  const int lane = lane_id();
+  return shuffle(mask, value, (lane & ~(width - 1)) | (source & (width - 1)), op, site);
 }
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, NEEDLE_SIM_SITE) {
-  const int lane = needle::sim::lane_id(), source = lane - static_cast<int>(delta);
-  return needle::sim::shuffle(mask, value, source < (lane & ~(width - 1)) ? -1 : source, "up",
-                              site);
+  using namespace needle::sim;
+  static constexpr Collective op{"__shfl_up_sync", shuffle_lanes<T>};
+  const int lane = lane_id(), source = lane - static_cast<int>(delta);
+  return shuffle(mask, value, source < (lane & ~(width - 1)) ? -1 : source, op, site);
 }
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, NEEDLE_SIM_SITE) {
-  const int lane = needle::sim::lane_id(), source = lane + static_cast<int>(delta);
-  return needle::sim::shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, "down",
-                              site);
+  using namespace needle::sim;
+  static constexpr Collective op{"__shfl_down_sync", shuffle_lanes<T>};
+  const int lane = lane_id(), source = lane + static_cast<int>(delta);
+  return shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, op, site);
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, NEEDLE_SIM_SITE) {
-  const int lane = needle::sim::lane_id(), source = lane ^ lane_mask;
-  return needle::sim::shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, "xor",
-                              site);
+  using namespace needle::sim;
+  static constexpr Collective op{"__shfl_xor_sync", shuffle_lanes<T>};
+  const int lane = lane_id(), source = lane ^ lane_mask;
+  return shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, op, site);
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate, NEEDLE_SIM_SITE) {
