@@ -20,7 +20,7 @@ from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError
 from .device import BackendDevice, all_devices, as_device, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
 from .host_memory import DATA
-from .shapes import as_shape, axis_order, broadcast_shape, compact_strides, is_contiguous, normalize_axes, reach
+from .shapes import as_shape, axis_order, broadcast_shape, compact_strides, is_contiguous, normalize_axes, reach, reduced_shape
 
 __all__ = [
     "NDArray", "BackendDevice", "cpu", "cuda", "cuda_sim", "cpu_numpy", "meta", "default_device", "all_devices",
@@ -697,13 +697,9 @@ class NDArray:
         axes = normalize_axes(axis, self.ndim, op)
         if axis is not None and not axes:
             raise ShapeError(f"[{op}] axis () names no axis (accepted: None, an int, or a tuple of ints)")
-        kept = tuple(1 if i in axes else n for i, n in enumerate(self._shape))
-        if keepdims:
-            shape = kept
-        else:
-            shape = tuple(n for i, n in enumerate(self._shape) if i not in axes)
-            if axis is None and not self._device.numpy_semantics:
-                shape = (1,)
+        shape = reduced_shape(self._shape, axes, keepdims)
+        if axis is None and not keepdims and not self._device.numpy_semantics:
+            shape = (1,)
         first, count = (axes[0], len(axes)) if axes else (0, 0)
         adjacent = axes == tuple(range(first, first + count))
         if adjacent:

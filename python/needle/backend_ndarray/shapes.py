@@ -77,6 +77,13 @@ def normalize_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool = False) -> tuple[int, ...]:
+    """``shape`` without ``axes``, which count from the front; keepdims: with length 1 there."""
+    if keepdims:
+        return tuple([1 if i in axes else n for i, n in enumerate(shape)])
+    return tuple([n for i, n in enumerate(shape) if i not in axes])
+
+
 def broadcast_shape(a: tuple[int, ...], b: tuple[int, ...], op: str) -> tuple[int, ...]:
     """The shape that both broadcast to. raises: ShapeError if there is none."""
     if a == b or not b:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from html import escape
+from pathlib import Path
 
 from ..backend_ndarray.host_memory import FREED, MADE, RETAGGED
 from ..files import write_atomically
 from .trace import trace
 from .units import readable
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 # From the bottom up, what stays longest first. The colours differ also to eyes that see fewer. source: Okabe & Ito 2008.
 COLOURS = {
@@ -27,8 +25,6 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
 
     raises: ModuleNotFoundError without plotly; OSError where it cannot be written.
     """
-    from pathlib import Path
-
     from plotly import graph_objects as go
 
     names = [name for name in COLOURS if any(h.category == name for h in [*traced.first, *(h for _, h in traced.events)])]
@@ -51,7 +47,7 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
             f"{h.site.what}{f' of {h.module}' if h.module else ''}",
             f"{shown.place} {shown.code[:90]}",
         )
-        texts.append("<br>".join(map(_escape, lines)))
+        texts.append("<br>".join(escape(line, quote=False) for line in lines))
     x = list(range(len(texts)))
     figure = go.Figure()
     for name in names:
@@ -63,7 +59,7 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
         x=x, y=[n / _MIB for n in traced.live], name="all", line={"color": "#444", "width": 1, "shape": "hv"}, customdata=texts,
         hovertemplate="%{y:,.2f} MiB<br>%{customdata}",
     )  # fmt: skip
-    top, what = traced.peak_index, _escape(traced.peak_site.what)
+    top, what = traced.peak_index, escape(traced.peak_site.what, quote=False)
     figure.add_annotation(x=top, y=traced.live[top] / _MIB, text=f"peak {readable(traced.peak_bytes)}<br>{what}", arrowhead=2)
     for index, text in traced.mark_positions():
         figure.add_vline(x=index, line={"dash": "dot", "color": "#888"}, annotation_text=text, annotation_position="top left")
@@ -82,7 +78,3 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
         with write_atomically(target) as file:
             file.write(page)
     return target
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

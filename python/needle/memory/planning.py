@@ -16,7 +16,7 @@ from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
 from ..backend_selection import as_device
 from ..errors import ShapeError
 from .accounting import peak
-from .trace import Holder, by_module, module_table, trace
+from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
 Build = Callable[[BackendDevice], Callable[[], Any]]
@@ -86,19 +86,12 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
         peak_op=site.what,
         peak_module=t.peak_module,
         peak_place=(site.forward or site).place,
-        by_category=_sums(holders),
+        by_category=by_category(holders),
         by_module=by_module(holders),
         holders=holders,
         step_bytes=live - base,
         trace=t,
     )
-
-
-def _sums(holders: Iterable[Holder]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for h in holders:
-        found[h.category] = found.get(h.category, 0) + h.nbytes
-    return found
 
 
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:

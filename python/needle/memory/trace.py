@@ -169,7 +169,7 @@ class trace:
 
     def by_category(self, index: int | None = None) -> dict[str, int]:
         """Bytes live after ``index`` events (at the peak) by category."""
-        return {name: sum(h.nbytes for h in self.holders(index) if h.category == name) for name in CATEGORIES}
+        return by_category(self.holders(index))
 
     def by_module(self, depth: int = 2, index: int | None = None) -> dict[str, dict[str, int]]:
         """Bytes live after ``index`` events (at the peak) by module, its path cut to ``depth`` names, and category."""
@@ -213,6 +213,14 @@ class trace:
     def table(self, depth: int = 2) -> str:
         """Bytes at the peak by module and category, as text."""
         return module_table(self.by_module(depth))
+
+
+def by_category(found: Iterable[Holder]) -> dict[str, int]:
+    """Bytes by category."""
+    sums = dict.fromkeys(CATEGORIES, 0)
+    for h in found:
+        sums[h.category] += h.nbytes
+    return sums
 
 
 def by_module(found: Iterable[Holder], depth: int = 2) -> dict[str, dict[str, int]]:

@@ -6,7 +6,7 @@ import math
 
 from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
-from ..backend_ndarray.shapes import normalize_axes
+from ..backend_ndarray.shapes import normalize_axes, reduced_shape
 from .ops_index import where
 from .ops_mathematic import exp, summation
 from .ops_shape import broadcast_to, reshape, transpose
@@ -32,9 +32,7 @@ class LogSumExp(TensorOp):
 
     def compute(self, Z):
         axes = normalize_axes(self.axes, Z.ndim, "logsumexp")
-        shape = tuple(n for i, n in enumerate(Z.shape) if i not in axes)
-        if self.axes is None and not Z.device.numpy_semantics:
-            shape = (1,)
+        shape = (1,) if self.axes is None and not Z.device.numpy_semantics else reduced_shape(Z.shape, axes)
         return kernels.logsumexp(_last(Z, axes)).reshape(shape)
 
     def gradient(self, out_grad, node):
@@ -45,7 +43,7 @@ class LogSumExp(TensorOp):
             dx = kernels.logsumexp_backward(_last(array, axes), node.realize_cached_data(), out_grad.realize_cached_data())
             moved = dx.reshape([array.shape[i] for i in order])
             return Tensor.make_const(moved.permute([order.index(i) for i in range(Z.ndim)]))
-        kept = tuple(1 if i in axes else n for i, n in enumerate(Z.shape))
+        kept = reduced_shape(Z.shape, axes, keepdims=True)
         # Where all is -inf so is y, and the slope is 0 rather than exp(-inf + inf).
         lowest = Tensor.make_const(node.realize_cached_data() == -math.inf)
         y = where(lowest, 0, node)

@@ -18,7 +18,7 @@ from ..autograd import (
     is_grad_enabled,
 )
 from ..backend_ndarray.ndarray import matmul as _matmul
-from ..backend_ndarray.shapes import normalize_axes
+from ..backend_ndarray.shapes import normalize_axes, reduced_shape
 from ..errors import ShapeError
 from ._reads import _InputRead, _NoRead, _OutputRead
 from .ops_shape import broadcast_to, reshape, transpose
@@ -507,7 +507,7 @@ class Summation(_NoRead):
     def gradient(self, out_grad, node):
         shape = node.inputs[0].shape
         axes = normalize_axes(self.axes, len(shape), "summation")
-        kept = tuple(1 if i in axes else n for i, n in enumerate(shape))
+        kept = reduced_shape(shape, axes, keepdims=True)
         return broadcast_to(reshape(out_grad, kept), shape)
 
 
@@ -549,7 +549,7 @@ class Max(TensorOp):
     def gradient(self, out_grad, node):
         a = node.inputs[0]
         axes = normalize_axes(self.axes, a.ndim, "max")
-        kept = tuple(1 if i in axes else n for i, n in enumerate(a.shape))
+        kept = reduced_shape(a.shape, axes, keepdims=True)
         x = a.realize_cached_data()
         hit = (x == node.realize_cached_data().reshape(kept)).astype(out_grad.dtype)
         share = hit / hit.sum(axis=axes or None, keepdims=True)  # a 0-d array has no axis to name
