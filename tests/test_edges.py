@@ -589,6 +589,20 @@ def test_arguments_of_ops(device):
         (x * 2).backward(leaf(np.ones(x.shape), ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()))
 
 
+def test_cells_take_states_of_one_shape(device):
+    x, ones = leaf(np.ones((2, 5)), device), lambda *shape: leaf(np.ones(shape), device)
+    lstm, rnn = nn.LSTMCell(5, 3, device=device), nn.RNNCell(5, 3, device=device)
+    for cell, state in (
+        (lstm, ones(2, 3)), (lstm, ones(4, 3)), (lstm, (ones(2, 3), ones(3))), (rnn, ones(3)), (rnn, ones(1, 2, 3)),
+    ):  # fmt: skip
+        with pytest.raises(ShapeError, match=r"Cell\] a state is .* \(accepted: \(2, 3\)\)"):
+            cell(x, state)
+    for cell in (lstm, rnn):
+        for wrong in (ones(5), ones(2, 4)):
+            with pytest.raises(ShapeError, match=r"Cell\] X is .* \(accepted: \(batch, 5\)\)"):
+                cell(wrong)
+
+
 def test_gradients_that_do_not_fit(device):
     class First(ndl.autograd.TensorOp):
         def compute(self, a):

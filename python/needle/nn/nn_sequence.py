@@ -39,6 +39,16 @@ class _Cell(Module):
     def _zero_state(self, X: Tensor) -> Tensor:
         return init.zeros(X.shape[0], self.hidden_size, device=X.device, dtype=X.dtype)
 
+    def _check(self, X: Tensor, *states: Tensor) -> None:
+        """raises: ShapeError unless X is (batch, input) and each state (batch, hidden); another could broadcast."""
+        op = type(self).__name__
+        check_tensors(op, X, *states)
+        if X.ndim != 2 or X.shape[1] != self.input_size:
+            raise ShapeError(f"[{op}] X is {X.shape} (accepted: (batch, {self.input_size}))")
+        for state in states:
+            if state.shape != (X.shape[0], self.hidden_size):
+                raise ShapeError(f"[{op}] a state is {state.shape} (accepted: {(X.shape[0], self.hidden_size)})")
+
     def _pre_activation(self, X: Tensor, h: Tensor) -> Tensor:
         """(batch, gates * hidden)."""
         out = X @ self.W_ih + h @ self.W_hh
@@ -61,6 +71,7 @@ class RNNCell(_Cell):
 
     def forward(self, X: Tensor, h: Tensor | None = None) -> Tensor:
         h = self._zero_state(X) if h is None else h
+        self._check(X, h)
         out = self._pre_activation(X, h)
         return ops.tanh(out) if self.nonlinearity == "tanh" else ops.relu(out)
 
@@ -117,7 +128,9 @@ class LSTMCell(_Cell):
         super().__init__(input_size, hidden_size, bias, device, dtype)
 
     def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        h0, c0 = h if h is not None else (self._zero_state(X), self._zero_state(X))
+        states = (self._zero_state(X), self._zero_state(X)) if h is None else tuple(h)
+        self._check(X, *states)
+        h0, c0 = states
         out = ops.reshape(self._pre_activation(X, h0), (X.shape[0], 4, self.hidden_size))
         i, f, g, o = ops.split(out, 1)
         c = ops.sigmoid(f) * c0 + ops.sigmoid(i) * ops.tanh(g)
