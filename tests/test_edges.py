@@ -347,6 +347,9 @@ def test_a_copy_is_a_copy(device):
     assert copy[0] == 1 and np.from_dlpack(a)[0] == 9
     with pytest.raises(BufferError, match="DLPack device"):
         a.__dlpack__(dl_device=(2, 0))
+    with pytest.raises(BufferError, match="negative stride"):
+        np.from_dlpack(a[::-1])
+    assert np.from_dlpack(a[::-1], copy=True)[1] == np.from_dlpack(a[:1][::-1])[0] == 9
     for x in (a, ndl.Tensor.make_const(a)):
         with pytest.raises(ValueError, match="copy"):
             np.array(x, copy=False)

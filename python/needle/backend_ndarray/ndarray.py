@@ -226,6 +226,8 @@ class NDArray:
             raise BufferError(f"[dlpack] memory of {self._device} cannot be had as that of DLPack device {tuple(dl_device)}")
         if copy:
             return self.copy().__dlpack__(stream=stream)
+        if any(stride < 0 and n > 1 for n, stride in zip(self._shape, self._strides)):  # which torch aborts on
+            raise BufferError("[dlpack] a negative stride (accepted: none; copy() gives an array without)")
         mod = self._device.require()
         if hasattr(mod, "to_dlpack"):
             return mod.to_dlpack(self._handle, self._shape, self._strides, self._offset)
