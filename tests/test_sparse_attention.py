@@ -28,6 +28,20 @@ def test_sparse_equals_dense_under_the_same_mask(device, pattern):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("index", [(slice(None), slice(None, None, -1), slice(None, None, -1)), (..., slice(None, None, -1))])
+def test_attention_of_reversed_views(device, index):
+    x, dy = random((2, 3, 20, 8), device), random((2, 3, 20, 8), device, 1, requires_grad=False)
+    results = []
+    for taken in (lambda t: t[index], lambda t: ndl.Tensor(t.numpy()[index], device=device)):
+        q, out_grad = taken(x), taken(dy)
+        leaf = x if q.op else q
+        out = ops.attention(q, q, q)
+        out.backward(out_grad)
+        results.append((out.numpy(), leaf.grad.numpy() if leaf is q else leaf.grad.numpy()[index]))
+    for found, expected in zip(*results, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("pattern", [None, *PATTERNS])
 def test_the_future_never_leaks(cpu, pattern):
     """Changing token t + 1 leaves the logits up to t equal to the bit."""

@@ -378,8 +378,8 @@ def sumsq(x: NDArray) -> NDArray:
 
 
 def _rows_form(x: NDArray) -> tuple[Any, tuple[int, ...]]:
-    """(handle at the first element, strides of B, H, T); the last axis made contiguous."""
-    if x._strides[3] != 1 and x._shape[3] != 1:
+    """(handle from the first element on, strides of B, H, T); the last axis made contiguous."""
+    if (x._strides[3] != 1 and x._shape[3] != 1) or min(x._strides) < 0:
         x = x.copy()
     return _from_first(x), x._strides[:3]
 
