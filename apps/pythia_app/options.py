@@ -14,6 +14,7 @@ from pathlib import Path
 import needle as ndl
 from needle import files
 from needle.amp import PRECISIONS
+from needle.backend_ndarray.block_layout import BLOCK_SIZES
 from needle.command_line import Parser, flag
 from needle.data.text_tokenizer import LARGEST_VOCABULARY
 from needle.errors import DataError, DeviceError, ShapeError
@@ -29,7 +30,7 @@ HUGE = (1 << 63) - 1
 RANGES = {
     "vocab_size": (1, LARGEST_VOCABULARY),
     "seed": (0, HUGE),
-    "block_size": (1, 128),
+    "block_size": (1, BLOCK_SIZES[-1]),
     "window": (1, 1 << 20),
     "max_tokens": (1, HUGE),
     "max_steps": (1, HUGE),
@@ -204,7 +205,7 @@ def check(options: argparse.Namespace) -> None:
     if options.pattern not in PATTERNS:
         raise ShapeError(f"[pattern] unknown pattern: {options.pattern} (accepted: {', '.join(PATTERNS)})")
     if options.sparse or options.compare_dense:
-        if options.block_size % 16:
+        if options.block_size not in BLOCK_SIZES:
             raise ShapeError(f"[block_size] is {options.block_size} (accepted: multiples of 16 up to 128)")
         if options.seq_len % options.block_size:
             raise ShapeError(

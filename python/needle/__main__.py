@@ -15,6 +15,7 @@ from typing import Any
 
 from . import files, memory
 from .amp import PRECISIONS
+from .backend_ndarray.block_layout import BLOCK_SIZES
 from .command_line import Parser, exit_code, flag, run_program
 from .errors import DataError, ShapeError
 from .memory.units import readable, table
@@ -29,7 +30,7 @@ NUMBERS = {
     "batch_size": (8, 1 << 16, "sequences in a micro-batch"),
     "seq_len": (512, 1 << 17, "positions in a sequence"),
     "accumulation_steps": (1, 1 << 20, "micro-batches in a step"),
-    "block_size": (64, 128, "edge of a block in positions"),
+    "block_size": (64, BLOCK_SIZES[-1], "edge of a block in positions"),
     "window": (2, 1 << 20, "blocks of the local pattern: its own and those before it"),
     "depth": (2, 1 << 20, "names of a module's path that a row of the table stands for"),
 }

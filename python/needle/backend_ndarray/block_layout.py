@@ -11,7 +11,7 @@ from ..errors import ShapeError
 from .device import BackendDevice, caches, device_cache
 from .ndarray import NDArray
 
-MIN_BLOCK, MAX_BLOCK = 16, 128
+BLOCK_SIZES = range(16, 129, 16)  # edges of a block that the kernels take
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,17 +47,20 @@ class BlockLayout:
             mask = mask[None]
         if mask.ndim != 3:
             raise ShapeError(f"[BlockLayout] mask has shape {mask.shape} (accepted: (rows, cols) or (heads, rows, cols))")
-        if not hasattr(block, "__index__") or not MIN_BLOCK <= block <= MAX_BLOCK or block % 16:
+        if not hasattr(block, "__index__") or block not in BLOCK_SIZES:
             raise ShapeError(f"[BlockLayout] block size {block!r} (accepted: multiples of 16 from 16 to 128)")
         self.block, self.causal, self.q_start = block, causal, q_start
         self.heads, self.block_rows, self.block_cols = mask.shape
         partial = np.zeros_like(mask)
+        possible = np.ones(mask.shape[1:], bool)
         if causal:
             row = q_start + np.arange(self.block_rows)[:, None] * block
             col = np.arange(self.block_cols)[None, :] * block
-            mask &= col <= row + block - 1
+            possible = col <= row + block - 1
+            mask &= possible
             partial[:] = col + block - 1 > row
         self.mask = mask
+        self._possible = self.heads * int(possible.sum())
         head, rows, cols = np.nonzero(mask)
         per_head = mask.sum(axis=(1, 2))
         self.nnz_total = int(rows.size)
@@ -84,11 +87,7 @@ class BlockLayout:
     @property
     def density(self) -> float:
         """Blocks there are, over the blocks there could be (the causal ones where ``causal``)."""
-        possible = self.heads * self.block_rows * self.block_cols
-        if self.causal:
-            row = self.q_start + np.arange(self.block_rows)[:, None] * self.block
-            possible = self.heads * int((np.arange(self.block_cols) * self.block <= row + self.block - 1).sum())
-        return self.nnz_total / possible if possible else 0.0
+        return self.nnz_total / self._possible if self._possible else 0.0
 
     def on(self, device: BackendDevice) -> BlockIndex:
         """The index on ``device``; made there once, until ``drop_device_caches``."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import dtype as dt
 from ..backend_ndarray import NDArray
+from ..backend_ndarray.block_layout import BLOCK_SIZES
 from ..errors import CheckpointError, ShapeError
 from ..nn.nn_sparse import PATTERNS
 from .pythia import Pythia, PythiaConfig
@@ -143,7 +144,7 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
             raise _wrong(_SPARSE, sparse, f"pattern ({', '.join(PATTERNS)}), block and window")
         for key in ("block", "window"):
             _whole_number(key, sparse[key])
-        if sparse["block"] % 16 or sparse["block"] > 128:
+        if sparse["block"] not in BLOCK_SIZES:
             raise _wrong("block", sparse["block"], "multiples of 16 up to 128")
     try:
         rest: dict[str, Any] = {
