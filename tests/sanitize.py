@@ -21,7 +21,7 @@ DEVICES = {"asan": ["cpu", "cuda_sim"], "race": ["cuda_sim"], "tsan": ["cpu"]}
 SHARED_TESTS = ["test_parity.py", "test_array.py", "test_kernels.py"]
 CUDA_TESTS = ["test_cuda_smallest.py", "test_cuda_kernels.py", "test_cublaslt.py"]
 SMALLEST = {
-    # Without optimization the address checks compile in a third of the time.
+    # Without optimization the address checks compile faster.
     "asan": ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-g1", "-DNEEDLE_ONLY_DTYPES=float32;bfloat16;int32"],
     "race": ["-DNEEDLE_ONLY_DTYPES=float32;bfloat16;int32"],
 }

@@ -19,7 +19,7 @@ EDGE, TIMES = 1024, 5
 def peak_flops(device, precision: str) -> tuple[float, str]:
     """Multiplications and additions per second that ``device`` can do, and where that is known from; (0, "") where it is not.
 
-    Call it before the run takes memory: on a CPU it is measured, which takes some hundredths of a second and 12 MiB.
+    Call it before the run takes memory: on a CPU it is measured, which takes a moment and 12 MiB.
     """
     if device.name == "cuda":
         return published(device.mod.device_properties()["name"], precision)

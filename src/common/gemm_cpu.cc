@@ -2,9 +2,7 @@
 // are packed into panels that it reads in order; rows are read where they lie, or, where that would
 // be slow, from panels that all threads pack once. Each task packs a strip of B that stays in its
 // core's L2 and multiplies the rows of A with it, so that some threads wait for memory while others
-// compute. (Measured on 4 Skylake cores with AVX-512, at the products of a Pythia-70M step: 20 %
-// less processor time than OpenBLAS on tiles, which packs the same operands once per tile; and 5 to
-// 15 % less time than with B packed by all threads before they multiply.)
+// compute, and so that B is packed once and not, as a BLAS called per tile would, once per tile.
 //
 // Each element of C is a chain of multiply-adds in ascending k, one chain per depth of k, and
 // depths depend on k alone: neither threads nor tasks change a bit.
@@ -29,8 +27,8 @@
 namespace needle::cpu {
 namespace {
 
-// Subnormal numbers count as zero inside a product: each one costs a hundred cycles, and the
-// gradients of a confident softmax are full of them.
+// Subnormal numbers count as zero inside a product: processors are slow at them, and the gradients
+// of a confident softmax are full of them.
 struct FlushSubnormals {
 #ifdef __SSE__
   static constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;

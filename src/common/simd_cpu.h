@@ -156,8 +156,8 @@ NEEDLE_INLINE Vec<A> exp_parts_of(Vec<A> x, Mask<A>& n_bits) {
 
 // e^x without branches, within 1.5 ulp. -inf gives 0, inf gives inf, NaN stays (comparisons with it
 // are false). 2^n is applied in two halves, so that results below the smallest normal number and
-// above the largest come out right. Where the result is 0 nothing small is computed on the way:
-// subnormal arithmetic would cost a hundred cycles.
+// above the largest come out right. Where the result is 0 nothing small is computed on the way,
+// since arithmetic on subnormal numbers is slow.
 template <class A>
 NEEDLE_INLINE Vec<A> vexp(Vec<A> x) {
   using C = ExpConstants<A>;
@@ -178,8 +178,8 @@ NEEDLE_INLINE Vec<A> vexp(Vec<A> x) {
   return zero ? Vec<A>{} : series * first * second;
 }
 
-// e^x for x that are at most a little above 0, at half the cost: results too small for a normal
-// number are 0, and n is added to the exponent of e^r.
+// e^x for x that are at most a little above 0, with less work: results too small for a normal number
+// are 0, and n is added to the exponent of e^r.
 template <class A>
 NEEDLE_INLINE Vec<A> vexp_negative(Vec<A> x) {
   using C = ExpConstants<A>;

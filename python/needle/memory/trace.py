@@ -94,8 +94,7 @@ class trace:
     """Records every allocation of ``device`` in a region, with the line, op and module that asked for it.
 
     ``with trace() as t: ...``, then ``t.peak_bytes``, ``t.holders()`` (who was live at the peak), ``t.by_module()``,
-    ``t.timeline()``. One at a time per device. While it is on an allocation costs some microseconds more; results and lifetimes
-    are unchanged.
+    ``t.timeline()``. One at a time per device. While it is on an allocation takes longer; results and lifetimes are unchanged.
     """
 
     def __init__(self, device: BackendDevice | None = None):

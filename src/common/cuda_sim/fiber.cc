@@ -164,8 +164,7 @@ void prepare_fiber(int index, Context& context, void (*entry)()) {
 
 void describe_own_stack(Context& context) {
 #if NEEDLE_ASAN
-  // Asked once per thread: for the first one the answer is read out of /proc/self/maps, which takes
-  // a millisecond.
+  // Asked once per thread: for the first one the answer is read out of /proc/self/maps.
   static thread_local void* bottom = nullptr;
   static thread_local size_t bytes = 0;
   if (bottom == nullptr) {
