@@ -76,6 +76,12 @@ def test_folder_holds_out_whole_files_and_never_a_copy_of_one(folder, tmp_path):
     assert contents[1] and not contents[0] & contents[1]
 
 
+def test_a_name_that_is_no_utf8(folder, tmp_path):
+    named = (folder / "1.txt").rename(folder / os.fsdecode(b"caf\xe9.txt"))
+    corpus = load_corpus(str(folder), cache_dir=tmp_path)
+    assert named in {piece.path for piece in (*corpus.train, *corpus.held_out)}
+
+
 def test_two_files_hold_out_the_smaller(tmp_path):
     (tmp_path / "a.txt").write_text(make_text(0, 50))
     (tmp_path / "b.txt").write_text(make_text(1, 90))

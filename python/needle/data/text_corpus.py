@@ -168,7 +168,7 @@ def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = Fa
         raise DataError(f"[{name}] no text: {found} (a non-empty UTF-8 text file)")
     pieces = {file: pieces[file] for file in digests.values()}
     # An order by hash of name is fixed, and unlike the alphabet makes every prefix a fair sample of the whole.
-    order = sorted(pieces, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
+    order = sorted(pieces, key=lambda file: hashlib.sha256(os.fsencode(file.relative_to(root))).digest())
     train, held_out = _split([pieces[file] for file in order], name)
     digest_of = {file: digest for digest, file in digests.items()}
     return Corpus(name, train, held_out, _key([digest_of[file] for file in order]), tuple(skipped))
