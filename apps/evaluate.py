@@ -101,22 +101,32 @@ def perplexity(path: str, ids: np.ndarray, text_bytes: int, model, window: int, 
     seconds = time.perf_counter() - began
     check(path, score.nats)
     print(
-        f"{path}: loss {score.loss:.4f} nats per token, perplexity {score.perplexity:,.2f}, bits per byte "
+        f"{path}: loss {score.loss:.4f} nats per token, perplexity {readable(score.perplexity)}, bits per byte "
         f"{score.bits_per_byte(text_bytes):.4f}; {text_bytes:,} bytes, {score.tokens:,} tokens, window {window}, stride {stride}, "
         f"{score.tokens / seconds:,.0f} tokens/s",
         flush=True,
     )
 
 
-def words(path: str, examples: list[tuple[str, str]], model, tokenizer, window: int, options: argparse.Namespace) -> None:
-    pairs = [(tokenizer.encode(context), tokenizer.encode(word)) for context, word in examples]
+def words(path: str, examples: list[tuple[int, str, str]], model, tokenizer, window: int, options: argparse.Namespace) -> None:
+    pairs = [(tokenizer.encode(context), tokenizer.encode(word)) for _, context, word in examples]
+    for (number, *_), (context, word) in zip(examples, pairs):
+        if not len(context) or not 1 <= len(word) <= window:
+            raise DataError(
+                f"[lambada] line {number} of {path} has {len(context)} tokens before its last word and {len(word)} in it "
+                f"(accepted: at least 1, and 1 to the window, {window})"
+            )
     score = score_endings(model, pairs, window, options.batch_size)
     check(path, score.nats)
     print(
         f"{path}: {score.correct:,} of {score.words:,} last words right, accuracy {score.accuracy:.2%}, perplexity per word "
-        f"{score.perplexity:,.2f}",
+        f"{readable(score.perplexity)}",
         flush=True,
     )
+
+
+def readable(perplexity: float) -> str:
+    return f"{perplexity:,.2f}" if perplexity < 1e9 else f"{perplexity:.3g}"
 
 
 def check(path: str, nats: float) -> None:
@@ -134,8 +144,8 @@ def read(path: str, flag: str) -> Iterator[str]:
         raise DataError(f"[{flag}] cannot read {path}: {files.reason(error)} (a text file in UTF-8)") from error
 
 
-def last_words(path: str) -> list[tuple[str, str]]:
-    """(all but the last word, the last word with the white space before it) of each line's text."""
+def last_words(path: str) -> list[tuple[int, str, str]]:
+    """(number of the line, all but the last word, the last word with the white space before it) of each line's text."""
     found = []
     for number, line in enumerate("".join(read(path, "lambada")).split("\n"), start=1):
         if not line.strip():
@@ -148,7 +158,7 @@ def last_words(path: str) -> list[tuple[str, str]]:
         parts = re.fullmatch(r"(.*\S)(\s+\S+)", text, re.DOTALL)
         if parts is None:
             raise DataError(f"[lambada] line {number} of {path} has fewer than two words")
-        found.append((parts[1], parts[2]))
+        found.append((number, parts[1], parts[2]))
     if not found:
         raise DataError(f'[lambada] no texts in {path} (lines of {{"text": ...}})')
     return found

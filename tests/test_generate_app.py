@@ -224,6 +224,13 @@ def test_evaluation_through_the_library(app, made, loaded):
     assert f"loss {score_text(model, ids, 64, 32, 4).loss:.4f} " in done.stdout
 
 
+def test_a_word_of_many_tokens(app, made, tmp_path):
+    """Its perplexity would have hundreds of digits."""
+    (tmp_path / "x.jsonl").write_text('{"text": "a dog and a c%s"}' % ("at" * 99))
+    said = app("evaluate", "--model", made / "dense", "--lambada", tmp_path / "x.jsonl", "--window", 300).stdout
+    assert re.search(r"perplexity per word \d(\.\d+)?e\+\d+\n", said)
+
+
 def test_a_folder_of_transformers_does_as_well(app, made, loaded, tmp_path):
     model, tokenizer = loaded
     model.save_pretrained(tmp_path, tokenizer)
@@ -267,6 +274,11 @@ WRONG = [
     ("evaluate", ["--lambada", "/dev/null"], "no texts in /dev/null"),
     ("evaluate", ["--text", sys.executable], "can't decode byte"),
     ("evaluate", ["--lambada", b'{"text": "a dog and a ca\\ud800t"}'], "line 1 of {file} is no JSON object"),
+    (
+        "evaluate",
+        ["--lambada", b'\n{"text": "a dog and a c%s"}' % (b"at" * 99), "--window", 8],
+        "line 2 of {file} has 8 tokens before its last word and 200",
+    ),
     ("evaluate", ["--lambada", b"[" * 100_000], "line 1 of {file} is no JSON object"),
 ]
 
@@ -276,7 +288,7 @@ def test_wrong_arguments_end_in_one_line(app, made, tmp_path, name, arguments, s
     """Bytes after --lambada are what the file has; others are as a shell gives them."""
     if arguments[0:1] == ["--lambada"] and isinstance(arguments[1], bytes):
         (tmp_path / "file").write_bytes(arguments[1])
-        arguments, said = ["--lambada", tmp_path / "file"], said.format(file=tmp_path / "file")
+        arguments, said = ["--lambada", tmp_path / "file", *arguments[2:]], said.format(file=tmp_path / "file")
     arguments = [os.fsdecode(a) if isinstance(a, bytes) else a for a in arguments]
     done = app(name, "--model", made / "dense", *(["--prompt", "a"] if name == "generate" else []), *arguments)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
