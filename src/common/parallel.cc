@@ -21,8 +21,8 @@
 namespace needle::cpu {
 namespace {
 
-// Long enough to catch the next job of a busy stretch without the delay of waking a sleeping thread,
-// short enough to cost little where another process wants the core.
+// Long enough to catch the next job of a busy stretch without the delay of waking a sleeping
+// thread, short enough to cost little where another process wants the core.
 constexpr auto kSpin = std::chrono::microseconds(200);
 
 void relax() {

@@ -178,8 +178,8 @@ NEEDLE_INLINE Vec<A> vexp(Vec<A> x) {
   return zero ? Vec<A>{} : series * first * second;
 }
 
-// e^x for x that are at most a little above 0, with less work: results too small for a normal number
-// are 0, and n is added to the exponent of e^r.
+// e^x for x that are at most a little above 0, with less work: results too small for a normal
+// number are 0, and n is added to the exponent of e^r.
 template <class A>
 NEEDLE_INLINE Vec<A> vexp_negative(Vec<A> x) {
   using C = ExpConstants<A>;
