@@ -27,7 +27,7 @@ from needle.command_line import Parser, exit_code, flag, run_program
 from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
 from pythia_app.loading import MODEL_HELP, load_model
-from pythia_app.options import DEVICES, device
+from pythia_app.options import DEVICE_HELP, device
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -39,7 +39,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag(parser, "stride", type=int, help="how far the window moves on (default: half of it)")
     flag(parser, "batch_size", type=int, default=4, help="windows or texts at a time")
     flag(parser, "max_tokens", type=int, help="of each text use so many tokens (default: all)")
-    flag(parser, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
+    flag(parser, "device", default="auto", help=DEVICE_HELP)
     return parser.parse_args(argv)
 
 

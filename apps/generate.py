@@ -22,7 +22,7 @@ from needle.data.text_stream import TextStream
 from needle.errors import DataError
 from needle.models import GenerationConfig
 from pythia_app.loading import MODEL_HELP, load_model
-from pythia_app.options import DEVICES, device
+from pythia_app.options import DEVICE_HELP, device
 
 CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421, 155: 0xFFFD}
 SAMPLING = ("temperature", "top_k", "top_p")
@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag(choosing, "eos_token_id", type=int, action="append", metavar="ID", help="stop at it; repeatable (default: end of a text)")
     flag(choosing, "ignore_eos", action="store_true", help="go on after the end of a text")
     flag(choosing, "seed", type=int, default=0, help="of the draws")
-    flag(parser, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
+    flag(parser, "device", default="auto", help=DEVICE_HELP)
     return parser.parse_args(argv)
 
 

@@ -24,6 +24,7 @@ from needle.nn import PATTERNS
 from pythia_app import config_file
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
+DEVICE_HELP = f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}"
 MOST_TOKENS = 1 << 22  # in a micro-batch
 HUGE = (1 << 63) - 1
 # What a whole number may be; far above what runs, so that planning and tokenizing never meet a number they cannot hold.
@@ -108,7 +109,7 @@ def _parser() -> Parser:
     )
     flag(training, "eval_only", action="store_true", help="only the loss on held-out text")
     where = parser.add_argument_group("machine and files")
-    flag(where, "device", default="auto", help=f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}")
+    flag(where, "device", default="auto", help=DEVICE_HELP)
     flag(where, "memory_limit", default=None, metavar="BYTES", help="the most that arrays may take: 2GiB, T4 (default: all)")
     flag(where, "plan", action="store_true", help="only say what the run takes and where every byte goes; allocates nothing")
     flag(where, "checkpoint_dir", default=None, metavar="FOLDER", help="the run's folder (default: runs/MODEL-TIME)")

@@ -28,6 +28,7 @@ class OpCase:
     """An op on inputs: ``run(*tensors)`` gives a Tensor from inputs of ``shapes``; ``expected`` is the same in numpy float64.
 
     make: draws one input, default normal. looser: a factor on the tolerances, with ``reason``. ops: the Op classes it covers.
+    dtypes: those it is compared in. differentiable: positions of the inputs whose gradients are checked, default all.
     """
 
     name: str

@@ -26,6 +26,7 @@ from .. import files
 from ..errors import DataError
 from .text_blocks import Block, Cutter, Place, Source, find_sources, read_blocks, sample_text, texts_of
 from .text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from .token_cache import token_dtype
 from .token_files import TOKENIZER_ENDING, TokenWriter, publish
 
 _FORMAT = 1  # of an unfinished run: change it when the same input would be cut or read in another way
@@ -304,7 +305,7 @@ class _Encoder(Cutter):
         self._tokenizer = tokenizer
         self._sources, self._key, self._skip_invalid = sources, key, skip_invalid
         self._end = end
-        self._dtype = np.uint16 if tokenizer.size <= 1 << 16 else np.int32
+        self._dtype = token_dtype(tokenizer.size)
         wide = _cutting_changes_nothing(tokenizer, Cutter(True))
         super().__init__(wide or _cutting_changes_nothing(tokenizer, Cutter(True, True)), after_letters=not wide)
 

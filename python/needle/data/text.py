@@ -80,8 +80,8 @@ def load_text(
         return _load_token_file(token_file, vocab_size, tokenizer)
     if tokenizer is not None:
         tokenizer = home(tokenizer)
-        tokens = load_tokenizer(tokenizer)
-        vocab_size = _vocabulary(vocab_size, tokens)
+        encoder = load_tokenizer(tokenizer)
+        vocab_size = _vocabulary(vocab_size, encoder)
         tokenizer_key = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     else:
         vocab_size = 10_000 if vocab_size is None else vocab_size
@@ -102,7 +102,7 @@ def load_text(
         if vocab_size > most:
             raise DataError(f"[{corpus.name}] too little text for the vocabulary: {vocab_size} ids asked (at most {most})")
         texts = (part for piece in corpus.train for part in piece.texts(corpus.name))
-        tokens = kept or train_tokenizer(trained_path, texts, vocab_size, corpus.name)
+        encoder = kept or train_tokenizer(trained_path, texts, vocab_size, corpus.name)
 
     arrays = {}
     for split, pieces in (("train", corpus.train), ("held_out", corpus.held_out)):
@@ -110,17 +110,17 @@ def load_text(
         ids = read_tokens(path) if cached else None
         if ids is None:
             documents = (piece.texts(corpus.name) for piece in pieces)
-            ids = write_tokens(path, tokens.encode_documents(documents), tokens.size)
+            ids = write_tokens(path, encoder.encode_documents(documents), encoder.size)
         arrays[split] = ids
-    return TextData(corpus.name, arrays["train"], arrays["held_out"], vocab_size, tokens, corpus)
+    return TextData(corpus.name, arrays["train"], arrays["held_out"], vocab_size, encoder, corpus)
 
 
 def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path | None) -> TextData:
     beside = path.with_name(path.name.removesuffix(".bin") + TOKENIZER_ENDING)
     found = home(tokenizer) if tokenizer is not None else beside if beside.is_file() else None
-    tokens = load_tokenizer(found) if found is not None else None
-    if tokens is not None:
-        vocab_size = _vocabulary(vocab_size, tokens)
+    encoder = load_tokenizer(found) if found is not None else None
+    if encoder is not None:
+        vocab_size = _vocabulary(vocab_size, encoder)
     elif vocab_size is None:
         raise DataError(f"[{path.name}] neither a vocabulary nor a tokenizer (one of vocab_size, tokenizer and {beside.name})")
     file = read_token_file(path, vocab_size)
@@ -136,7 +136,7 @@ def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path |
     cut = file.sequence_at(count - held)
     if count - cut < held / 2:  # long documents
         cut = count - held
-    return TextData(path.name, file.tokens[:cut], file.tokens[cut:], vocab_size, tokens, None, file.sequence_tokens)
+    return TextData(path.name, file.tokens[:cut], file.tokens[cut:], vocab_size, encoder, None, file.sequence_tokens)
 
 
 def _vocabulary(vocab_size: int | None, tokenizer: TextTokenizer) -> int:

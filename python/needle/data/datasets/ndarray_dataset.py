@@ -1,3 +1,5 @@
+"""Arrays in memory as a data set."""
+
 from __future__ import annotations
 
 import numpy as np
