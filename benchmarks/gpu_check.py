@@ -84,14 +84,14 @@ class Check:
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
         try:
-            return_code, output = None, process.communicate(timeout=limit_s)[0]
+            output = process.communicate(timeout=limit_s)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            return_code, output = -9, process.communicate()[0] + f"\n(ended after {limit_s:.0f} s)"
+            return -9, process.communicate()[0] + f"\n(ended after {limit_s:.0f} s)"
         except BaseException:  # Ctrl-C among them, which the family of processes, a session of its own, does not get
             os.killpg(process.pid, signal.SIGKILL)
             raise
-        return process.returncode if return_code is None else return_code, output
+        return process.returncode, output
 
     def must(self, command: list, limit_s: float) -> str:
         code, output = self.run(command, limit_s)

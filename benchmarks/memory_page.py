@@ -24,6 +24,7 @@ import numpy as np
 
 import needle as ndl
 from needle import memory, nn, ops
+from needle.amp import PRECISIONS
 from needle.backend_ndarray.block_layout import dense_layout
 from needle.backend_ndarray.kernels import DEFAULT_CHUNK_BYTES
 from needle.data.text import TokenBatches, load_text
@@ -42,7 +43,6 @@ HEAD = """# Memory: what others have published, and what needle takes
 Written by `python benchmarks/memory_page.py`. Planned: the peak of the allocator on the device without data. Measured: the same
 counter after a real run on the CPU; where both are given, the script has found them equal. GiB are 2^30 bytes, MB are 10^6.
 """
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def pythia(size: str, vocab_size: int, seq_len: int, checkpoint_layers: int = 0) -> PythiaConfig:

@@ -1,8 +1,8 @@
 """The worker side of a benchmark: one process, one case, driven over stdin and stdout. Needs only the standard library.
 
-A contestant is a script that ends with ``serve({"pythia_step": make_step, ...})``. Each value is a function
-``make(**args)`` that builds everything (model, data) and returns a ``Case``; ``Case.step`` then does the work once,
-waits until it is done, and returns a figure to record (the loss, a checksum) or None. ``serve`` does the timing.
+A contestant is a script that ends with ``serve(pythia_step, ...)``: functions, called with ``args``, that build everything
+(model, data) and return a ``Case``; ``Case.step`` then does the work once, waits until it is done, and returns a figure to record
+(the loss, a checksum) or None. ``serve`` does the timing.
 
 One line in, one line of JSON out:
 
