@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle.models import Pythia, PythiaConfig
+from needle import memory
+from needle.models import Pythia, PythiaConfig, plannable
 from needle.models.training import train_step
 from needle.optim import AdamW
 from pythia_app import flops, page
@@ -293,3 +294,17 @@ def test_in_a_browser(browser, tmp_path, scheme, width):
         chart.hover()
         tab.locator("#loss .hoverlayer text", has_text="training batch").first.wait_for(timeout=10_000)
     assert complaints == [] and fetched == [(tmp_path / page.PAGE).as_uri()]
+
+
+def test_the_memory_picture_on_a_phone(browser, tmp_path):
+    """What its marks say and what its peak says stand beside one another."""
+    config = PythiaConfig(vocab_size=50_304, layers=2, width=64, heads=2, feed_forward=256)
+    memory.picture(memory.plan(plannable(config, 1, 64)).trace, tmp_path / "memory.html")
+    with browser.new_context(viewport={"width": 390, "height": 844}) as context:
+        tab = context.new_page()
+        tab.goto((tmp_path / "memory.html").as_uri())
+        texts = tab.locator(".annotation-text")
+        boxes = {texts.nth(i).text_content(): texts.nth(i).bounding_box() for i in range(texts.count())}
+    (peak,) = (boxes.pop(text) for text in list(boxes) if text.startswith("peak"))
+    assert list(boxes) == ["step 1", "step 2", "after"]
+    assert all(box["y"] + box["height"] <= peak["y"] or peak["y"] + peak["height"] <= box["y"] for box in boxes.values())

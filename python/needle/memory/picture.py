@@ -62,7 +62,7 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
     top, what = traced.peak_index, escape(traced.peak_site.what, quote=False)
     figure.add_annotation(x=top, y=traced.live[top] / _MIB, text=f"peak {readable(traced.peak_bytes)}<br>{what}", arrowhead=2)
     for index, text in traced.mark_positions():
-        figure.add_vline(x=index, line={"dash": "dot", "color": "#888"}, annotation_text=text, annotation_position="top left")
+        figure.add_vline(x=index, line={"dash": "dot", "color": "#888"}, annotation_text=text, annotation_position="top")
     figure.update_layout(
         title=f"memory of {traced.device.name}: live bytes by category",
         xaxis_title="allocations and releases, in order",
