@@ -289,6 +289,8 @@ def test_ops_by_keyword(device):
     np.testing.assert_array_equal(dilated.numpy(), [[1, 0, 2, 0], [0, 0, 0, 0], [3, 0, 4, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(ops.undilate(dilated, axes=(0, 1), dilation=1).numpy(), A)
     assert ops.dilate(a, axes=(2,), dilation=1).shape == (2, 2)  # an axis that is not there
+    np.testing.assert_array_equal(ops.dilate(a, axes=-1, dilation=1).numpy(), [[1, 0, 2, 0], [3, 0, 4, 0]])
+    np.testing.assert_array_equal(ops.undilate(dilated, axes=(-2,), dilation=1).numpy(), [[1, 0, 2, 0], [3, 0, 4, 0]])
     image, kernel = Tensor(np.ones((1, 4, 4, 2)), device=device), Tensor(np.ones((3, 3, 2, 5)), device=device)
     assert ops.conv(image, kernel).shape == (1, 4, 4, 5) and ops.Conv()(image, kernel).shape == (1, 2, 2, 5)
     assert ops.conv(image, kernel, stride=2, padding=1).shape == (1, 2, 2, 5)

@@ -124,9 +124,9 @@ class Dilate(_NoRead):
             raise ShapeError(f"[dilate] dilation is {dilation} (accepted: at least 0)")
 
     def compute(self, a):
-        shape = tuple(n * (self.dilation + 1) if i in self.axes else n for i, n in enumerate(a.shape))
-        out = full(shape, 0, a.dtype, a.device)
-        out[_every(self.axes, self.dilation, a.ndim)] = a
+        every = _every(self.axes, self.dilation, a.ndim)
+        out = full([n * (part.step or 1) for n, part in zip(a.shape, every)], 0, a.dtype, a.device)
+        out[every] = a
         return out
 
     def gradient(self, out_grad, node):
@@ -134,7 +134,7 @@ class Dilate(_NoRead):
 
 
 def _every(axes, dilation: int, ndim: int) -> tuple[slice, ...]:
-    return tuple(slice(None, None, dilation + 1) if i in axes else slice(None) for i in range(ndim))
+    return tuple(slice(None, None, dilation + 1) if i in axes or i - ndim in axes else slice(None) for i in range(ndim))
 
 
 def dilate(a: Tensor, axes, dilation: int) -> Tensor:
