@@ -236,6 +236,12 @@ def test_no_grad_detach_and_retain_grad(host):
     x = leaf([2.0], host)
     with ndl.no_grad():
         assert (x * x).op is None
+    with pytest.raises(TypeError, match="is a generator"):
+
+        @ndl.no_grad()
+        def squares():
+            yield x * x
+
     y = (x * x).retain_grad()
     (y * 3).backward()
     assert y.grad.item() == 3 and x.grad.item() == 12

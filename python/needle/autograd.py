@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import wraps
+from inspect import isgeneratorfunction
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,10 @@ class no_grad:
         _grad_enabled.set(self._before.pop())
 
     def __call__(self, function: Callable) -> Callable:
+        if isgeneratorfunction(function):
+            name = type(self).__name__
+            raise TypeError(f"[{name}] {function.__name__} is a generator: it runs after its call (accepted: with {name}() in it)")
+
         @wraps(function)
         def wrapped(*args, **kwargs):
             with type(self)():
