@@ -396,6 +396,7 @@ WRONG = [
     (("--max_steps", "0"), "[max_steps]"),
     (("--resume",), "--checkpoint_dir"),
     (("--compare_dense", "--resume", "--checkpoint_dir", "no-such-run"), "trains from the start; resume was given"),
+    (("--compare_dense", "--eval_only"), "trains from the start; eval_only was given"),
     (("--save_every", "-1"), "[save_every]"),
     (("--keep_last", "0"), "[keep_last]"),
     (("--dropout", "1"), "[dropout]"),

@@ -189,7 +189,7 @@ def check(options: argparse.Namespace) -> None:
     for name in ("dataset", "tokenizer", "checkpoint_dir", "load_checkpoint"):
         if getattr(options, name) == "":
             raise DataError(f"[{name}] is empty (accepted: a name)")
-    for name in ("load_checkpoint", "resume"):
+    for name in ("load_checkpoint", "resume", "eval_only"):
         if options.compare_dense and getattr(options, name):
             raise ShapeError(f"[compare_dense] trains from the start; {name} was given (accepted: one of the two)")
     if options.resume and options.checkpoint_dir is None:
