@@ -92,6 +92,13 @@ def test_optimizers_update_in_place(cpu, make, arrays):
     assert p.realize_cached_data() is before and peak.above_start <= arrays * 40_000 + 1024
 
 
+def test_reading_a_scalar_takes_no_memory(device):
+    x = ndl.Tensor(np.arange(6.0).reshape(2, 3), device=device, requires_grad=False)
+    with memory.peak(device) as peak:
+        assert x[1:, 2].item() == 5 and x[:1].numpy().shape == (1, 3)
+    assert peak.above_start == 0
+
+
 def test_each_thread_has_its_own_category(host):
     inside, go_on = threading.Event(), threading.Event()
 

@@ -207,7 +207,8 @@ class NDArray:
 
     def numpy(self) -> np.ndarray:
         """A copy in numpy."""
-        values = self._device.require().to_numpy(self._handle, self._shape, self._strides, self._offset)
+        strides = compact_strides(self._shape) if self._contiguous else self._strides  # those of length 1 say nothing
+        values = self._device.require().to_numpy(self._handle, self._shape, strides, self._offset)
         return values.view(dt.to_numpy("bfloat16")) if self._dtype == "bfloat16" else values
 
     def __array__(self, dtype=None, copy=None) -> np.ndarray:
