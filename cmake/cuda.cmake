@@ -52,10 +52,10 @@ if(NEEDLE_CUDA_SIM)
   endforeach()
   needle_module(ndarray_backend_cuda_sim cuda_sim ${cuda_module} ${sim_wrappers} ${sim_sources})
   needle_host_flags(ndarray_backend_cuda_sim)
-  # Hundreds of kernels, each for some microseconds of emulated work: -O1 compiles them in a third of the time, and -g1
-  # gives the source line of a fault. A debug build keeps its own flags, for gdb.
+  # There are hundreds of kernels and each gets little work here: -O1 compiles them faster, and -g1 gives the source line of a
+  # fault. A debug build keeps its own flags, for gdb.
   set(sim_options "$<$<NOT:$<CONFIG:Debug>>:-O1;-g1>")
-  # The bindings hold no kernel, and instrumenting them takes as long as all kernels together.
+  # The bindings hold no kernel, and instrumenting them takes long.
   set_source_files_properties(${cuda_module} PROPERTIES COMPILE_OPTIONS "${sim_options};-fno-sanitize=all")
   if(NEEDLE_RACE)
     # The kernels' memory accesses call the emulator's __tsan_* hooks; libtsan itself is not linked.
