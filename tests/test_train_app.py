@@ -22,6 +22,7 @@ import pytest
 
 import pythia_app
 from needle.data.token_files import TokenWriter
+from pythia_app.config_file import STARTED
 from pythia_app.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -326,6 +327,26 @@ def test_precision_is_saved_and_resumed_bitwise(run, interrupted, tmp_path):
     assert state["options"]["precision"] == "fp16" and state["scaler"]["scale"] == 4096
     assert run("--load_checkpoint", parts).returncode == 0
     assert losses(parts) == losses(tmp_path / "fp16")
+
+
+@pytest.mark.parametrize(
+    "first_line, flag, stays",
+    [
+        ("mine", "--config", True),
+        ("mine", "--checkpoint_dir", True),
+        (STARTED, "--config", True),
+        (STARTED, "--checkpoint_dir", False),
+    ],
+)
+def test_a_config_of_ones_own_in_the_folder_stays(main, tmp_path, first_line, flag, stays):
+    """With what is in it for people; what a killed run has left is replaced."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"# {first_line}\ncheckpoint_dir: {tmp_path}\n")
+    before = path.read_text()
+    assert main(flag, path if flag == "--config" else tmp_path, "--max_steps", 1)[0] == 0
+    beside = tmp_path / "config-from-step-0.yaml"
+    assert "max_steps: 1\n" in (beside if stays else path).read_text() and beside.is_file() == stays
+    assert (path.read_text() == before) == stays
 
 
 def test_where_a_run_goes_on_from_a_checkpoint(run, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from needle import files
 from needle.errors import DataError
 
 CONFIG = "config.yaml"
+STARTED = "What the run was started with; with --config and this file it is repeated."  # its first line
 # Flags that say what to do or where, not what the run is: a run's config.yaml is without them.
 LOCAL = ("config", "checkpoint_dir", "resume", "load_checkpoint", "plan", "eval_only", "compare_dense")
 
@@ -49,16 +50,22 @@ def write(path: Path, options: argparse.Namespace, says: str) -> None:
 
 
 def keep(folder: Path, options: argparse.Namespace, first: int) -> None:
-    """The run's config.yaml. A run that goes on, from step ``first``, leaves it alone: where its flags are others they are written
-    beside it.
+    """The run's config.yaml. A run that goes on, from step ``first``, leaves it alone, and so does any run one that is the user's:
+    where the flags are others they are written beside it.
     """
-    path, says = folder / CONFIG, "What the run was started with; with --config and this file it is repeated."
-    if first and path.is_file():
+    path, says = folder / CONFIG, STARTED
+    if path.is_file() and (first or _is_the_users(path, options)):
         with contextlib.suppress(DataError):
             if _mapping(str(path)) == kept(options):
                 return
-        path, says = folder / f"config-from-step-{first}.yaml", f"What the run went on with from step {first}."
+        path, says = folder / f"config-from-step-{first}.yaml", f"The flags from step {first} on."
     write(path, options, says)
+
+
+def _is_the_users(path: Path, options: argparse.Namespace) -> bool:
+    """Not what a run has left that was killed before its first checkpoint."""
+    given = options.config is not None and path.samefile(files.home(options.config))
+    return given or not path.read_bytes().startswith(f"# {STARTED}".encode())
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:
