@@ -25,7 +25,7 @@ Build = Callable[[BackendDevice], Callable[[], Any]]
 @dataclass(frozen=True)
 class Plan:
     """What a run of some steps takes from its device's allocator. Bytes are exact; what lies outside of the allocator (a GPU's
-    context, libraries, the interpreter) is not in them.
+    context, libraries, the interpreter) is not in them, nor is what a GPU packs a strided array into while ``numpy()`` reads it.
 
     peak_bytes: the most that is live. peak_step, peak_op, peak_module, peak_place: the moment of it: number of the step (from 1; 0
     while building), op, module and line. by_category, by_module: bytes live then. holders: who holds them, the largest first.
