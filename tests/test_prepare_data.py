@@ -334,6 +334,20 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, tokenizer, sma
     assert pair(tmp_path / "x") != old and len(found(tmp_path / "x")) == 6 and leftovers(tmp_path) == []
 
 
+def test_a_tokenizer_that_lies_where_one_would_be_made_stays(tmp_path, tokenizer):
+    beside = tmp_path / "x.tokenizer.json"
+    beside.write_bytes(tokenizer.read_bytes())
+    (tmp_path / "one.txt").write_text(make_text(1, 2000))
+    with pytest.raises(DataError, match=r"\[output\] .*x.tokenizer.json exists \(accepted: another name, or --overwrite\)"):
+        prepare([tmp_path / "one.txt"], tmp_path / "x", vocab_size=257)
+    assert beside.read_bytes() == tokenizer.read_bytes() and leftovers(tmp_path) == []
+    for given in (beside, tokenizer):  # itself, or its like
+        prepare([tmp_path / "one.txt"], tmp_path / "x", tokenizer=given)
+        assert beside.read_bytes() == tokenizer.read_bytes()
+        (tmp_path / "x.bin").unlink()
+        (tmp_path / "x.idx").unlink()
+
+
 def test_a_bad_line_can_be_left_out_by_the_run_that_goes_on(tmp_path, tokenizer, small):
     good = [json.dumps({"text": make_text(i, 20)}) for i in range(6)]
     (tmp_path / "x.jsonl").write_text("\n".join([*good[:3], '{"text": "half', *good[3:]]))

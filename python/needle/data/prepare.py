@@ -7,6 +7,7 @@ order, so the result depends on neither the number of threads nor on interruptio
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import hashlib
 import itertools
 import json
@@ -141,7 +142,7 @@ class _Run:
         self, given: Path | None, tokenizer: TextTokenizer | None, vocab_size: int | None, overwrite: bool, save_every_s: float
     ) -> Prepared:
         if not self._begun():
-            there = [path for path in self._outputs()[:2] if path.exists()]
+            there = [path for path in self._outputs() if path.exists() and not (given and filecmp.cmp(path, given, shallow=False))]
             if there and not overwrite:
                 raise DataError(f"[output] {there[0]} exists (accepted: another name, or --overwrite)")
             _empty(self.folder)
