@@ -11,6 +11,7 @@ import pytest
 import needle as ndl
 from needle import dtype as dt
 from needle.backend_ndarray import device as device_module
+from needle.backend_ndarray import kernels
 from needle.backend_ndarray.ndarray import NDArray, asarray, empty, from_dlpack, full, matmul, where
 from needle.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
 
@@ -277,6 +278,12 @@ def test_float64_becomes_float16_in_one_rounding(device):
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(found, values.astype(np.float16))
     assert full((1,), 1 + 2**-11 + 2**-40, "float16", device).item() == 1 + 2**-10
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8", "bool"])
+def test_arange_makes_every_dtype(device, dtype):
+    expected = np.arange(100).astype(dt.to_numpy(dtype))
+    np.testing.assert_array_equal(kernels.arange(100, dtype, device).numpy(), expected)
 
 
 @pytest.mark.parametrize("source", ["float32", "float64", "float16", "bfloat16"])

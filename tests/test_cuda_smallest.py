@@ -46,7 +46,7 @@ def fills(dtype):
         made = backend.Array(ELEMENTS, dtype)
         make(made)
         np.testing.assert_array_equal(get(backend, made).astype(float), 2.5)
-    for kind in (dtype, "int32", "uint8", "bool"):
+    for kind in (dtype, "int32"):
         made = backend.Array(ELEMENTS, kind)
         backend.arange(made)
         np.testing.assert_array_equal(get(backend, made), np.arange(ELEMENTS).astype(dt.to_numpy(kind)))

@@ -84,13 +84,14 @@ for _ in range(100):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_daemon_thread_may_compute_when_the_interpreter_ends(cpu):
-    program = """
+@pytest.mark.parametrize("doing", ["a + a", "a.T.numpy()"])  # the second holds an object of Python's meanwhile
+def test_a_daemon_thread_may_compute_when_the_interpreter_ends(cpu, doing):
+    program = f"""
 import threading, needle as ndl
 a, started = ndl.zeros(1000, 1000).cached_data, threading.Event()
 def work():
     while True:
-        a + a
+        {doing}
         started.set()
 threading.Thread(target=work, daemon=True).start()
 started.wait()

@@ -5,6 +5,7 @@
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
+#include <unistd.h>
 
 #include <cmath>
 #include <memory>
@@ -29,14 +30,20 @@ namespace py = pybind11;
 constexpr bool kAsynchronous = std::string_view(NEEDLE_STRING(NEEDLE_DEVICE)) != "cpu";
 
 // Lets other Python threads run during large work, and while this one waits for a device; for small
-// work the hand-over costs more than the kernel. Python ends a daemon thread that comes back after
-// the interpreter has gone, up to 3.13 by unwinding it, which a destructor must let through.
+// work the hand-over costs more than the kernel. A daemon thread that comes back after the
+// interpreter has gone waits here for the end of the process, as it does in Python 3.14: Python up
+// to 3.13 unwinds it, through frames that would drop Python objects without the lock.
 class Unlocked {
  public:
   explicit Unlocked(int64_t elements, bool waits = false)
       : state_(elements >= kLargeElements || waits ? PyEval_SaveThread() : nullptr) {}
-  ~Unlocked() noexcept(false) {
-    if (state_) PyEval_RestoreThread(state_);
+  ~Unlocked() {
+    if (!state_) return;
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {
+      for (;;) pause();
+    }
   }
   Unlocked(const Unlocked&) = delete;
   Unlocked& operator=(const Unlocked&) = delete;
