@@ -26,7 +26,7 @@ from .backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_selection import Device, NDArray, array_api, as_device
 from .errors import DeviceError, DTypeError, GraphError, ShapeError, type_name
-from .graph import Node, Segment, home_of, realize, spec_of
+from .graph import Node, Segment, home_of, realize, shape_of, spec_of
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
 
@@ -275,7 +275,7 @@ class Value:
     def input_shapes(self) -> list[tuple[int, ...]]:
         """The inputs' shapes, without a handle on each: what most gradients need of them."""
         assert self._node is not None
-        return [n.array._shape if n.op is None else (n.spec or spec_of(realize(n)))[0] for n in self._node.inputs]
+        return [shape_of(n) for n in self._node.inputs]
 
     @property
     def num_outputs(self) -> int:

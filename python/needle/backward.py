@@ -11,7 +11,7 @@ from . import ops
 from .autograd import Op, Tensor, TensorTupleOp, Value, current_autocast, enable_grad, no_grad, set_autocast
 from .backend_selection import array_api
 from .errors import GraphError, type_name
-from .graph import Node, Segment, differentiable_order, realize, restore, spec_of
+from .graph import Node, Segment, differentiable_order, realize, restore, shape_of, spec_of
 
 
 class _NoAutocast:
@@ -276,7 +276,7 @@ def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, kee
                     _check_gradient(op, item, (n.spec or spec_of(realize(n)))[i][0])
                     _add_gradient(grads, (n, i), item, create_graph)
             continue
-        _check_gradient(op, part, n.array._shape if n.op is None else (n.spec or spec_of(realize(n)))[0])
+        _check_gradient(op, part, shape_of(n))
         if new or n in grads:
             _add_gradient(grads, n, part, create_graph, new)
         else:

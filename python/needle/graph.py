@@ -244,6 +244,11 @@ def spec_of(value: Any) -> Any:
     return (value._shape, value._dtype, value._device)
 
 
+def shape_of(node: Node) -> tuple[int, ...]:
+    """Of a node that is one array, which is not brought back for it."""
+    return node.array._shape if node.op is None else (node.spec or spec_of(realize(node)))[0]
+
+
 def _check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
     for index, array in enumerate(arrays):
         for part in array if isinstance(array, tuple) else (array,):
