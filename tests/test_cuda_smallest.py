@@ -151,10 +151,11 @@ def embedding(dtype):
     np.testing.assert_array_equal(get(backend, out).reshape(11, COLS), np.eye(COLS)[ids[:11] % COLS])
 
 
-def adamw(dtype):
+def updates(dtype):
     n = ELEMENTS
-    check("adamw_step", dtype, Out(n, values=normal(n)), In(normal(n)), Out(n, True, normal(n)),
-          Out(n, True, normal(n) ** 2), np.array([0.5], np.float32), 1e-2, 0.9, 0.95, 1e-8, 0.1, 3)  # fmt: skip
+    check("sgd_step", dtype, Out(n, values=normal(n)), In(normal(n)), Out(n, True, normal(n)), 1e-2, 0.9, 0.1)
+    check("adam_step", dtype, Out(n, values=normal(n)), In(normal(n)), Out(n, True, normal(n)),
+          Out(n, True, normal(n) ** 2), np.array([0.5], np.float32), 1e-2, 0.9, 0.95, 1e-8, 0.1, 0.1, 3)  # fmt: skip
 
 
 def unscale(dtype):
@@ -192,7 +193,7 @@ def blocksparse(dtype):
     check_blocksparse(dtype, 16, heads=2, batch=2, n_rows=2, n_cols=2, other=21)
 
 
-CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, layer_norm, rotary, embedding, adamw,
+CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, layer_norm, rotary, embedding, updates,
          unscale, dropout, attention, attention_decode, blocksparse]  # fmt: skip
 
 

@@ -716,10 +716,12 @@ def test_a_gradient_of_another_dtype(device, kind, dtype, of_gradient):
     assert p.dtype == dtype and 1 - down == up - 1 > 0
 
 
-def test_adamw_updates_floats_alone(device):
-    one = array([1.0], device)
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_floats_alone_are_updated(device, kind):
+    p = leaf([1, 2], device, "int32")
+    p.grad = leaf([1, 1], device)
     with pytest.raises(DTypeError, match="param is int32"):
-        kernels.adamw_step(array([1], device, "int32"), one, one.copy(), one.copy(), one, 0.1, 0.9, 0.9, 1e-8, 0.0, 1)
+        kind([p], lr=1.0).step()
 
 
 def test_the_first_step_of_adam_is_its_learning_rate(device):

@@ -335,14 +335,27 @@ def test_bad_ids_are_named_before_anything_is_written():
 # --- optimizer and random numbers -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+every_update = pytest.mark.parametrize(
     ("dtype", "grad_dtype"),
     [*((dtype, dtype) for dtype in FLOATS), ("float32", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32")],
 )
+
+
+@every_update
 @pytest.mark.parametrize("n", [0, 1, 37, 301, 100_001])
-def test_adamw_step(dtype, grad_dtype, n):
-    check("adamw_step", dtype, Out(n, values=normal(n)), In(normal(n), dtype=grad_dtype), Out(n, True, normal(n)),
-          Out(n, True, normal(n) ** 2), np.array([0.5], np.float32), 1e-2, 0.9, 0.95, 1e-8, 0.1, 3)  # fmt: skip
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_sgd_step(dtype, grad_dtype, n, decay):
+    for momentum, states in ((0.9, n), (0.0, 0)):
+        check("sgd_step", dtype, Out(n, values=normal(n)), In(normal(n), dtype=grad_dtype), Out(states, True, normal(states)),
+              1e-2, momentum, decay)  # fmt: skip
+
+
+@every_update
+@pytest.mark.parametrize("n", [0, 1, 37, 301, 100_001])
+@pytest.mark.parametrize("l2, decay", [(0.0, 0.1), (0.1, 0.0)])
+def test_adam_step(dtype, grad_dtype, n, l2, decay):
+    check("adam_step", dtype, Out(n, values=normal(n)), In(normal(n), dtype=grad_dtype), Out(n, True, normal(n)),
+          Out(n, True, normal(n) ** 2), np.array([0.5], np.float32), 1e-2, 0.9, 0.95, 1e-8, l2, decay, 3)  # fmt: skip
 
 
 @every_float

@@ -16,6 +16,8 @@ from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
 from .errors import ShapeError, type_name
 
+_Update = tuple[Tensor, NDArray, NDArray]
+
 
 def _several(params: Any) -> list:
     """raises: TypeError for one Tensor, whose rows would pass for parameters, for a dict, and for what is no iterable."""
@@ -65,6 +67,16 @@ class Optimizer:
     def skip_step(self) -> None:
         """Called where ``step`` would be, for gradients that are not to be used."""
 
+    def _make_states(self, updates: Iterable[_Update], *states: dict[Tensor, NDArray]) -> None:
+        """Makes what is missing, zeros in float32 (float64 for float64), all before the first update: as that allocates nothing, a
+        step that runs out of memory has changed nothing.
+        """
+        for p, w, _ in updates:
+            for of_kind in states:
+                if p not in of_kind:
+                    state = of_kind[p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
+                    state.category = OPTIMIZER_STATE
+
     def clip_grad_norm(self, max_norm: float = 0.25) -> float:
         """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before."""
         norm = math.sqrt(_global_sumsq(self.params).item())
@@ -81,12 +93,7 @@ def _global_sumsq(params: Sequence[Tensor]) -> NDArray:
     return reduce(operator.add, sums) if sums else full((1,), 0, "float32", params[0].device)
 
 
-def _as_state(array: NDArray) -> NDArray:
-    array.category = OPTIMIZER_STATE
-    return array
-
-
-def _with_gradients(params: Iterable[Any]) -> list[tuple[Any, NDArray, NDArray]]:
+def _with_gradients(params: Iterable[Any]) -> list[_Update]:
     """(parameter, its array, compact since it is updated in place, its gradient's) of each that has one.
 
     raises: ShapeError. Called before the first update, so that where one does not fit none is made.
@@ -98,6 +105,8 @@ def _with_gradients(params: Iterable[Any]) -> list[tuple[Any, NDArray, NDArray]]
         w, g = p.realize_cached_data(), p.grad.realize_cached_data()
         if g.shape != w.shape:
             raise ShapeError(f"[optim] a gradient is {g.shape}, its parameter is {w.shape}")
+        if "float64" in (g.dtype, w.dtype):  # the kernels take it with itself alone
+            g = g.astype(w.dtype, copy=False)
         if not w.is_compact():
             w = w.compact()
             p.data = Tensor.make_const(w)
@@ -115,20 +124,11 @@ class SGD(Optimizer):
         self.u: dict[Tensor, NDArray] = {}
 
     def step(self) -> None:
-        for p, w, g in _with_gradients(self.params):
-            if self.weight_decay:
-                g = g + w * self.weight_decay
-            if self.momentum:
-                g = g.astype(dt.accumulator(g.dtype), copy=False) * (1 - self.momentum)
-                u = self.u.get(p)
-                if u is None:
-                    self.u[p] = _as_state(g)
-                else:
-                    u.mul_in_place(self.momentum)
-                    u.add_in_place(g)
-                    g = u
-            w.add_in_place(g * -self.lr)
-            w.mark_written()
+        updates = _with_gradients(self.params)
+        if self.momentum:
+            self._make_states(updates, self.u)
+        for p, w, g in updates:
+            kernels.sgd_step(w, g, self.u[p] if self.momentum else None, self.lr, self.momentum, self.weight_decay)
 
 
 class _Moments(Optimizer):
@@ -140,24 +140,13 @@ class _Moments(Optimizer):
         self.m: dict[Tensor, NDArray] = {}
         self.v: dict[Tensor, NDArray] = {}
 
-    def _begin(self, scale: NDArray | None = None) -> NDArray:
-        """Makes all states at once, before the first update and before the step counts: where memory runs out here nothing has
-        changed. Returns the gradients' ``scale``, (1,), a 1 where there is none.
-        """
+    def _begin(self, updates: Iterable[_Update], scale: NDArray | None = None) -> NDArray:
+        """Begins a step. Returns the gradients' ``scale``, (1,), a 1 where there is none."""
         if scale is None:
             scale = full((1,), 1, "float32", self.params[0].device)
-        for p in self.params:
-            if p.grad is not None and p not in self.m:
-                m, v = (_as_state(full(p.shape, 0, dt.accumulator(p.dtype), p.device)) for _ in range(2))
-                self.m[p], self.v[p] = m, v
+        self._make_states(updates, self.m, self.v)
         self.t += 1
         return scale
-
-    def _update(self, p, w, g, scale, lr: float, betas: tuple[float, float], eps: float, decay: float) -> None:
-        m, v = self.m[p], self.v[p]
-        if (g.dtype == "float64") != (m.dtype == "float64"):
-            g = g.astype(m.dtype)
-        kernels.adamw_step(w, g, m, v, scale, lr, *betas, eps, decay, self.t)
 
 
 class Adam(_Moments):
@@ -172,11 +161,12 @@ class Adam(_Moments):
         self.lr, self.beta1, self.beta2, self.eps, self.weight_decay = lr, beta1, beta2, eps, weight_decay
 
     def step(self) -> None:
-        updates, scale = _with_gradients(self.params), self._begin()
+        updates = _with_gradients(self.params)
+        scale = self._begin(updates)
         for p, w, g in updates:
-            if self.weight_decay:
-                g = g + w * self.weight_decay
-            self._update(p, w, g, scale, self.lr, (self.beta1, self.beta2), self.eps, 0.0)
+            kernels.adam_step(
+                w, g, self.m[p], self.v[p], scale, self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, 0.0, self.t
+            )
 
 
 class AdamW(_Moments):
@@ -206,7 +196,8 @@ class AdamW(_Moments):
             raise ValueError(f"[AdamW] betas is {betas!r} (accepted: two numbers)") from None
         _checked("AdamW", beta1=beta1, beta2=beta2, eps=eps)
         super().__init__(p for g in self.groups for p in g["params"])
-        self.betas, self.eps = betas, eps
+        self.betas: tuple[float, float] = (beta1, beta2)
+        self.eps = eps
         self._scale: NDArray | None = None
 
     @property
@@ -238,8 +229,10 @@ class AdamW(_Moments):
         self._scale = None
 
     def step(self) -> None:
-        updates, scale = [(group, _with_gradients(group["params"])) for group in self.groups], self._begin(self._scale)
-        for group, of_group in updates:
-            for p, w, g in of_group:
-                self._update(p, w, g, scale, group["lr"], self.betas, self.eps, group["weight_decay"])
+        updates = [(group, update) for group in self.groups for update in _with_gradients(group["params"])]
+        scale = self._begin([update for _, update in updates], self._scale)
+        for group, (p, w, g) in updates:
+            kernels.adam_step(
+                w, g, self.m[p], self.v[p], scale, group["lr"], *self.betas, self.eps, 0.0, group["weight_decay"], self.t
+            )
         self._scale = None

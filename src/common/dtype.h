@@ -255,6 +255,23 @@ void dispatch_float(DType dtype, const char* op, F&& f) {
 }
 #undef ROW
 
+// f(Tag, Tag) of a parameter and its gradient: any floating dtypes, but float64 with float64 alone.
+template <class F>
+void dispatch_update(DType param, DType grad, const char* op, F&& f) {
+  dispatch_float(param, op, [&](auto tag) {
+    // tag as a copy: captured by reference, it is of no type to GCC 12.
+    dispatch_float(grad, op, [&, tag](auto grad_tag) {
+      using T = typename decltype(tag)::type;
+      using G = typename decltype(grad_tag)::type;
+      if constexpr (std::is_same_v<accum_t<T>, accum_t<G>>)
+        f(tag, grad_tag);
+      else
+        throw std::invalid_argument(std::string("[") + op + "] gradient has a bad dtype: " +
+                                    dtype_name(grad) + " (float64 with float64 parameters alone)");
+    });
+  });
+}
+
 // f(Tag<an unsigned integer as wide>): data that is only moved needs no type.
 template <class F>
 void dispatch_bytes(int64_t bytes, F&& f) {

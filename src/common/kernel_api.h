@@ -109,13 +109,17 @@ void cross_entropy_backward(const Array& logits, const Array& targets, const Arr
                             int64_t ignore_index);
 
 // --- optimizer -----------------------------------------------------------------------------------
-// Decoupled weight decay (Loshchilov & Hutter 2019), in place on param, m, v. m, v float32 (float64
-// for float64). grad may have another floating dtype than param, but float64 goes with float64
-// alone. grad_scale: one float32 on the device that multiplies every gradient (clipping,
-// unscaling).
-void adamw_step(const Array& param, const Array& grad, const Array& m, const Array& v,
-                const Array& grad_scale, double lr, double beta1, double beta2, double eps,
-                double weight_decay, int64_t step);
+// Updates in place on param and its state u, m, v, which is float32 (float64 for float64). grad may
+// have another floating dtype than param, but float64 goes with float64 alone.
+// Momentum; u is empty where there is none.
+void sgd_step(const Array& param, const Array& grad, const Array& u, double lr, double momentum,
+              double weight_decay);
+// Adam (Kingma & Ba 2014) with l2, which adds l2 param to the gradient, and with weight_decay,
+// which does not pass through the moments (Loshchilov & Hutter 2019). grad_scale: one float32 on
+// the device that multiplies every gradient (clipping, unscaling).
+void adam_step(const Array& param, const Array& grad, const Array& m, const Array& v,
+               const Array& grad_scale, double lr, double beta1, double beta2, double eps,
+               double l2, double weight_decay, int64_t step);
 // grad *= factor in place; nonfinite, one int32, becomes 1 if that leaves an infinity or a NaN in
 // grad.
 void unscale(const Array& grad, double factor, const Array& nonfinite);

@@ -1,5 +1,7 @@
-// AdamW on a GPU (Loshchilov & Hutter 2019), in place, one thread per element:
-//   g = grad grad_scale, m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
+// Updates in place, one thread per element. SGD:
+//   g = grad + weight_decay param, u = momentum u + (1 - momentum) g, param = param - lr u
+// Adam and AdamW (Kingma & Ba 2014, Loshchilov & Hutter 2019):
+//   g = grad grad_scale + l2 param, m = beta1 m + (1 - beta1) g, v = beta2 v + (1 - beta2) g^2,
 //   m_hat = m / (1 - beta1^step), v_hat = v / (1 - beta2^step),
 //   param = param (1 - lr weight_decay) - lr m_hat / (sqrt(v_hat) + eps)
 // unscale, before it in mixed precision: grad = grad factor, and whether that is finite.
@@ -9,17 +11,32 @@
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
+// In each kernel all is read before anything is written.
+template <class T, class G, class A = accum_t<T>>
+__global__ void sgd_step_kernel(T* param, const G* grad, A* u, A lr, A momentum, A rest, A decay,
+                                int64_t n) {
+  for (int64_t i = first_index(); i < n; i += index_step()) {
+    const A w = A(param[i]);
+    A g = A(grad[i]);
+    if (decay != 0) g += decay * w;
+    if (u) u[i] = g = momentum * u[i] + rest * g;
+    param[i] = T(w - lr * g);
+  }
+}
+
 template <class A>
-struct AdamWNumbers {
-  A lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, decay, correction1, correction2;
+struct AdamNumbers {
+  A lr, beta1, beta2, one_minus_beta1, one_minus_beta2, eps, l2, decay, correction1, correction2;
 };
 
 template <class T, class G, class A = accum_t<T>>
-__global__ void adamw_step_kernel(T* param, const G* grad, A* m, A* v, const float* grad_scale,
-                                  AdamWNumbers<A> h, int64_t n) {
+__global__ void adam_step_kernel(T* param, const G* grad, A* m, A* v, const float* grad_scale,
+                                 AdamNumbers<A> h, int64_t n) {
   const A scale = A(*grad_scale);
   for (int64_t i = first_index(); i < n; i += index_step()) {
-    const A w = A(param[i]), g = A(grad[i]) * scale;  // all is read before anything is written
+    const A w = A(param[i]);
+    A g = A(grad[i]) * scale;
+    if (h.l2 != 0) g += h.l2 * w;
     const A mi = h.beta1 * m[i] + h.one_minus_beta1 * g;
     const A vi = h.beta2 * v[i] + h.one_minus_beta2 * g * g;
     m[i] = mi;
@@ -45,33 +62,40 @@ __global__ void unscale_kernel(T* grad, accum_t<T> factor, int32_t* nonfinite, i
 
 }  // namespace
 
-void adamw_step(const Array& param, const Array& grad, const Array& m, const Array& v,
-                const Array& grad_scale, double lr, double beta1, double beta2, double eps,
-                double weight_decay, int64_t step) {
+void sgd_step(const Array& param, const Array& grad, const Array& u, double lr, double momentum,
+              double weight_decay) {
   if (param.size() == 0) return;
-  dispatch_float(param.dtype(), "adamw_step", [&](auto tag) {
+  dispatch_update(param.dtype(), grad.dtype(), "sgd_step", [&](auto tag, auto grad_tag) {
     using T = typename decltype(tag)::type;
+    using G = typename decltype(grad_tag)::type;
     using A = accum_t<T>;
-    const AdamWNumbers<A> numbers{A(lr),
-                                  A(beta1),
-                                  A(beta2),
-                                  A(1 - beta1),
-                                  A(1 - beta2),
-                                  A(eps),
-                                  A(1 - lr * weight_decay),
-                                  A(1 - std::pow(beta1, double(step))),
-                                  A(1 - std::pow(beta2, double(step)))};
-    dispatch_float(grad.dtype(), "adamw_step", [&](auto grad_tag) {
-      using G = typename decltype(grad_tag)::type;
-      if constexpr (std::is_same_v<A, accum_t<G>>)
-        launch<adamw_step_kernel<T, G>>(grid_stride(param.size()), param.data<T>(), grad.data<G>(),
-                                        m.data<A>(), v.data<A>(), grad_scale.data<float>(), numbers,
-                                        param.size());
-      else
-        throw std::invalid_argument(std::string("[adamw_step] gradient has a bad dtype: ") +
-                                    dtype_name(grad.dtype()) +
-                                    " (float64 with float64 parameters alone)");
-    });
+    launch<sgd_step_kernel<T, G>>(grid_stride(param.size()), param.data<T>(), grad.data<G>(),
+                                  u.size() ? u.data<A>() : nullptr, A(lr), A(momentum),
+                                  A(1 - momentum), A(weight_decay), param.size());
+  });
+}
+
+void adam_step(const Array& param, const Array& grad, const Array& m, const Array& v,
+               const Array& grad_scale, double lr, double beta1, double beta2, double eps,
+               double l2, double weight_decay, int64_t step) {
+  if (param.size() == 0) return;
+  dispatch_update(param.dtype(), grad.dtype(), "adam_step", [&](auto tag, auto grad_tag) {
+    using T = typename decltype(tag)::type;
+    using G = typename decltype(grad_tag)::type;
+    using A = accum_t<T>;
+    const AdamNumbers<A> numbers{A(lr),
+                                 A(beta1),
+                                 A(beta2),
+                                 A(1 - beta1),
+                                 A(1 - beta2),
+                                 A(eps),
+                                 A(l2),
+                                 A(1 - lr * weight_decay),
+                                 A(1 - std::pow(beta1, double(step))),
+                                 A(1 - std::pow(beta2, double(step)))};
+    launch<adam_step_kernel<T, G>>(grid_stride(param.size()), param.data<T>(), grad.data<G>(),
+                                   m.data<A>(), v.data<A>(), grad_scale.data<float>(), numbers,
+                                   param.size());
   });
 }
 

@@ -332,24 +332,39 @@ def linear_cross_entropy(
 # --- optimizer ---
 
 
-def adamw_step(
-    param: NDArray, grad: NDArray, m: NDArray, v: NDArray, grad_scale: NDArray,
-    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int,
-) -> None:  # fmt: skip
-    """One AdamW update in place on param, m and v, all compact and of one size. grad_scale: (1,) float32.
+def _check_update(op: str, param: NDArray, grad: NDArray, *states: NDArray) -> None:
+    """raises: ShapeError if the sizes differ; DTypeError for a param that is not floating."""
+    _check(op, param, grad, *states, floating=False)
+    if not dt.is_float(param._dtype):
+        raise DTypeError(f"[{op}] param is {param._dtype} (accepted: floating)")
+    if any(array.size != param.size for array in (grad, *states)):
+        shapes = " and ".join(str(state._shape) for state in states)
+        raise ShapeError(f"[{op}] sizes differ: param is {param._shape}, grad is {grad._shape}, its state {shapes or 'nothing'}")
+
+
+def sgd_step(param: NDArray, grad: NDArray, u: NDArray | None, lr: float, momentum: float, weight_decay: float) -> None:
+    """One update of SGD in place on param and u, its momentum if it has one, all compact and of one size.
 
     raises: ShapeError if the sizes differ; DTypeError for a param that is not floating.
     """
-    _check("adamw_step", param, grad, m, v, floating=False)
-    if not dt.is_float(param._dtype):
-        raise DTypeError(f"[adamw_step] param is {param._dtype} (accepted: floating)")
-    if not param.size == grad.size == m.size == v.size:
-        raise ShapeError(
-            f"[adamw_step] sizes differ: param is {param._shape}, grad is {grad._shape}, its moments are {m._shape} and {v._shape}"
-        )
-    param._device.adamw_step(
+    _check_update("sgd_step", param, grad, *([] if u is None else [u]))
+    state = param._handle.view(0, 0) if u is None else u._handle
+    param._device.sgd_step(param._handle, grad.contiguous_handle(), state, lr, momentum, weight_decay)
+    param.mark_written()
+
+
+def adam_step(
+    param: NDArray, grad: NDArray, m: NDArray, v: NDArray, grad_scale: NDArray,
+    lr: float, beta1: float, beta2: float, eps: float, l2: float, weight_decay: float, step: int,
+) -> None:  # fmt: skip
+    """One update of Adam or AdamW in place on param, m and v, all compact and of one size. grad_scale: (1,) float32.
+
+    raises: ShapeError if the sizes differ; DTypeError for a param that is not floating.
+    """
+    _check_update("adam_step", param, grad, m, v)
+    param._device.adam_step(
         param._handle, grad.contiguous_handle(), m._handle, v._handle, grad_scale._handle,
-        lr, beta1, beta2, eps, weight_decay, step,
+        lr, beta1, beta2, eps, l2, weight_decay, step,
     )  # fmt: skip
     param.mark_written()
 

@@ -475,14 +475,27 @@ def cross_entropy_backward(logits, targets, lse, dloss, dlogits, rows, cols, ign
 # --- optimizer ---
 
 
-def adamw_step(param, grad, m, v, grad_scale, lr, beta1, beta2, eps, weight_decay, step):
+def sgd_step(param, grad, u, lr, momentum, weight_decay):
+    w = _up(param.array)
+    wide = w.dtype.type
+    g = _up(grad.array).astype(wide)
+    if weight_decay:
+        g = g + wide(weight_decay) * w
+    if u.size:
+        g = u.array[...] = wide(momentum) * u.array + wide(1 - momentum) * g
+    _put(param, w - wide(lr) * g)
+
+
+def adam_step(param, grad, m, v, grad_scale, lr, beta1, beta2, eps, l2, weight_decay, step):
     wide = m.array.dtype.type
+    w = _up(param.array).astype(wide)
     g = _up(grad.array).astype(wide) * wide(grad_scale.array[0])
+    if l2:
+        g = g + wide(l2) * w
     m.array[...] = wide(beta1) * m.array + wide(1 - beta1) * g
     v.array[...] = wide(beta2) * v.array + wide(1 - beta2) * g * g
     m_hat = m.array / wide(1 - beta1**step)
     v_hat = v.array / wide(1 - beta2**step)
-    w = _up(param.array).astype(wide)
     _put(param, w * wide(1 - lr * weight_decay) - wide(lr) * m_hat / (np.sqrt(v_hat) + wide(eps)))
 
 

@@ -16,6 +16,12 @@ COLOURS = {
     "parameter": "#0072B2", "optimizer state": "#56B4E9", "data": "#009E73", "gradient": "#D55E00", "activation": "#E69F00",
     "workspace": "#CC79A7",
 }  # fmt: skip
+_GREY = "#767676"  # as far from white as from black, so that one page serves light and dark
+_CLEAR = "rgba(0,0,0,0)"
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1"><title>%s</title>
+<style>html { color-scheme: light dark } body { margin: 0; height: 100vh }</style></head><body>%s</body></html>
+"""
 _MIB = float(1 << 20)
 
 
@@ -56,22 +62,31 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
             hovertemplate="%{y:,.2f} MiB",
         )  # fmt: skip
     figure.add_scatter(
-        x=x, y=[n / _MIB for n in traced.live], name="all", line={"color": "#444", "width": 1, "shape": "hv"}, customdata=texts,
+        x=x, y=[n / _MIB for n in traced.live], name="all", line={"color": _GREY, "width": 1, "shape": "hv"}, customdata=texts,
         hovertemplate="%{y:,.2f} MiB<br>%{customdata}",
     )  # fmt: skip
     top, what = traced.peak_index, escape(traced.peak_site.what, quote=False)
-    figure.add_annotation(x=top, y=traced.live[top] / _MIB, text=f"peak {readable(traced.peak_bytes)}<br>{what}", arrowhead=2)
+    figure.add_annotation(
+        x=top, y=traced.live[top] / _MIB, text=f"peak {readable(traced.peak_bytes)}<br>{what}", arrowhead=2, arrowcolor=_GREY
+    )
     for index, text in traced.mark_positions():
-        figure.add_vline(x=index, line={"dash": "dot", "color": "#888"}, annotation_text=text, annotation_position="top")
+        figure.add_vline(x=index, line={"dash": "dot", "color": _GREY}, annotation_text=text, annotation_position="top")
+    faint = {"gridcolor": "rgba(118,118,118,0.3)", "zerolinecolor": _GREY, "linecolor": _GREY}
+    title = f"memory of {traced.device.name}: live bytes by category"
     figure.update_layout(
-        title=f"memory of {traced.device.name}: live bytes by category",
-        xaxis_title="allocations and releases, in order",
-        yaxis_title="MiB",
+        title=title,
+        xaxis={"title": "allocations and releases, in order", **faint},
+        yaxis={"title": "MiB", **faint},
         hovermode="x unified",
         template="plotly_white",
+        paper_bgcolor=_CLEAR,
+        plot_bgcolor=_CLEAR,
+        modebar_bgcolor=_CLEAR,
+        font_color=_GREY,
+        hoverlabel={"bgcolor": "white", "font_color": "black"},
         legend={"orientation": "h", "y": -0.2},
     )
-    target, page = Path(path), figure.to_html(include_plotlyjs=True, full_html=True).encode()
+    target, page = Path(path), (_PAGE % (escape(title), figure.to_html(include_plotlyjs=True, full_html=False))).encode()
     if target.exists() and not target.is_file():  # a pipe, a terminal
         target.write_bytes(page)
     else:

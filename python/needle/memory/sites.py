@@ -24,7 +24,7 @@ from ..backend_ndarray.device import BackendDevice, all_devices, meta
 from ..errors import OutOfMemoryError
 from ..graph import Node
 from ..nn.nn_basic import Module, Parameter
-from ..optim import SGD, Adam, AdamW
+from ..optim import SGD, Adam, AdamW, Optimizer
 
 LARGE_BYTES = 8 << 20  # pieces so large are few and slow to make, beside which reading the stack costs little
 
@@ -147,7 +147,7 @@ _TELLING: dict[int, _Tell] = {
         (graph.recompute, _from_node("recompute")),
         (backward.set_gradients, _from_backward),
         (Module.__call__, _from_module),
-        *((f, _from_optimizer) for f in (SGD.step, Adam.step, AdamW.step, AdamW._begin)),
+        *((f, _from_optimizer) for f in (SGD.step, Adam.step, AdamW.step, Optimizer._make_states)),
     )
 }
 _is_core: dict[str, bool] = {}
