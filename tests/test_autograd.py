@@ -313,6 +313,20 @@ def test_accumulating_needs_no_second_gradient(cpu):
         assert p.above_start < w.size * 4 / 2
 
 
+def test_the_gradient_of_a_square_takes_no_power(host):
+    x = leaf([1.0, -2.0, 0.0], host)
+    (x**2).sum().backward(create_graph=True)
+    np.testing.assert_array_equal(x.grad.numpy(), [2.0, -4.0, 0.0])
+    assert not any(isinstance(value.op, ops.PowerScalar) for value in autograd.find_topo_sort([x.grad]))
+
+
+def test_batch_norm_takes_its_roots_per_feature(cpu):
+    x, norm = leaf(np.ones((1000, 40)), cpu), nn.BatchNorm1d(40, device=cpu)
+    with ndl.memory.peak(cpu) as p:
+        norm(x).sum().backward()
+    assert p.above_start < 7 * x.size * 4
+
+
 def test_a_gradient_that_something_else_holds_is_not_added_to(host):
     x, y = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host)
     (x * y).sum().backward()

@@ -269,7 +269,7 @@ class BatchNorm1d(Module):
             self.running_var = Buffer(self.running_var * (1 - m) + var.detach() * m)
         else:
             centred, var = x - wide(self.running_mean), self.running_var
-        return centred / ops.power_scalar(wide(var) + self.eps, 0.5) * wide(self.weight) + wide(self.bias)
+        return centred / wide(ops.power_scalar(var + self.eps, 0.5)) * wide(self.weight) + wide(self.bias)
 
 
 class BatchNorm2d(BatchNorm1d):

@@ -157,7 +157,9 @@ class PowerScalar(_InputRead):
     def gradient(self, out_grad, node):
         if self.scalar == 0:  # the slope of a constant, also where a^-1 is infinite
             return out_grad * 0
-        return out_grad * (power_scalar(node.inputs[0], self.scalar - 1) * self.scalar)
+        x = node.inputs[0]
+        lower = x if self.scalar == 2 else power_scalar(x, self.scalar - 1)
+        return out_grad * (lower * self.scalar)
 
 
 def power_scalar(a: Tensor, scalar) -> Tensor:
