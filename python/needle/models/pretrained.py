@@ -41,6 +41,7 @@ def load(kind: type[Pythia], source: str | Path, device: BackendDevice | None, d
         _check_room(planned, device)
         model = kind(config, device=device, dtype=dtype, seed=None)
         load_published(model, state)
+        model.eval()
     except CheckpointError as error:
         raise CheckpointError(f"[from_pretrained] {folder}: {error}") from None
     return model

@@ -95,7 +95,10 @@ def published_state(model: Pythia) -> dict[str, NDArray]:
 
 def config_json(config: PythiaConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
     """config.json of a model, for old and new versions of transformers."""
-    rope = {"rope_type": "default", "rope_theta": config.rotary_base, "partial_rotary_factor": config.rotary_fraction}
+    D, rotated, fraction = config.head_width, config.rotary_width, config.rotary_fraction
+    if int(D * fraction) != rotated:  # odd: transformers would rotate that one, too
+        fraction = (rotated + 0.5) / D
+    rope = {"rope_type": "default", "rope_theta": config.rotary_base, "partial_rotary_factor": fraction}
     made: dict[str, Any] = {
         "architectures": ["GPTNeoXForCausalLM"],
         "model_type": "gpt_neox",
@@ -104,7 +107,7 @@ def config_json(config: PythiaConfig, dtype: str, end_of_text: int) -> dict[str,
         "layer_norm_eps": config.eps,
         "hidden_dropout": config.dropout,
         "rope_parameters": rope,
-        "rotary_pct": config.rotary_fraction,
+        "rotary_pct": fraction,
         "rotary_emb_base": config.rotary_base,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
@@ -132,7 +135,9 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
     fraction = _first((rope, "partial_rotary_factor"), (found, "partial_rotary_factor"), (found, "rotary_pct"), default=0.25)
     base = _first((rope, "rope_theta"), (found, "rope_theta"), (found, "rotary_emb_base"), default=10000.0)
     eps = _first((found, "layer_norm_eps"), default=1e-5)
-    for key, value, most in (("rotary_pct", fraction, 1.0), ("rope_theta", base, math.inf), ("layer_norm_eps", eps, 1.0)):
+    if type(fraction) not in (int, float) or not 0 <= fraction <= 1:
+        raise _wrong("rotary_pct", fraction, "0 to 1")
+    for key, value, most in (("rope_theta", base, math.inf), ("layer_norm_eps", eps, 1.0)):
         if type(value) not in (int, float) or not 0 < value <= most:
             raise _wrong(key, value, f"above 0, at most {most:g}")
     dropout = _first((found, "hidden_dropout"), default=0.0)
@@ -157,7 +162,7 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
     except ShapeError as error:
         raise CheckpointError(f"[config.json] {error}") from None
     rotated = int(config.head_width * config.rotary_fraction)
-    if rotated % 2 or not rotated:  # what an odd one means differs between versions of transformers
+    if rotated % 2:  # what an odd one means differs between versions of transformers
         raise _wrong("rotary_pct", fraction, f"what rotates an even number of a head's {config.head_width} features, not {rotated}")
     return config
 

@@ -204,7 +204,8 @@ class Pythia(Module):
         """The model in ``source``: a folder that transformers or ``save_pretrained`` wrote, or a name such as
         ``"EleutherAI/pythia-70m"``, of which the Hub (through ``huggingface_hub``) has such a folder, in its ``revision``.
 
-        Parameters are converted to ``dtype``. raises: CheckpointError for what is absent, damaged or no Pythia.
+        Parameters are converted to ``dtype``. As from transformers, the model drops nothing out until ``train()`` is called.
+        raises: CheckpointError for what is absent, damaged or no Pythia.
         """
         from .pretrained import load
 
