@@ -661,6 +661,23 @@ def test_an_evaluation_that_was_cut_short_is_made_up_for(main, tmp_path, monkeyp
         assert main(*flags, tmp_path / "parts")[0] == 130
     assert main(*flags, tmp_path / "parts", "--resume")[0] == 0
     assert found("parts") == found("whole") and "null" not in found("whole")[1]
+    assert main(*flags, tmp_path / "parts", "--resume")[0] == 0  # there is nothing left to do
+    assert found("parts") == found("whole")
+
+
+def test_an_evaluation_that_was_not_marked_is_recorded_once(main, tmp_path, monkeypatch):
+    from needle.checkpoints import CheckpointFolder
+
+    def interrupted(self, checkpoint, held_out_loss):
+        raise KeyboardInterrupt
+
+    flags = ("--max_steps", 4, "--save_every", 2, "--checkpoint_dir", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "mark", interrupted)
+        assert main(*flags)[0] == 130
+    assert main(*flags, "--resume")[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "held_out_loss" in row] == [row["step"] for row in rows if "sample" in row] == [2, 4]
 
 
 def test_interrupted_before_training(text, tmp_path):

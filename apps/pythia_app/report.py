@@ -20,6 +20,11 @@ from pythia_app.page import METRICS, About
 DRAWN_EVERY_SECONDS, DRAWN_SHARE = 20.0, 0.01  # at most so often, and of the time at most so much
 
 
+def kind(row: dict[str, Any]) -> tuple[int, bool, bool]:
+    """What a row is of: its step, and whether that was made or evaluated; a sample is neither."""
+    return row["step"], "loss" in row, "held_out_loss" in row
+
+
 def mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.0f} MiB"
 
@@ -43,6 +48,7 @@ class Reporter:
         self._events: Events | None = None
         self._live: Any = None
         self._history = page.History(self.path)
+        self._kept: set[tuple[int, bool, bool]] = set()  # rows of ``first`` that are there already
         self._warnings = warnings.catch_warnings()
         self._draw_at = 0.0
 
@@ -54,6 +60,8 @@ class Reporter:
             for row, _ in page.rows(self.path):
                 if 0 < row["step"] <= self.first:
                     file.write(json.dumps(row).encode() + b"\n")
+                    if row["step"] == self.first:
+                        self._kept.add(kind(row))
         if self.tensorboard:
             with files.writing(self.folder / "tensorboard", "checkpoint_dir"):
                 self._events = Events(self.folder / "tensorboard", self.first)
@@ -105,7 +113,11 @@ class Reporter:
         self.draw()
 
     def record(self, row: dict[str, Any]) -> None:
-        """One line in metrics.jsonl, with the time; null for what is no finite number."""
+        """One line in metrics.jsonl, with the time; null for what is no finite number. An evaluation that is made a second time, as
+        the run was killed before it was through, or as all steps were made before, has its line already.
+        """
+        if kind(row) in self._kept:
+            return
         found = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
         with files.writing(self.path, "checkpoint_dir"), open(self.path, "a") as file:
             file.write(json.dumps({**found, "time": time.time()}) + "\n")
