@@ -334,6 +334,18 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, tokenizer, sma
     assert pair(tmp_path / "x") != old and len(found(tmp_path / "x")) == 6 and leftovers(tmp_path) == []
 
 
+def test_what_is_made_among_the_texts_is_none_of_them(tmp_path, tokenizer, small):
+    folder = tmp_path / "in"
+    write_inputs(folder)
+    prepare([folder], folder / "x", tokenizer=tokenizer)
+    first = pair(folder / "x")
+    with pytest.raises(KeyboardInterrupt):
+        prepare([folder], folder / "x", tokenizer=tokenizer, overwrite=True, report=stopped_after(8))
+    (folder / "x.bin").unlink()  # the run that goes on finds other files of its own than the one before
+    prepare([folder], folder / "x", tokenizer=tokenizer)
+    assert pair(folder / "x") == first and len(found(folder / "x")) == 6
+
+
 def test_a_tokenizer_that_lies_where_one_would_be_made_stays(tmp_path, tokenizer):
     beside = tmp_path / "x.tokenizer.json"
     beside.write_bytes(tokenizer.read_bytes())

@@ -96,7 +96,7 @@ def prepare(
         raise DataError(f"[workers] is {workers} (accepted: 1 or more)")
     if (tokenizer is None) == (vocab_size is None):
         raise DataError("[tokenizer] one of --tokenizer and --vocab_size is needed (a tokenizer.json, or how many ids to train)")
-    sources, in_folders = find_sources(inputs)
+    sources, in_folders = find_sources(inputs, _outputs(prefix))
     given = None if tokenizer is None else files.home(tokenizer)
     loaded = load_tokenizer(given) if given else None
     settings = {
@@ -142,7 +142,8 @@ class _Run:
         self, given: Path | None, tokenizer: TextTokenizer | None, vocab_size: int | None, overwrite: bool, save_every_s: float
     ) -> Prepared:
         if not self._begun():
-            there = [path for path in self._outputs() if path.exists() and not (given and filecmp.cmp(path, given, shallow=False))]
+            there = [path for path in _outputs(self.prefix) if path.exists()]
+            there = [path for path in there if not (given and filecmp.cmp(path, given, shallow=False))]
             if there and not overwrite:
                 raise DataError(f"[output] {there[0]} exists (accepted: another name, or --overwrite)")
             _empty(self.folder)
@@ -153,7 +154,7 @@ class _Run:
         state = _read_json(self.folder / "state.json") if (self.folder / "state.json").exists() else None
         totals = Totals(**state["totals"]) if state else Totals()
         if state and publish(self.folder, self.prefix):  # it was killed at the very end
-            return self._prepared(totals, load_tokenizer(self._outputs()[2]).size, skipped)
+            return self._prepared(totals, load_tokenizer(_outputs(self.prefix)[2]).size, skipped)
         tokenizer = tokenizer or load_tokenizer(self.folder / "tokenizer.json")
         encoder = _Encoder(tokenizer, self._end(tokenizer), self.sources, self.settings["key"], self.skip_invalid)
         writer = TokenWriter(self.folder, tokenizer.size, state and state["writer"])
@@ -167,7 +168,8 @@ class _Run:
                             f"[{source.path.name}] changed while it was read: {source.path} (files that stay as they are)"
                         )
                 if not writer.documents:
-                    raise DataError(f"[inputs] no text: {len(self.sources)} files, {totals.empty} empty documents (text)")
+                    left_out = f"{totals.empty} empty documents, {totals.invalid} bad lines"
+                    raise DataError(f"[inputs] no text: {len(self.sources)} files, {left_out} (text)")
             writer.finish(self.prefix)
         finally:
             writer.close()
@@ -175,9 +177,6 @@ class _Run:
 
     def _prepared(self, totals: Totals, vocab_size: int, skipped: set[int]) -> Prepared:
         return Prepared(self.prefix, totals, vocab_size, [self.sources[i].path for i in sorted(skipped)])
-
-    def _outputs(self) -> list[Path]:
-        return [self.prefix.with_name(self.prefix.name + ending) for ending in (".bin", ".idx", TOKENIZER_ENDING)]
 
     def _begun(self) -> bool:
         """True if the folder holds a run that can be gone on with. raises: DataError if it holds another one."""
@@ -403,6 +402,10 @@ def _prefix(output: str | Path) -> Path:
     if not name or "\0" in name or name.endswith(("/", os.sep)) or os.path.isdir(name):
         raise DataError(f"[output] no name for files: {str(output)!r} (FOLDER/NAME, which becomes NAME.bin and NAME.idx)")
     return Path(os.path.abspath(name))
+
+
+def _outputs(prefix: Path) -> list[Path]:
+    return [prefix.with_name(prefix.name + ending) for ending in (".bin", ".idx", TOKENIZER_ENDING)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

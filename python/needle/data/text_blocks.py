@@ -110,8 +110,8 @@ class Block:
     done_bytes: int
 
 
-def find_sources(inputs: Sequence[str | Path]) -> tuple[list[Source], set[int]]:
-    """The files, and which of them were found in folders."""
+def find_sources(inputs: Sequence[str | Path], made: Sequence[Path] = ()) -> tuple[list[Source], set[int]]:
+    """The files, and which of them were found in folders. made: what the run writes; found in a folder it is no text."""
     sources: list[Source] = []
     in_folders: set[int] = set()
     for given in inputs:
@@ -119,7 +119,7 @@ def find_sources(inputs: Sequence[str | Path]) -> tuple[list[Source], set[int]]:
         folder = os.path.isdir(path)
         if not folder and not os.path.isfile(path):
             raise DataError(f"[inputs] no such file or folder: {str(given)!r} (text files, .jsonl files and folders of them)")
-        found = walk(path, path.name) if folder else [path]
+        found = [file for file in walk(path, path.name) if file not in made] if folder else [path]
         if not found:
             raise DataError(f"[inputs] no files: {given} (text files, .jsonl files and folders of them)")
         for file in found:
