@@ -198,6 +198,20 @@ def test_interchange(host):
     assert half.numpy().dtype.name == "bfloat16"
 
 
+def test_what_numpy_cannot_read_comes_through_dlpack():
+    class Half:
+        """Like bfloat16 of torch."""
+
+        array = ndl.cpu().full((3,), 1.5, dtype="bfloat16")
+        __dlpack__, __dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+        def __array__(self, dtype=None, copy=None):
+            raise TypeError("numpy has no bfloat16")
+
+    assert asarray(Half()).dtype == "bfloat16"
+    np.testing.assert_array_equal(ndl.Tensor(Half(), requires_grad=False).numpy(), np.full(3, 1.5, np.float32))
+
+
 def test_errors_name_what_was_wrong(host):
     a, b = NDArray(X, device=host), NDArray(np.zeros((2, 3)), device=host)
     with pytest.raises(ShapeError, match=r"\(4, 5, 6\) and \(2, 3\)"):

@@ -72,7 +72,7 @@ class NDArray:
         else:
             device = as_device(device)
             try:
-                values = np.asarray(other)
+                values = _as_numpy(other)
             except ValueError as error:  # lists of different lengths
                 raise ShapeError(f"[array] {error}") from None
             if dtype is None:
@@ -814,6 +814,15 @@ def _like(a: NDArray, dtype: str) -> NDArray:
     return self
 
 
+def _as_numpy(x: Any) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except TypeError:
+        if not hasattr(x, "__dlpack__"):
+            raise
+        return from_dlpack(x).numpy()  # torch's bfloat16, and what lies on a GPU
+
+
 def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArray:
     if values.dtype.kind not in "fiubOV" or (values.dtype.kind == "V" and values.dtype.name != "bfloat16"):
         raise DTypeError(f"[array] cannot store numpy dtype {values.dtype} (accepted: {', '.join(dt.ROWS)})")
@@ -992,5 +1001,5 @@ def asarray(x: Any, device: BackendDevice | None = None) -> NDArray:
     """``x`` as an NDArray that keeps its dtype; an NDArray already on ``device`` comes back itself."""
     if isinstance(x, NDArray):
         return x if device is None else x.to(device)
-    values = np.asarray(x)
+    values = _as_numpy(x)
     return NDArray(values, device=device, dtype=dt.storable(values.dtype))

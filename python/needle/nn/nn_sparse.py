@@ -39,11 +39,15 @@ def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, strid
 class BlockSparseAttention(Module):
     """Causal attention over a pattern: q, k, v (B, H, T, D) -> (B, H, T, D).
 
-    pattern: a name of PATTERNS, or a BlockLayout of one's own.
+    pattern: a name of PATTERNS, or which blocks take part: a BlockLayout, or its mask. What lies in the future is left out of it.
     """
 
-    def __init__(self, pattern: str | BlockLayout = "local", block: int = 64, window: int = 2):
+    def __init__(self, pattern="local", block: int = 64, window: int = 2):
         super().__init__()
+        if isinstance(pattern, BlockLayout) and not pattern.causal:
+            pattern, block = pattern.mask, pattern.block
+        if not isinstance(pattern, (str, BlockLayout)):
+            pattern = BlockLayout(pattern, block, causal=True)
         self.pattern, self.block, self.window = pattern, block, window
 
     def layout(self, T: int) -> BlockLayout:
