@@ -199,12 +199,15 @@ def test_numbers_outside_an_integer_dtype_are_refused(device):
     for make in (
         lambda: a + 300, lambda: a * -1, lambda: b - 2**31, lambda: 2**31 - b, lambda: full((2,), 300, "uint8", device), lambda: b.fill(2**31),
         lambda: a.__setitem__(0, -1), lambda: b.__setitem__(0, float("nan")), lambda: b.__setitem__(0, 1e20),
-        lambda: full((2,), float("inf"), "int64", device),
+        lambda: full((2,), float("inf"), "int64", device), lambda: array([1, -1], device, "uint8"), lambda: array([2**63], device, "int64"),
+        lambda: array(float("nan"), device, "int32"), lambda: ndl.Tensor([2**31], device=device, dtype="int32"),
+        lambda: a.__setitem__(slice(None), [300]),
     ):  # fmt: skip
         with pytest.raises(OverflowError, match=r"is outside u?int"):
             make()
     b[0] = -2.7
     assert b.item() == -2
+    assert array([2.9, -2.9], device, "int32").numpy().tolist() == [2, -2] and array([], device, "uint8").shape == (0,)
     assert full((1,), 255.9, "uint8", device).item() == 255
 
 

@@ -77,7 +77,11 @@ class NDArray:
                 raise ShapeError(f"[array] {error}") from None
             if dtype is None:
                 dtype = dt.storable(values.dtype) if device.numpy_semantics else "float32"
-            made = _from_values(values, device, dt.name_of(dtype))
+            dtype = dt.name_of(dtype)
+            if not isinstance(other, np.ndarray) and dtype in dt.LIMITS and values.dtype.kind in "iuf" and values.size:
+                for end in (values.min(), values.max()):  # numpy refuses a list of what it would wrap in an array, too
+                    dt.checked_number("array", end, dtype)
+            made = _from_values(values, device, dtype)
         self._take(made)
 
     def _take(self, made: NDArray) -> None:
