@@ -107,4 +107,8 @@ def test_layouts_say_what_is_wrong(host):
         ops.attention(q, q, q, dense_layout(64, 64))
     with pytest.raises(ShapeError, match="accepted: local, global, mixed"):
         causal_pattern("diagonal", 4, 16)
+    for wrong in ({"pattern": "diagonal"}, {"block": 0}, {"block": 20}, {"window": 0}):  # where it is written, not in forward
+        for make in (nn.BlockSparseAttention, PythiaConfig().with_sparse):
+            with pytest.raises(ShapeError, match="accepted: "):
+                make(**wrong)
     assert causal_pattern("local", 8, 64).density == 15 / 36

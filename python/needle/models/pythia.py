@@ -66,8 +66,10 @@ class PythiaConfig:
     checkpoint_layers: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
-        if self.width % self.heads:
+        if self.heads < 1 or self.width % self.heads:
             raise ShapeError(f"[pythia] width {self.width} is no multiple of {self.heads} heads")
+        if self.pattern is not None:
+            causal_pattern(self.pattern, 1, self.block, self.window)  # refuses what there is not
         counts = self.checkpoint_layers if isinstance(self.checkpoint_layers, tuple) else (self.checkpoint_layers,)
         if any(n < 0 for n in counts) or (isinstance(self.checkpoint_layers, tuple) and sum(counts) > self.layers):
             raise ShapeError(f"[pythia] checkpoint_layers is {self.checkpoint_layers} (accepted: 0 to {self.layers} layers)")

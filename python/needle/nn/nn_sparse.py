@@ -40,6 +40,7 @@ class BlockSparseAttention(Module):
     """Causal attention over a pattern: q, k, v (B, H, T, D) -> (B, H, T, D).
 
     pattern: a name of PATTERNS, or which blocks take part: a BlockLayout, or its mask. What lies in the future is left out of it.
+    raises: ShapeError as ``causal_pattern`` and BlockLayout do.
     """
 
     def __init__(self, pattern="local", block: int = 64, window: int = 2):
@@ -48,6 +49,8 @@ class BlockSparseAttention(Module):
             pattern, block = pattern.mask, pattern.block
         if not isinstance(pattern, (str, BlockLayout)):
             pattern = BlockLayout(pattern, block, causal=True)
+        if isinstance(pattern, str):
+            causal_pattern(pattern, 1, block, window)  # a misspelt one ends here, not at the first call
         self.pattern, self.block, self.window = pattern, block, window
 
     def layout(self, T: int) -> BlockLayout:
