@@ -569,6 +569,7 @@ def test_words(tmp_path):
     assert data.Corpus(tmp_path, max_lines=1).train == [0, 1, 0, 2]
     batches = data.batchify(list(range(11)), 2, ndl.cpu(), "float32")
     np.testing.assert_array_equal(batches, [[0, 5], [1, 6], [2, 7], [3, 8], [4, 9]])
+    assert batches.dtype == np.float32
     X, y = data.get_batch(batches, 0, 3, device=ndl.cpu_numpy(), dtype="float32")
     assert X.device == ndl.cpu_numpy() and X.dtype == "float32" and X.shape == (3, 2)
     assert y.numpy().tolist() == [1, 6, 2, 7, 3, 8]

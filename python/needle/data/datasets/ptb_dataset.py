@@ -53,7 +53,7 @@ class Corpus:
 def batchify(data, batch_size: int, device, dtype) -> np.ndarray:
     """(len(data) // batch_size, batch_size): column b is the b-th piece of the text; what is left over is cut."""
     rows = len(data) // batch_size
-    return np.array(data[: rows * batch_size]).reshape(batch_size, rows).T
+    return np.array(data[: rows * batch_size], dtype=dtype).reshape(batch_size, rows).T
 
 
 def get_batch(batches: np.ndarray, i: int, bptt: int, device=None, dtype=None) -> tuple[Tensor, Tensor]:
