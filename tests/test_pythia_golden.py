@@ -98,3 +98,4 @@ def test_70m_loss_logits_and_gradients():
 )
 def test_published_sizes(name, count):
     assert PythiaConfig.named(name).parameter_count() == count
+    assert PythiaConfig.named(name.upper()) == PythiaConfig.named(f"pythia-{name}") == PythiaConfig.named(name)

@@ -153,8 +153,8 @@ def test_a_second_ctrl_c_ends_at_once(interrupted, tmp_path):
 
 
 def test_a_flag_that_cannot_change_is_said(main, tmp_path):
-    assert main("--max_steps", 1, "--checkpoint_dir", tmp_path)[0] == 0
-    flags = ["--checkpoint_dir", tmp_path, "--resume", "--max_steps", 1]
+    assert main("--model", "Pythia-14M", "--max_steps", 1, "--checkpoint_dir", tmp_path)[0] == 0
+    flags = ["--checkpoint_dir", tmp_path, "--resume", "--max_steps", 1, "--model", "14M"]
     assert main(*flags) == (0, [])
     code, lines = main(*flags, "--sparse", "--seq_len", 128)
     assert code == 0 and lines == [

@@ -19,7 +19,7 @@ from needle.command_line import Parser, flag
 from needle.data.text_tokenizer import LARGEST_VOCABULARY
 from needle.errors import DataError, DeviceError, ShapeError
 from needle.memory import parse_bytes
-from needle.models import SIZES, layers_or_bytes
+from needle.models import SIZES, layers_or_bytes, size_name
 from needle.nn import PATTERNS
 from pythia_app import config_file
 
@@ -163,6 +163,7 @@ def not_taken(argv: list[str] | None, resumed: argparse.Namespace) -> list[str]:
     if given.config is not None:
         parser.set_defaults(**config_file.read(given.config, _parser()))
         given = parser.parse_args(argv)
+    given.model = given.model and size_name(given.model)
     return [
         f"--{name} {getattr(given, name)} is not taken: the checkpoint has {getattr(resumed, name)}"
         for name in FIXED
@@ -199,6 +200,7 @@ def check(options: argparse.Namespace) -> None:
     if options.batch_size * options.seq_len > MOST_TOKENS:
         raise ShapeError(f"[batch_size] {options.batch_size} x {options.seq_len} tokens are too many (accepted: {MOST_TOKENS:,})")
     options.checkpoint_layers = layers_or_bytes(str(options.checkpoint_layers))
+    options.model = size_name(options.model)
     if options.model not in SIZES:
         raise ShapeError(f"[model] unknown model: {options.model} (accepted: {', '.join(SIZES)})")
     if options.precision not in PRECISIONS:

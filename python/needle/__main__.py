@@ -19,7 +19,7 @@ from .backend_ndarray.block_layout import BLOCK_SIZES
 from .command_line import Parser, exit_code, flag, run_program
 from .errors import DataError, ShapeError
 from .memory.units import readable, table
-from .models import SIZES, PythiaConfig, checkpointed, layers_or_bytes, plannable
+from .models import SIZES, PythiaConfig, checkpointed, layers_or_bytes, plannable, size_name
 from .nn import PATTERNS
 
 # What a GPU's memory holds beside the allocator's: the context and the libraries' code. Not measured by needle: a common size.
@@ -50,7 +50,7 @@ def add_plan(commands: Any) -> None:
         help="what training a Pythia takes: to the byte, in seconds, allocating nothing",
         description="Runs two training steps on the device without data and says where every byte is at the peak.",
     )
-    plan.add_argument("--model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
+    plan.add_argument("--model", type=size_name, default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
     for name, (value, _, what) in NUMBERS.items():
         flag(plan, name, type=int, default=value, help=what)
     flag(

@@ -4,11 +4,11 @@ from . import pretrained
 from .evaluation import TextScore, WordScore, score_endings, score_text
 from .generation import GenerationConfig
 from .published import load_published, published_state
-from .pythia import SIZES, Pythia, PythiaConfig
+from .pythia import SIZES, Pythia, PythiaConfig, size_name
 from .training import checkpointed, layers_or_bytes, plannable, train_step
 
 __all__ = [
     "SIZES", "GenerationConfig", "Pythia", "PythiaConfig", "TextScore", "WordScore", "checkpointed", "layers_or_bytes",
-    "load_published", "plannable", "pretrained", "published_state", "score_endings", "score_text",
+    "load_published", "plannable", "pretrained", "published_state", "score_endings", "score_text", "size_name",
     "train_step",
 ]  # fmt: skip

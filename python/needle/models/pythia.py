@@ -42,6 +42,11 @@ SIZES = {
 }
 
 
+def size_name(name: str) -> str:
+    """``name`` as SIZES has it: 70m, also for 70M and pythia-70m."""
+    return name.lower().removeprefix("pythia-")
+
+
 @dataclass(frozen=True)
 class PythiaConfig:
     """The shape of a model. ``pattern`` None is dense causal attention; block and window are in positions and blocks.
@@ -77,6 +82,7 @@ class PythiaConfig:
     @classmethod
     def named(cls, name: str, **changes) -> PythiaConfig:
         """A published size: 14m, 31m, 70m, 160m or 410m. raises: ShapeError for another name."""
+        name = size_name(name)
         if name not in SIZES:
             raise ShapeError(f"[pythia] unknown model: {name} (accepted: {', '.join(SIZES)})")
         layers, width, heads, feed_forward = SIZES[name]
