@@ -99,6 +99,21 @@ def test_where_takes_numbers(host):
     found.sum().backward()
     np.testing.assert_array_equal(found.numpy(), [-1, 0.5])
     np.testing.assert_array_equal(x.grad.numpy(), [1, 0])
+    with pytest.raises(DTypeError, match="no real number"):
+        ops.where(x, x, np.ones(2))
+
+
+def test_maximum_takes_a_number_on_either_side(host):
+    x = leaf([-1.0, 0.5, 2.0], host)
+    clamped = -ops.maximum(-1, -ops.maximum(x, 0.0))
+    clamped.sum().backward()
+    np.testing.assert_array_equal(clamped.numpy(), [0, 0.5, 1])
+    np.testing.assert_array_equal(x.grad.numpy(), [0, 1, 0])
+    whole = ndl.Tensor([1, 3], dtype="int32", device=host)
+    assert ops.maximum(whole, 2).dtype == "int32" and ops.maximum(whole, 2.0).dtype == "float32"
+    for wrong in ((1.0, 2.0), (np.ones(2), x), (x, np.ones(2)), (x, None)):
+        with pytest.raises(DTypeError):
+            ops.maximum(*wrong)
 
 
 def test_micro_batches_give_the_gradient_of_the_whole_batch(host):

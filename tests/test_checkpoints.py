@@ -146,6 +146,15 @@ def test_resuming_takes_no_more_memory_than_running(trainer, tmp_path, cpu):
     assert grown[1] == size and grown[3] == 2 * size and sum(grown) == 3 * size
 
 
+def test_tensors_are_written_as_they_are(tmp_path, cpu):
+    layer = nn.Linear(3, 2, device=cpu)
+    ndl.checkpoints.write_tensors(tmp_path / "layer", dict(layer.named_parameters()))
+    ndl.checkpoints.write_folder(tmp_path, dict(layer.named_parameters()), max_shard_bytes=8)
+    for found in (ndl.checkpoints.read_tensors(tmp_path / "layer"), read_folder(tmp_path)):
+        np.testing.assert_array_equal(found["weight"], layer.weight.numpy())
+        np.testing.assert_array_equal(found["bias"], layer.bias.numpy())
+
+
 def test_random_numbers_go_on():
     class Two(nn.Module):
         def __init__(self):

@@ -5,6 +5,7 @@ A dtype is its name, a ``str``, as in the course. bfloat16 in numpy comes from `
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,7 +127,8 @@ def checked_number(op: str, value: Any, dtype: str) -> int | float:
     raises: DTypeError for what is no number; OverflowError where the dtype ends before it.
     """
     if hasattr(value, "item"):  # numpy's scalars, arrays of one element
-        value = value.item()
+        with suppress(ValueError):
+            value = value.item()
     if not isinstance(value, (int, float)):
         raise DTypeError(f"[{op}] {value!r} is no real number")
     limits = LIMITS.get(dtype)

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import dtype as dt
 from .. import files
+from ..autograd import Tensor
 from ..backend_ndarray import NDArray
 from ..errors import CheckpointError, DTypeError
 
@@ -29,14 +30,18 @@ _CODES = {
     "bool": "BOOL",
 }  # fmt: skip
 _NAMES = {code: name for name, code in _CODES.items()}
-Arrays = Mapping[str, "NDArray | np.ndarray"]
+Arrays = Mapping[str, "Tensor | NDArray | np.ndarray"]
+
+
+def _arrays(tensors: Arrays) -> dict[str, NDArray | np.ndarray]:
+    return {name: t.realize_cached_data() if isinstance(t, Tensor) else t for name, t in tensors.items()}
 
 
 def write_tensors(path: Path, tensors: Arrays) -> None:
     """Writes a new file, block by block: no array is copied as a whole. raises: OSError."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # whose layout the arrays have; transformers asks for it
-    stop = 0
-    for name, array in tensors.items():
+    arrays, stop = _arrays(tensors), 0
+    for name, array in arrays.items():
         start, stop = stop, stop + array.nbytes
         code = _CODES[dt.name_of(array.dtype)]
         header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [start, stop]}
@@ -44,7 +49,7 @@ def write_tensors(path: Path, tensors: Arrays) -> None:
     text += b" " * (-len(text) % 8)
     with open(path, "xb", buffering=0) as file:
         _write_all(file, len(text).to_bytes(8, "little") + text)
-        for array in tensors.values():
+        for array in arrays.values():
             rows = array if array.ndim else array.reshape(1)
             step = max(1, _BLOCK_BYTES * len(rows) // max(1, array.nbytes))
             for i in range(0, len(rows), step):
@@ -89,22 +94,22 @@ def _view(data: np.ndarray, start: int, entry: dict[str, Any]) -> np.ndarray:
 def write_folder(folder: Path, tensors: Arrays, max_shard_bytes: int) -> None:
     """Writes model.safetensors, or shards of at most ``max_shard_bytes`` (or one tensor) and their index. raises: OSError."""
     shards: list[dict[str, NDArray | np.ndarray]] = [{}]
-    used = 0
-    for name, array in tensors.items():
+    arrays, used = _arrays(tensors), 0
+    for name, array in arrays.items():
         if used and used + array.nbytes > max_shard_bytes:
             shards.append({})
             used = 0
         shards[-1][name] = array
         used += array.nbytes
     if len(shards) == 1:
-        write_tensors(folder / WEIGHTS, tensors)
+        write_tensors(folder / WEIGHTS, arrays)
         return
     places: dict[str, str] = {}
     for i, shard in enumerate(shards):
         file = _SHARD.format(i + 1, len(shards))
         write_tensors(folder / file, shard)
         places |= dict.fromkeys(shard, file)
-    total = sum(array.nbytes for array in tensors.values())
+    total = sum(array.nbytes for array in arrays.values())
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2))
 
 

@@ -8,7 +8,7 @@ from ..autograd import Tensor
 
 
 class Dataset:
-    """Items by index, with transforms applied to the first array of each."""
+    """Items by index, an int or, from a loader, an array of them, with transforms applied to the first array of each."""
 
     def __init__(self, transforms: list | None = None):
         self.transforms = transforms

@@ -6,14 +6,13 @@ import math
 
 import numpy as np
 
-from .. import dtype as dt
 from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full
 from ..backend_ndarray.ndarray import where as _where
 from ..errors import DTypeError, ShapeError, type_name
 from ._reads import _NoRead
-from .ops_mathematic import matmul, unbroadcast
+from .ops_mathematic import _tensor_or_number, matmul, unbroadcast
 from .ops_shape import reshape
 
 
@@ -201,10 +200,6 @@ def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
     """a where condition is not zero, else b; the three broadcast. A number widens the other as in ``+``; two are float32."""
     if not isinstance(condition, Tensor):
         raise DTypeError(f"[where] condition is of type {type_name(condition)} (accepted: a Tensor)")
-    wide = condition.device.default_float
-    dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), wide)
-
-    def as_tensor(x: Tensor | float) -> Tensor:
-        return x if isinstance(x, Tensor) else Tensor.make_const(full((), x, dt.with_scalar(dtype, x, wide), condition.device))
-
-    return Where()(condition, as_tensor(a), as_tensor(b))
+    device = condition.device
+    dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), device.default_float)
+    return Where()(condition, *[_tensor_or_number(x, dtype, device) for x in (a, b)])

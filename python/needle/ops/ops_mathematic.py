@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from .. import dtype as dt
 from ..autograd import (
@@ -17,8 +18,10 @@ from ..autograd import (
     check_tensors,
     is_grad_enabled,
 )
+from ..backend_ndarray.ndarray import full
 from ..backend_ndarray.ndarray import matmul as _matmul
 from ..backend_ndarray.shapes import normalize_axes, reduced_shape
+from ..backend_selection import Device
 from ..errors import ShapeError
 from ._reads import _InputRead, _NoRead, _OutputRead
 from .ops_shape import broadcast_to, reshape, transpose
@@ -466,9 +469,18 @@ class Maximum(_InputRead):
         return unbroadcast(out_grad * weight, a.shape), unbroadcast(out_grad * (1 - weight), b.shape)
 
 
-def maximum(a: Tensor, b: Tensor) -> Tensor:
-    """The larger of a and b, elementwise; the two broadcast. Where they are equal, each gets half of the gradient."""
-    return Maximum()(a, b)
+def _tensor_or_number(x: Tensor | float, dtype: str, device: Device) -> Tensor:
+    """A number as a 0-d Tensor, which widens ``dtype`` as in ``+``; a Tensor as it is."""
+    if isinstance(x, Tensor):
+        return x
+    return Tensor.make_const(full((), x, dt.with_scalar(dtype, x, device.default_float), device))
+
+
+def maximum(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """The larger of a and b, elementwise; the two broadcast, one may be a number. Equal ones get half of the gradient each."""
+    some: Any = a if isinstance(a, Tensor) else b
+    check_tensors("maximum", some)
+    return Maximum()(*[_tensor_or_number(x, some.dtype, some.device) for x in (a, b)])
 
 
 class AsType(_NoRead):
