@@ -7,9 +7,10 @@ import pickle
 
 import numpy as np
 import pytest
+from op_cases import CASES
 
 import needle as ndl
-from needle import autograd, nn, ops
+from needle import autograd, graph, nn, ops
 from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from needle.errors import DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
@@ -168,6 +169,24 @@ def test_backward_twice_recomputes_what_was_dropped(host):
     first = x.grad.numpy()
     y.backward()
     np.testing.assert_array_equal(x.grad.numpy(), first)
+
+
+def test_a_first_backward_recomputes_nothing(cpu, monkeypatch):
+    recompute, again = graph.recompute, []
+
+    def noted(node, arrays):
+        if not node.op.recomputes_output:
+            again.append(node.op.name)
+        return recompute(node, arrays)
+
+    monkeypatch.setattr(graph, "recompute", noted)
+    for case in CASES:
+        inputs = [leaf(x, cpu) for x in case.inputs()]
+        (case.run(*[x * 1.5 for x in inputs]) * 2).backward()  # no handle holds what goes in and what comes out
+        assert not again, case.name
+    x = leaf([1.0, 2.0], cpu)
+    ops.tanh(ops.concatenate([x * 2, x + 1], 0)).backward(create_graph=True)
+    assert not again and x.grad.requires_grad
 
 
 def test_changing_a_parameter_that_is_needed_again_is_refused(host):

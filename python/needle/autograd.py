@@ -405,8 +405,14 @@ class TensorTuple(Value):
     def num_outputs(self) -> int:
         return len(self)
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The items' shapes, without bringing back dropped arrays."""
+        specs = self._node.spec if self._data is None and self._node is not None else None
+        return [shape for shape, _, _ in specs or spec_of(self.realize_cached_data())]
+
     def __len__(self) -> int:
-        return len(self.realize_cached_data())
+        return len(self.shapes)
 
     def __getitem__(self, index: int) -> Tensor:
         return ops.tuple_get_item(self, index)

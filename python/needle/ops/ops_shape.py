@@ -278,8 +278,8 @@ class Concatenate(_NoRead):
     def gradient(self, out_grad, node):
         parts, start = [], 0
         axis = self.axis % out_grad.ndim
-        for item in node.inputs[0].tuple():
-            n = item.shape[axis]
+        for shape in node.inputs[0].shapes:
+            n = shape[axis]
             parts.append(out_grad[(slice(None),) * axis + (slice(start, start + n),)])
             start += n
         return make_tuple(*parts)

@@ -57,7 +57,10 @@ def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
     if value.op is None and not value.requires_grad:
         return Tensor.make_const(items[index])
     if isinstance(value.op, MakeTensorTuple):
-        return value.inputs[index]  # type: ignore[return-value]
+        item = value.inputs[index]
+        if item._data is None:  # its handle had gone, and the graph need not keep the array
+            item._data = items[index]
+        return item  # type: ignore[return-value]
     return TupleGetItem(index)(value)
 
 
