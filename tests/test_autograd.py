@@ -7,7 +7,6 @@ import pickle
 
 import numpy as np
 import pytest
-from op_cases import CASES
 
 import needle as ndl
 from needle import autograd, graph, nn, ops
@@ -15,6 +14,7 @@ from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from needle.errors import DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.optim import SGD, Adam, AdamW
+from op_cases import CASES
 
 
 def leaf(values, device, **kwargs):
