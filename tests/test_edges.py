@@ -809,11 +809,13 @@ def test_a_state_has_running_statistics(device):
         other.load_state_dict(state)
 
 
-def test_batch_norm_of_sums_beyond_float16(device):
-    x = 2 + 30 * np.random.default_rng(0).standard_normal((3000, 25))
-    norm = nn.BatchNorm1d(25, device=device, dtype="float16")
-    found = norm(leaf(x, device, "float16")).numpy()
-    np.testing.assert_allclose(found, (x - x.mean(axis=0)) / x.std(axis=0), rtol=0.01, atol=0.01)
+@pytest.mark.parametrize("spread, weight_dtype", [(30, "float16"), (1000, "float16"), (1000, "float32")])
+def test_batch_norm_of_sums_and_squares_beyond_float16(device, spread, weight_dtype):
+    x = 2 + spread * np.random.default_rng(0).standard_normal((3000, 25))
+    norm = nn.BatchNorm1d(25, device=device, dtype=weight_dtype)
+    y = norm(leaf(x, device, "float16"))
+    assert y.dtype == weight_dtype
+    np.testing.assert_allclose(y.numpy(), (x - x.mean(axis=0)) / x.std(axis=0), rtol=0.01, atol=0.01)
     np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * x.var(axis=0), rtol=0.01)
 
 

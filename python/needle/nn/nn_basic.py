@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import dtype as dt
 from .. import init, ops
 from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
@@ -241,7 +242,8 @@ class SoftmaxLoss(Module):
 class BatchNorm1d(Module):
     """Batch normalization of (N, dim): by the batch's statistics in training, by the running ones in evaluation.
 
-    momentum: the share of a batch in the running statistics, whose variance is the biased one, as the course's is.
+    momentum: the share of a batch in the running statistics, whose variance is the biased one, as the course's is. Statistics are
+    float32 or wider: the squares of float16 values would overflow from 256 on.
     raises: ShapeError for another shape.
 
     source: Ioffe & Szegedy 2015, arXiv:1502.03167.
@@ -252,14 +254,17 @@ class BatchNorm1d(Module):
         self.dim, self.eps, self.momentum = dim, eps, momentum
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
-        self.running_mean = Buffer(init.zeros(dim, device=device, dtype=dtype))
-        self.running_var = Buffer(init.ones(dim, device=device, dtype=dtype))
+        wide = dt.accumulator(self.weight.dtype)
+        self.running_mean = Buffer(init.zeros(dim, device=device, dtype=wide))
+        self.running_var = Buffer(init.ones(dim, device=device, dtype=wide))
 
     def forward(self, x: Tensor) -> Tensor:
         check_tensors("batch_norm", x)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}))")
         wide = lambda t: ops.broadcast_to(ops.reshape(t, (1, self.dim)), x.shape)  # noqa: E731
+        result_dtype = dt.promote(x.dtype, self.weight.dtype)
+        x = ops.astype(x, dt.accumulator(x.dtype))
         if self.training:
             mean = ops.mean(x, axes=(0,))
             centred = x - wide(mean)
@@ -269,7 +274,8 @@ class BatchNorm1d(Module):
             self.running_var = Buffer(self.running_var * (1 - m) + var.detach() * m)
         else:
             centred, var = x - wide(self.running_mean), self.running_var
-        return centred / wide(ops.power_scalar(var + self.eps, 0.5)) * wide(self.weight) + wide(self.bias)
+        y = centred / wide(ops.power_scalar(var + self.eps, 0.5)) * wide(self.weight) + wide(self.bias)
+        return ops.astype(y, result_dtype)
 
 
 class BatchNorm2d(BatchNorm1d):
