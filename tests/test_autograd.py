@@ -146,6 +146,26 @@ def test_gradient_of_a_gradient(host):
     assert x.grad.item() == 2 and y.grad.item() == 1 and grad_y.item() == 6 and out.item() == 36
 
 
+def test_derivatives_of_any_order(host):
+    x = leaf([2.0], host)
+    y = x * x * x * x
+    y.backward()
+    for expected in (32.0, 48.0, 48.0, 24.0):
+        assert x.grad.item() == expected
+        last = x.grad
+        if expected != 24:
+            last.backward(leaf([1.0], host, requires_grad=False))
+    with pytest.raises(GraphError, match="no history"):
+        last.backward()
+
+
+def test_the_gradient_of_a_sum_is_a_constant(host):
+    x = leaf([1.0, 2.0], host)
+    (x + 1).backward(create_graph=True)
+    with pytest.raises(GraphError, match="no history"):
+        x.grad.backward()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_a_second_derivative_of_the_loss_needs_no_data(dtype):
     x = leaf(np.zeros((3, 4)), ndl.meta())

@@ -632,10 +632,9 @@ class Tensor(Value):
         the sum. create_graph: give the gradients a history of their own.
         raises: GraphError if nothing here requires a gradient, or a changed parameter would be needed again.
         """
-        if self._source is not None and self._node is None:
-            self._source.rebuild().backward(out_grad, retain_graph, accumulate, create_graph)
-            return
-        if not self._requires_grad:
+        source = self._source if self._node is None else None  # of a gradient without a history
+        root = self if source is None else source.rebuild()
+        if not root._requires_grad:
             raise GraphError("[backward] this tensor has no history: no input required a gradient, or it was detached")
         device = self.device
         if out_grad is not None:
@@ -647,7 +646,7 @@ class Tensor(Value):
                 raise DeviceError(f"[backward] out_grad is on {out_grad.device} (accepted: {device}, where the tensor is)")
         before = device.set_current_category(GRADIENT)
         try:
-            set_gradients(self, out_grad, retain_graph, accumulate, create_graph)
+            set_gradients(root, out_grad, retain_graph, accumulate, create_graph, source)
         finally:
             device.set_current_category(before)
 

@@ -25,8 +25,15 @@ class _NoAutocast:
         set_autocast(self._before)
 
 
-def set_gradients(tensor: Tensor, out_grad: Tensor | None, retain_graph: bool, accumulate: bool, create_graph: bool) -> None:
-    """Sets or adds to ``.grad`` of the leaves under ``tensor``: what ``Tensor.backward`` does."""
+def set_gradients(
+    tensor: Tensor,
+    out_grad: Tensor | None,
+    retain_graph: bool,
+    accumulate: bool,
+    create_graph: bool,
+    source: _GradientSource | None = None,
+) -> None:
+    """Sets or adds to ``.grad`` of the leaves under ``tensor``: what ``Tensor.backward`` does. source: what rebuilt ``tensor``."""
     root = tensor._as_node()
     found = run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate)
     # Memory that a leaf has been given already; 0 is borrowed memory, which has no number of its own.
@@ -45,8 +52,8 @@ def set_gradients(tensor: Tensor, out_grad: Tensor | None, retain_graph: bool, a
                 array, own = array.copy(), True
             given.add(array.serial)
             grad = Tensor.make_const(array)
-            grad._source = _GradientSource(root, leaf, out_grad, own)
-        handle._grad = grad
+            grad._source = _GradientSource(source or weakref.ref(root), leaf, out_grad, own)
+        handle._grad = grad if grad._source is not ALL_ONES else grad.detach()
 
 
 class _GradientSource:
@@ -54,14 +61,15 @@ class _GradientSource:
 
     __slots__ = ("root", "leaf", "out_grad", "in_place")
 
-    def __init__(self, root: Node, leaf: Node, out_grad: Tensor | None, in_place: bool):
-        self.root = weakref.ref(root)
+    def __init__(self, root: weakref.ref[Node] | _GradientSource, leaf: Node, out_grad: Tensor | None, in_place: bool):
+        self.root = root
         self.leaf = leaf
         self.out_grad = out_grad
         self.in_place = in_place  # the array is the gradient's alone
 
     def rebuild(self) -> Tensor:
-        root = self.root()
+        again = self.root.rebuild() if isinstance(self.root, _GradientSource) else None  # the root was a gradient itself
+        root = self.root() if again is None else again._as_node()  # type: ignore[operator]
         if root is None:
             raise GraphError(
                 "[backward] the tensor whose gradient this is has been freed, so the gradient has no history (keep that tensor, "
