@@ -819,6 +819,20 @@ def test_batch_norm_of_sums_and_squares_beyond_float16(device, spread, weight_dt
     np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * x.var(axis=0), rtol=0.01)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_softmax_loss_of_16_bits_is_cross_entropy(device, dtype):
+    scores, classes = np.full((3000, 3), [30, 0, -10]), leaf(np.full(3000, 1), device, requires_grad=False)
+    found = []
+    for loss_of in (nn.SoftmaxLoss(), ops.cross_entropy):
+        x = leaf(scores, device, dtype)
+        loss = loss_of(x, classes)
+        loss.backward()
+        assert loss.dtype == "float32"
+        np.testing.assert_allclose(loss.numpy(), [30], rtol=1e-5)
+        found.append(x.grad.numpy().astype("float32"))
+    np.testing.assert_allclose(*found, rtol=0.01, atol=1e-7)
+
+
 def test_a_parameter_of_two_names(device):
     class Tied(nn.Module):
         def __init__(self):

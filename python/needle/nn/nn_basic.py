@@ -233,6 +233,7 @@ class SoftmaxLoss(Module):
         check_tensors("SoftmaxLoss", logits, y)
         if logits.ndim != 2 or y.shape != logits.shape[:1]:
             raise ShapeError(f"[SoftmaxLoss] logits are {logits.shape}, y is {y.shape} (accepted: (N, C) and (N,))")
+        logits = ops.astype(logits, dt.accumulator(logits.dtype))  # as cross_entropy has it
         one_hot = init.one_hot(logits.shape[1], y, device=logits.device, dtype="bool")
         chosen = ops.where(one_hot, logits, 0.0)  # not a product: other logits may be -inf
         losses = ops.logsumexp(logits, axes=(1,)) - ops.summation(chosen, axes=(1,))
