@@ -188,6 +188,9 @@ def test_interchange(host):
     np.testing.assert_array_equal(shared, X[1:, ::2])
     a[1, 0, 0] = 99.0
     assert shared[0, 0, 0] == 99
+    if np.lib.NumpyVersion(np.__version__) >= "2.1.0":  # before, numpy reads no DLPack that says it may be written to
+        shared[0, 0, 1] = 98.0
+        assert a[1, 0, 1].item() == 98
     theirs = np.arange(6, dtype=np.int64).reshape(2, 3)
     ours = from_dlpack(theirs)
     assert ours.dtype == "int64" and ours.device == ndl.cpu()

@@ -271,10 +271,12 @@ inline void fill_checked(const Array& out, const Dims& strides, int64_t offset, 
 inline void bind_movement(py::module_& m) {
   m.def("to_numpy", &to_numpy);
   m.def("from_numpy", &from_numpy);
-  m.def("to_dlpack", [](const Array& a, Dims shape, Dims strides, int64_t offset) {
+  m.def("to_dlpack", [](const Array& a, Dims shape, Dims strides, int64_t offset, bool versioned) {
     checked(a, shape, strides, offset);
     wait_for_device();
-    return dlpack_export(a, std::move(shape), std::move(strides), offset, dlpack_device());
+    const auto make =
+        versioned ? dlpack_export<DLManagedTensorVersioned> : dlpack_export<DLManagedTensor>;
+    return make(a, std::move(shape), std::move(strides), offset, dlpack_device());
   });
   m.def("dlpack_device", [] {
     const DLDevice device = dlpack_device();

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "array.h"
@@ -41,20 +42,28 @@ inline DType dtype_from_dlpack(DLDataType wanted) {
       " bits (float16/32/64, bfloat16, int32, int64, uint8 and bool are accepted)");
 }
 
+template <typename Managed>
+inline constexpr const char* kCapsuleName = "dltensor";
+template <>
+inline constexpr const char* kCapsuleName<DLManagedTensorVersioned> = "dltensor_versioned";
+
 // What an exported tensor holds on to: its memory, and the shape and strides that the struct points
 // at.
+template <typename Managed>
 struct DLPackExport {
-  DLManagedTensor managed;
+  Managed managed{};
   std::shared_ptr<Storage> storage;
   Dims shape, strides;
 };
 
-inline pybind11::capsule dlpack_export(const Array& array, Dims shape, Dims strides, int64_t offset,
-                                       DLDevice device) {
-  auto owner = std::make_unique<DLPackExport>();
+template <typename Managed>
+pybind11::capsule dlpack_export(const Array& array, Dims shape, Dims strides, int64_t offset,
+                                DLDevice device) {
+  auto owner = std::make_unique<DLPackExport<Managed>>();
   owner->storage = array.shared_storage();
   owner->shape = std::move(shape);
   owner->strides = std::move(strides);
+  if constexpr (std::is_same_v<Managed, DLManagedTensorVersioned>) owner->managed.version = {1, 0};
   DLTensor& t = owner->managed.dl_tensor;
   t.data = static_cast<char*>(array.ptr()) + offset * dtype_size(array.dtype());
   t.device = device;
@@ -64,13 +73,14 @@ inline pybind11::capsule dlpack_export(const Array& array, Dims shape, Dims stri
   t.strides = owner->strides.data();
   t.byte_offset = 0;
   owner->managed.manager_ctx = owner.get();
-  owner->managed.deleter = [](DLManagedTensor* self) {
-    delete static_cast<DLPackExport*>(self->manager_ctx);
+  owner->managed.deleter = [](Managed* self) {
+    delete static_cast<DLPackExport<Managed>*>(self->manager_ctx);
   };
   // A consumer renames the capsule; one that nobody consumed frees the tensor itself.
-  PyObject* capsule = PyCapsule_New(&owner.release()->managed, "dltensor", [](PyObject* o) {
-    if (!PyCapsule_IsValid(o, "dltensor")) return;
-    auto* managed = static_cast<DLManagedTensor*>(PyCapsule_GetPointer(o, "dltensor"));
+  constexpr const char* name = kCapsuleName<Managed>;
+  PyObject* capsule = PyCapsule_New(&owner.release()->managed, name, [](PyObject* o) {
+    if (!PyCapsule_IsValid(o, name)) return;
+    auto* managed = static_cast<Managed*>(PyCapsule_GetPointer(o, name));
     managed->deleter(managed);
   });
   if (capsule == nullptr) throw pybind11::error_already_set();

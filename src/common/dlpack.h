@@ -1,5 +1,5 @@
-// The part of DLPack's ABI that needle speaks (https://dmlc.github.io/dlpack, Apache-2.0):
-// unversioned managed tensors.
+// The part of DLPack's ABI that needle speaks (https://dmlc.github.io/dlpack, Apache-2.0): managed
+// tensors, and those of version 1, which needle makes but does not read.
 #pragma once
 
 #include <cstdint>
@@ -30,6 +30,16 @@ struct DLManagedTensor {
   DLTensor dl_tensor;
   void* manager_ctx;
   void (*deleter)(DLManagedTensor*);
+};
+struct DLPackVersion {
+  uint32_t major, minor;
+};
+struct DLManagedTensorVersioned {
+  DLPackVersion version;
+  void* manager_ctx;
+  void (*deleter)(DLManagedTensorVersioned*);
+  uint64_t flags;  // 0: neither read-only nor a copy
+  DLTensor dl_tensor;
 };
 
 }  // extern "C"

@@ -225,20 +225,25 @@ class NDArray:
         mod = self._device.require()
         return mod.dlpack_device() if hasattr(mod, "dlpack_device") else (1, 0)  # (1, 0) is the CPU
 
-    def __dlpack__(self, *, stream=None, dl_device=None, copy=None, **_):
-        """A DLPack capsule that shares this memory, or has a copy of it (CPU devices and cuda)."""
+    def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
+        """A DLPack capsule that shares this memory, or has a copy of it (CPU devices and cuda).
+
+        max_version: of DLPack, of which the consumer reads no later one; numpy writes only to memory that comes as version 1.
+        """
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"[dlpack] memory of {self._device} cannot be had as that of DLPack device {tuple(dl_device)}")
         if copy:
-            return self.copy().__dlpack__(stream=stream)
+            return self.copy().__dlpack__(stream=stream, max_version=max_version)
         if any(stride < 0 and n > 1 for n, stride in zip(self._shape, self._strides)):  # which torch aborts on
             raise BufferError("[dlpack] a negative stride (accepted: none; copy() gives an array without)")
         mod = self._device.require()
         if hasattr(mod, "to_dlpack"):
-            return mod.to_dlpack(self._handle, self._shape, self._strides, self._offset)
+            versioned = max_version is not None and max_version[0] >= 1
+            return mod.to_dlpack(self._handle, self._shape, self._strides, self._offset, versioned)
         if self._device.name != "cpu_numpy":
             raise DeviceError(f"[dlpack] {self._device} has no memory to share")
-        return mod._strided(self._handle, self._shape, self._strides, self._offset).__dlpack__()
+        values = mod._strided(self._handle, self._shape, self._strides, self._offset)
+        return values.__dlpack__() if max_version is None else values.__dlpack__(max_version=max_version)
 
     def to(self, device: BackendDevice | str) -> NDArray:
         """This array on ``device``; itself if it is there already."""
