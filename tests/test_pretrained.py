@@ -20,7 +20,7 @@ import pytest
 
 import needle as ndl
 from golden.formula import PythiaShape, parameter_shapes
-from needle.checkpoints import read_tensors, write_tensors
+from needle.checkpoints import read_folder, read_tensors, write_folder, write_tensors
 from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
 from needle.errors import CheckpointError, DataError, DTypeError
 from needle.models import SIZES, Pythia, PythiaConfig, published_state
@@ -102,6 +102,11 @@ def test_saving_again_replaces_every_file(folder, golden):
             np.testing.assert_array_equal(p.numpy(), q.numpy(), err_msg=name)
         assert (folder / "README.md").read_text() == "mine" and not list(folder.glob(".*"))
         assert len(stored(folder)) == sum(len(read_tensors(path)) for path in folder.glob("*.safetensors")) == 28
+
+
+def test_names_of_folders_may_be_texts(folder, tmp_path):
+    write_folder(str(tmp_path), read_folder(str(folder)), 10**9)
+    assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])

@@ -169,8 +169,9 @@ def _seal(folder: Path) -> None:
         file.write(json.dumps(sums, indent=2).encode())
 
 
-def verify(folder: Path) -> None:
+def verify(folder: str | Path) -> None:
     """raises: CheckpointError if a file of the checkpoint ``folder`` is absent or is not what was written."""
+    folder = Path(folder)
     try:
         sums = files.parse_json(files.read_small(folder / CHECKSUMS))
         if not sums:

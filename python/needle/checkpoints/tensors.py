@@ -37,7 +37,7 @@ def _arrays(tensors: Arrays) -> dict[str, NDArray | np.ndarray]:
     return {name: t.realize_cached_data() if isinstance(t, Tensor) else t for name, t in tensors.items()}
 
 
-def write_tensors(path: Path, tensors: Arrays) -> None:
+def write_tensors(path: str | Path, tensors: Arrays) -> None:
     """Writes a new file, block by block: no array is copied as a whole. raises: OSError."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # whose layout the arrays have; transformers asks for it
     arrays, stop = _arrays(tensors), 0
@@ -64,7 +64,7 @@ def _write_all(file: Any, content: Any) -> None:
         left = left[file.write(left) :]
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
+def read_tensors(path: str | Path) -> dict[str, np.ndarray]:
     """Arrays on a memory map of the file: bytes are read when they are looked at. raises: CheckpointError."""
     try:
         import safetensors
@@ -91,8 +91,9 @@ def _view(data: np.ndarray, start: int, entry: dict[str, Any]) -> np.ndarray:
     return np.ndarray(entry["shape"], dt.to_numpy(_NAMES[entry["dtype"]]), data, start + entry["data_offsets"][0])
 
 
-def write_folder(folder: Path, tensors: Arrays, max_shard_bytes: int) -> None:
+def write_folder(folder: str | Path, tensors: Arrays, max_shard_bytes: int) -> None:
     """Writes model.safetensors, or shards of at most ``max_shard_bytes`` (or one tensor) and their index. raises: OSError."""
+    folder = Path(folder)
     shards: list[dict[str, NDArray | np.ndarray]] = [{}]
     arrays, used = _arrays(tensors), 0
     for name, array in arrays.items():
@@ -118,8 +119,9 @@ def is_weights(name: str) -> bool:
     return name in (WEIGHTS, INDEX) or _SHARD_PATTERN.fullmatch(name) is not None
 
 
-def read_folder(folder: Path) -> dict[str, np.ndarray]:
+def read_folder(folder: str | Path) -> dict[str, np.ndarray]:
     """What ``write_folder`` or another library wrote, through memory maps. raises: CheckpointError."""
+    folder = Path(folder)
     try:
         return read_tensors(files.member(folder, WEIGHTS))
     except FileNotFoundError:

@@ -102,9 +102,9 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
     return TextTokenizer(tokenizer)
 
 
-def load_tokenizer(path: Path) -> TextTokenizer:
+def load_tokenizer(path: str | Path) -> TextTokenizer:
     """raises: DataError if ``tokenizers`` is missing, or ``path`` is absent or not in the format of tokenizer.json."""
-    tokenizers = _import_tokenizers()
+    tokenizers, path = _import_tokenizers(), Path(path)
     try:
         if path.is_fifo():  # it is read again, for its checksum
             raise ValueError("a pipe")

@@ -75,12 +75,13 @@ def find_token_file(name: str) -> Path | None:
     return Path(f"{stem}.bin") if found else None
 
 
-def read_token_file(path: Path, vocab_size: int | None = None) -> TokenFile:
+def read_token_file(path: str | Path, vocab_size: int | None = None) -> TokenFile:
     """The token file ``path`` (a .bin). An index is read once to its end and must describe just this file.
 
     vocab_size: tells the width of the ids of a plain file, 32 bits if its first 32-bit numbers all are ids below it, else 16.
     raises: DataError, in one line, for files that are truncated, damaged, do not belong together or hold no ids.
     """
+    path = Path(path)
     index = path.with_name(path.name.removesuffix(".bin") + ".idx")
     try:
         nbytes = path.stat().st_size
