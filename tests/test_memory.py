@@ -415,6 +415,18 @@ def test_a_step_that_a_plan_cannot_take_is_told_where_it_ran(plan):
     assert ".item() and .numpy() give NaN" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
+def test_a_build_that_is_none(plan, cpu):
+    def overlooks_the_device(device):
+        layer = nn.Linear(2, 2, device=cpu)
+        return lambda: layer(ndl.ones(1, 2, device=cpu)).sum().backward()
+
+    with pytest.raises(ShapeError, match=r"nothing was made on meta\(\) .*on the device it is given"):
+        plan(overlooks_the_device)
+    with pytest.raises(TypeError, match=r"build returned a NoneType .*one training step"):
+        plan(lambda device: None)
+
+
 def test_a_plan_of_a_large_model_allocates_nothing(cpu):
     before, random = memory.stats(cpu).allocations, np.random.get_state()[2]
     rss = memory.process(cpu)["rss"]

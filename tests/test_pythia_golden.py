@@ -8,6 +8,7 @@ import pytest
 import needle as ndl
 from golden.formula import PYTHIA_70M, formula_weights, parameter_shapes, probe
 from needle import ops
+from needle.errors import ShapeError
 from needle.models import Pythia, PythiaConfig, load_published, published_state
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -99,3 +100,9 @@ def test_70m_loss_logits_and_gradients():
 def test_published_sizes(name, count):
     assert PythiaConfig.named(name).parameter_count() == count
     assert PythiaConfig.named(name.upper()) == PythiaConfig.named(f"pythia-{name}") == PythiaConfig.named(name)
+
+
+@pytest.mark.parametrize("name", ["width", "heads", "feed_forward", "vocab_size", "max_seq_len"])
+def test_a_model_of_no_size(name):
+    with pytest.raises(ShapeError, match=rf"\[pythia\] {name} is 0 \(accepted: at least 1\)"):
+        PythiaConfig(**{name: 0})

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
 from ..backend_selection import as_device
-from ..errors import ShapeError
+from ..errors import ShapeError, type_name
 from .accounting import peak
 from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
@@ -65,10 +65,11 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
 
     ``build`` makes a model, an optimizer and data on the device it is given and returns the function that makes one training step.
     The second step is the first with all the optimizer's state. device: another one runs it for real, to be compared.
+    raises: TypeError if ``build`` returns no function; ShapeError if nothing was made on ``meta``.
     """
     device = meta() if device is None else as_device(device)
     with _alone(device), trace(device) as t:
-        step = build(device)
+        step = _built(build, device)
         for i in range(steps):
             t.mark(f"step {i + 1}")
             step()
@@ -77,6 +78,7 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
     # t names modules when it ends, which is why the step is still alive here.
     del step
     base = t.start_bytes
+    _check_used(t.peak_bytes - base, device)
     holders = [h for h in t.holders() if h.made >= 0]
     site = t.peak_site
     return Plan(
@@ -98,10 +100,24 @@ def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None
     """``plan(...).peak_bytes`` by the allocator's own counters, without a trace."""
     device = meta() if device is None else as_device(device)
     with _alone(device), peak(device) as found:
-        step = build(device)
+        step = _built(build, device)
         for _ in range(steps):
             step()
+    _check_used(found.above_start, device)
     return found.above_start
+
+
+def _built(build: Build, device: BackendDevice) -> Callable[[], Any]:
+    step = build(device)
+    if not callable(step):
+        raise TypeError(f"[plan] build returned a {type_name(step)} (accepted: the function that makes one training step)")
+    return step
+
+
+def _check_used(peak: int, device: BackendDevice) -> None:
+    """A build that overlooks its argument runs elsewhere, for real, and would seem to need nothing."""
+    if not peak and device == meta():
+        raise ShapeError(f"[plan] nothing was made on {device} (accepted: a build that makes all on the device it is given)")
 
 
 @contextmanager

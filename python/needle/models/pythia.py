@@ -71,7 +71,10 @@ class PythiaConfig:
     checkpoint_layers: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
-        if self.heads < 1 or self.width % self.heads:
+        for name in ("width", "heads", "feed_forward", "vocab_size", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"[pythia] {name} is {getattr(self, name)} (accepted: at least 1)")
+        if self.width % self.heads:
             raise ShapeError(f"[pythia] width {self.width} is no multiple of {self.heads} heads")
         if self.pattern is not None:
             causal_pattern(self.pattern, 1, self.block, self.window)  # refuses what there is not
