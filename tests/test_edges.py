@@ -787,6 +787,22 @@ def test_a_loaded_state_is_a_copy(device):
     np.testing.assert_array_equal(other.weight.numpy(), [[1, 2], [3, 4]])
 
 
+def test_what_is_computed_in_the_place_of_a_buffer_is_state(host):
+    class Averaged(nn.Module):
+        def __init__(self):
+            self.weight, self.mean = nn.Parameter([2.0], device=host), nn.Buffer([0.0], device=host)
+
+        def forward(self, x):
+            self.mean *= 0.5
+            self.mean = self.mean + x * self.weight
+
+    model = Averaged()
+    for _ in range(2):
+        model(leaf([3.0], host))
+    assert not model.mean.requires_grad
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {"weight": [2], "mean": [9]}
+
+
 def test_a_state_has_running_statistics(device):
     def network():
         return nn.Sequential(nn.Linear(3, 3, device=device), nn.Residual(nn.BatchNorm1d(3, device=device)))

@@ -88,6 +88,12 @@ class Module:
     training = True  # set by train() and eval()
     rematerialized = False  # set by nn.remat: calls keep no inner arrays for backward
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A Tensor in the place of a Buffer is one, too: what is computed from the old value stays in the state."""
+        if type(value) is Tensor and isinstance(self.__dict__.get(name), Buffer):
+            value = Buffer(value)
+        super().__setattr__(name, value)
+
     def parameters(self) -> list[Tensor]:
         """All parameters, also of modules in attributes, lists, tuples and dicts; one that several share is there once."""
         return list(dict.fromkeys(_unpack_params(self.__dict__)))
@@ -271,8 +277,8 @@ class BatchNorm1d(Module):
             centred = x - wide(mean)
             var = ops.mean(centred * centred, axes=(0,))
             m = self.momentum
-            self.running_mean = Buffer(self.running_mean * (1 - m) + mean.detach() * m)
-            self.running_var = Buffer(self.running_var * (1 - m) + var.detach() * m)
+            self.running_mean = self.running_mean * (1 - m) + mean.detach() * m
+            self.running_var = self.running_var * (1 - m) + var.detach() * m
         else:
             centred, var = x - wide(self.running_mean), self.running_var
         y = centred / wide(ops.power_scalar(var + self.eps, 0.5)) * wide(self.weight) + wide(self.bias)
