@@ -551,6 +551,8 @@ def test_arguments_of_ops(device):
     for loss in (lambda t: ops.cross_entropy(number, t), lambda t: ops.linear_cross_entropy(number, weight, t)):
         with pytest.raises(ShapeError, match="cross_entropy"):
             loss(leaf([0], device))
+    with pytest.raises(ShapeError, match=r"\[cross_entropy\] rows are \(2, 3\), targets \(2, 3\)"):  # as they were given
+        ops.cross_entropy(leaf(np.ones((2, 3)), device), leaf(np.ones((2, 3)), device))
     for f in (ops.mean, ops.summation, ops.max):
         with pytest.raises(ShapeError, match="names no axis"):
             f(x, {})

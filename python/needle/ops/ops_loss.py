@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from .. import dtype as dt
 from ..autograd import Tensor, TensorTupleOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
@@ -16,6 +18,13 @@ from .ops_tuple import tuple_get_item
 def _check_ignored(op: str, ignore_index) -> None:
     if not hasattr(ignore_index, "__index__"):
         raise DTypeError(f"[{op}] ignore_index is of type {type_name(ignore_index)} (accepted: a whole number)")
+
+
+def _rows(op: str, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """x (..., D) as (N, D) and targets (...) as (N). raises: ShapeError, in the shapes that the user knows."""
+    if not x.shape or math.prod(x.shape[:-1]) != targets.size:
+        raise ShapeError(f"[{op}] rows are {x.shape}, targets {targets.shape} (accepted: (..., D), and whole numbers (...))")
+    return reshape(x, (targets.size, x.shape[-1])), reshape(targets, (targets.size,))
 
 
 def _mean_weights(targets, ignore_index: int, dtype: str):
@@ -70,8 +79,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = kernels.I
     """
     check_tensors("cross_entropy", logits, targets)
     _check_ignored("cross_entropy", ignore_index)
-    rows, columns = reshape(logits, (-1, *logits.shape[-1:])), reshape(targets, (-1,))
-    return tuple_get_item(CrossEntropy(ignore_index)(rows, columns), 0)
+    return tuple_get_item(CrossEntropy(ignore_index)(*_rows("cross_entropy", logits, targets)), 0)
 
 
 class LinearCrossEntropy(TensorTupleOp):
@@ -130,6 +138,6 @@ def linear_cross_entropy(
     _check_ignored("linear_cross_entropy", ignore_index)
     if chunk_bytes < 1:
         raise ShapeError(f"[linear_cross_entropy] chunk_bytes is {chunk_bytes} (accepted: at least 1)")
-    rows, columns = reshape(hidden, (-1, *hidden.shape[-1:])), reshape(targets, (-1,))
+    rows, columns = _rows("linear_cross_entropy", hidden, targets)
     train = is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return tuple_get_item(LinearCrossEntropy(ignore_index, chunk_bytes, train)(rows, weight, columns), 0)
