@@ -381,6 +381,27 @@ def test_batch_norm_takes_its_roots_per_feature(cpu):
     assert p.above_start < 7 * x.size * 4
 
 
+def test_a_gradient_does_not_keep_what_it_was_cut_from(host):
+    x, y = leaf(np.ones(3), host), leaf(np.ones(1000), host)
+    (ops.concatenate([x, y], 0) * 2).sum().backward()
+    assert not x.grad.realize_cached_data().is_part() and not y.grad.realize_cached_data().is_part()
+    x.grad[0] = 5.0
+    np.testing.assert_array_equal(y.grad.numpy(), np.full(1000, 2.0))
+
+
+def test_a_convolution_takes_the_memory_of_what_it_reads(cpu):
+    image, kernel = leaf(np.ones((2, 64, 64, 3)), cpu), leaf(np.ones((16, 16, 3, 8)), cpu)
+    peaks = []
+    for needed in (True, False):
+        image.requires_grad, image.grad, kernel.grad = needed, None, None
+        with ndl.memory.peak(cpu) as p:
+            ops.conv(image, kernel, stride=17, padding=0).sum().backward()
+        peaks.append(p.above_start)
+    assert peaks[0] < 5 * (image.size + kernel.size) * 4
+    assert kernel.grad.realize_cached_data().is_compact()
+    assert image.grad is None and peaks[1] < peaks[0] - image.size * 4
+
+
 def test_a_gradient_that_something_else_holds_is_not_added_to(host):
     x, y = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host)
     (x * y).sum().backward()

@@ -490,7 +490,7 @@ def test_flattening_an_empty_batch(device):
     assert nn.Flatten()(leaf(np.zeros((0, 3, 4)), device)).shape == (0, 12)
 
 
-@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("stride", [1, 2, 3, 4])
 @pytest.mark.parametrize("padding", [0, 1])
 def test_gradients_of_convolutions_with_kernels_that_are_not_square(stride, padding):
     device, rng = ndl.cpu_numpy(), np.random.default_rng(0)

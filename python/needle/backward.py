@@ -46,9 +46,10 @@ def set_gradients(
             grad = _accumulated(handle._grad, grad, create_graph)
         elif not create_graph:
             array = grad.realize_cached_data()
-            # One array may be the gradient of two leaves (a + b); each leaf gets its own.
+            # One array may be the gradient of two leaves (a + b), or be cut from a larger one, which it would keep: each leaf gets
+            # its own.
             own = isinstance(grad._source, _Summed)
-            if array.serial in given:
+            if array.serial in given or array.is_part():
                 array, own = array.copy(), True
             given.add(array.serial)
             grad = Tensor.make_const(array)

@@ -285,6 +285,10 @@ class NDArray:
         """Row-major, and the whole of its buffer."""
         return self._contiguous and self._handle.size == self.size
 
+    def is_part(self) -> bool:
+        """Whether its buffer holds more than these elements."""
+        return self._handle.size > self.size
+
     def compact(self) -> NDArray:
         """This array if it is compact, else a compact copy."""
         return self if self.is_compact() else self._converted(self._dtype)

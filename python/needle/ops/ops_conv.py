@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..autograd import Tensor
 from ..errors import ShapeError
 from ._reads import _InputRead
-from .ops_shape import dilate, flip, pad, permute, transpose
+from .ops_shape import flip, pad, permute, reshape, transpose
 
 
 class Conv(_InputRead):
@@ -40,34 +40,57 @@ class Conv(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        K, L = b.shape[:2]
-        if self.stride > 1:
-            out_grad = dilate(out_grad, (1, 2), self.stride - 1)
-        # What the stride left over at the far edge was not read: its gradient is zero, so the dilated gradient is cut to the
-        # length a stride of 1 would have given.
-        rows = a.shape[1] + 2 * self.padding - K + 1
-        cols = a.shape[2] + 2 * self.padding - L + 1
-        out_grad = _resized(out_grad, rows, cols)
-        turned = transpose(flip(b, (0, 1)), (2, 3))
-        around = pad(out_grad, ((0, 0), (K - 1, K - 1), (L - 1, L - 1), (0, 0))) if K > 1 or L > 1 else out_grad
-        grad_a = _cut(conv(around, turned, 1, 0), self.padding, a.shape[1], a.shape[2])
-        # dL/db[k, l, c, o] sums over images and positions: a convolution whose batch is c and whose channels are n.
-        image = transpose(a, (0, 3))
-        kernel = permute(out_grad, (1, 2, 0, 3))
-        grad_b = permute(conv(image, kernel, 1, self.padding), (1, 2, 0, 3))
+        (K, L), s, p = b.shape[:2], self.stride, self.padding
+        # With the s x s pixels of a block as the channels of one, the stride is 1; the kernel has as many blocks.
+        K_blocks, L_blocks = -(-K // s), -(-L // s)
+        grad_a = grad_b = None
+        if a.requires_grad:
+            kernel = _blocks(_resized(b, 0, K_blocks * s, L_blocks * s), 0, s)
+            turned = transpose(flip(kernel, (0, 1)), (2, 3))
+            padded = _pixels(conv(_bordered(out_grad, K_blocks - 1, L_blocks - 1), turned, 1, 0), 1, s)
+            # What the stride left over at the far edge was not read: its gradient is zero.
+            padded = _resized(padded, 1, a.shape[1] + 2 * p, a.shape[2] + 2 * p)
+            grad_a = padded[:, p:-p, p:-p] if p else padded
+        if b.requires_grad:
+            rows, cols = out_grad.shape[1] + K_blocks - 1, out_grad.shape[2] + L_blocks - 1
+            image = _blocks(_resized(_bordered(a, p, p), 1, rows * s, cols * s), 1, s)
+            # dL/db[k, l, c, o] sums over images and positions: a convolution whose batch is c and whose channels are n.
+            kernel = conv(transpose(image, (0, 3)), permute(out_grad, (1, 2, 0, 3)), 1, 0)
+            grad_b = _resized(_pixels(permute(kernel, (1, 2, 0, 3)), 0, s), 0, K, L)
         return grad_a, grad_b
 
 
-def _resized(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Axes 1 and 2 cut or filled with zeros at their end to rows and cols."""
-    more = (max(rows - x.shape[1], 0), max(cols - x.shape[2], 0))
-    if any(more):
-        x = pad(x, ((0, 0), (0, more[0]), (0, more[1]), (0, 0)))
-    return x[:, :rows, :cols] if x.shape[1:3] != (rows, cols) else x
+def _bordered(x: Tensor, rows: int, cols: int) -> Tensor:
+    """Zeros on each side of axes 1 and 2."""
+    return pad(x, ((0, 0), (rows, rows), (cols, cols), (0, 0))) if rows or cols else x
 
 
-def _cut(x: Tensor, padding: int, rows: int, cols: int) -> Tensor:
-    return x[:, padding : padding + rows, padding : padding + cols] if padding else x
+def _resized(x: Tensor, axis: int, rows: int, cols: int) -> Tensor:
+    """``axis`` and the one after it cut or filled with zeros at their end to rows and cols."""
+    widths = [(0, 0)] * x.ndim
+    widths[axis : axis + 2] = (0, max(rows - x.shape[axis], 0)), (0, max(cols - x.shape[axis + 1], 0))
+    if widths != [(0, 0)] * x.ndim:
+        x = pad(x, widths)
+    cut = (slice(None),) * axis + (slice(rows), slice(cols))
+    return x[cut] if x.shape[axis : axis + 2] != (rows, cols) else x
+
+
+def _blocks(x: Tensor, axis: int, s: int) -> Tensor:
+    """(.., R s, Q s, C, ..) as (.., R, Q, s s C, ..), R s being at ``axis``."""
+    if s == 1:
+        return x
+    before, (h, w, c), after = x.shape[:axis], x.shape[axis : axis + 3], x.shape[axis + 3 :]
+    x = reshape(x, (*before, h // s, s, w // s, s, c, *after))
+    return reshape(transpose(x, (axis + 1, axis + 2)), (*before, h // s, w // s, s * s * c, *after))
+
+
+def _pixels(x: Tensor, axis: int, s: int) -> Tensor:
+    """What ``_blocks`` was made of."""
+    if s == 1:
+        return x
+    before, (h, w, c), after = x.shape[:axis], x.shape[axis : axis + 3], x.shape[axis + 3 :]
+    x = reshape(x, (*before, h, w, s, s, c // (s * s), *after))
+    return reshape(transpose(x, (axis + 1, axis + 2)), (*before, h * s, w * s, c // (s * s), *after))
 
 
 def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
