@@ -18,11 +18,12 @@ import pytest
 import needle as ndl
 from devices import usable
 from needle import files, nn
-from needle.checkpoints import CheckpointFolder, random_state, read_folder, set_random_state, verify
+from needle.backend_ndarray.host_memory import OPTIMIZER_STATE
+from needle.checkpoints import CheckpointFolder, random_state, read_folder, read_tensors, set_random_state, verify, write_tensors
 from needle.data.text import TextData
 from needle.errors import CheckpointError
 from needle.models import Pythia, PythiaConfig
-from needle.optim import AdamW
+from needle.optim import SGD, Adam, AdamW
 from pythia_app import checkpoint
 from pythia_app.options import CHANGEABLE, FIXED, parse
 from pythia_app.trainer import Trainer
@@ -344,6 +345,101 @@ def test_what_no_checksum_sees(small_run, name, change, said):
     with pytest.raises(CheckpointError, match=said):
         checkpoint.read_state(path)
         checkpoint.load(path, model, optimizer)
+
+
+# ---- an optimizer of one's own
+
+
+OPTIMIZERS = [
+    lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda p: Adam(p, lr=0.1, weight_decay=0.1),
+    lambda p: AdamW([{"params": p[:1], "lr": 0.2}, {"params": p[1:]}], lr=0.1),
+]
+
+
+def train(device, make, steps, folder=None):
+    """A linear layer's parameters after ``steps``, the bias having no gradient before the third; with ``folder``, saved and
+    loaded into new ones after each step.
+    """
+    layer = nn.Linear(3, 2, device=device)
+    optimizer = make(layer.parameters())
+    rng = np.random.default_rng(0)
+    for i in range(steps):
+        x = ndl.Tensor(rng.standard_normal((4, 3)), device=device, requires_grad=False)
+        loss = ndl.ops.summation(layer(x) ** 2) if i >= 2 else ndl.ops.summation((x @ layer.weight) ** 2)
+        optimizer.reset_grad()
+        loss.backward()
+        optimizer.step()
+        if folder is not None:
+            write_tensors(folder / f"model-{i}", layer.state_dict())
+            write_tensors(folder / f"optimizer-{i}", optimizer.state_dict())
+            layer = nn.Linear(3, 2, device=device)
+            optimizer = make(layer.parameters())
+            layer.load_state_dict(read_tensors(folder / f"model-{i}"))
+            optimizer.load_state_dict(read_tensors(folder / f"optimizer-{i}"))
+            assert all(array.category == OPTIMIZER_STATE for array in optimizer.named_states().values())
+    return [p.numpy() for p in layer.parameters()]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS, ids=["SGD", "Adam", "AdamW"])
+def test_an_optimizer_goes_on_bit_for_bit(device, make, tmp_path):
+    np.random.seed(0)
+    whole = train(device, make, 6)
+    np.random.seed(0)
+    for a, b in zip(whole, train(device, make, 6, tmp_path)):
+        assert np.array_equal(a, b)
+
+
+def test_the_state_of_an_optimizer():
+    """It is a copy, by number or by name; steps that keep nothing have none."""
+    p = [nn.Parameter(ndl.ones(2)), nn.Parameter(ndl.ones(3))]
+    optimizer = Adam(p)
+    assert list(optimizer.state_dict()) == ["t"]
+    p[1].grad = ndl.ones(3)
+    optimizer.step()
+    state = optimizer.state_dict(["a", "b.c"])
+    before = {name: values.copy() for name, values in state.items()}
+    assert list(state) == ["m.b.c", "v.b.c", "t"] and list(optimizer.named_states()) == ["m.1", "v.1"]
+    optimizer.step()
+    assert all(np.array_equal(state[name], before[name]) for name in state)
+    optimizer.load_state_dict(state, ["a", "b.c"])
+    assert optimizer.t == 1 and np.array_equal(optimizer.m[p[1]].numpy(), before["m.b.c"]) and p[0] not in optimizer.m
+    given = {"m.0": ndl.NDArray([1.0, 2.0]), "v.0": ndl.NDArray([1.0, 2.0]), "t": 3}
+    optimizer.load_state_dict(given)
+    p[0].grad, p[1].grad = ndl.ones(2), None
+    optimizer.step()
+    assert given["m.0"].numpy().tolist() == [1, 2] and list(optimizer.m) == p[:1]
+    plain = SGD(p)
+    plain.step()
+    assert plain.state_dict() == {}
+    plain.load_state_dict({})
+    with pytest.raises(ValueError, match="1 names for 2 parameters"):
+        optimizer.state_dict(["a", "a"])
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"m.2": np.zeros(2, "float32")}, "unexpected names: m.2"),
+        ({"u.0": np.zeros(2, "float32")}, "unexpected names: u.0"),
+        ({"m.0": np.zeros(3, "float32")}, r"m.0 is \(3,\) float32 \(accepted: \(2,\) float32\)"),
+        ({"m.0": np.zeros(2)}, r"m.0 is \(2,\) float64"),
+        ({"v.0": [0.0, 0.0]}, r"v.0 is \(2,\) list"),
+        ({"v.0": None}, "v.0 is absent"),
+        ({"t": None}, "t is None"),
+        ({"t": 1.0}, "t is 1.0"),
+        ({"t": np.array(-1)}, "t is -1"),
+    ],
+)
+def test_a_state_that_is_another_optimizers(change, said):
+    p = nn.Parameter(ndl.ones(2))
+    optimizer = AdamW([p])
+    p.grad = ndl.ones(2)
+    optimizer.step()
+    before = optimizer.state_dict()
+    with pytest.raises(CheckpointError, match=said):
+        optimizer.load_state_dict({**before, **change})
+    assert all(np.array_equal(before[name], values) for name, values in optimizer.state_dict().items())
 
 
 # ---- saves that fail

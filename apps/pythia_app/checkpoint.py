@@ -6,11 +6,7 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
-
 from needle import files
-from needle.backend_ndarray import NDArray
-from needle.backend_ndarray.host_memory import OPTIMIZER_STATE
 from needle.checkpoints import CheckpointFolder, read_folder, read_tensors, verify, write_tensors
 from needle.data.text_tokenizer import TextTokenizer
 from needle.errors import CheckpointError
@@ -24,14 +20,10 @@ KEYS = {"step", "steps", "data", "options", "optimizer_steps", "scaler", "random
 
 def save(folder: CheckpointFolder, model: Pythia, optimizer: AdamW, state: dict, tokenizer: TextTokenizer | None = None) -> Path:
     """The run's newest checkpoint from now on. raises: CheckpointError if there is no room; the one before then stays."""
-    moments = {}
-    for name, p in model.named_parameters():
-        if p in optimizer.m:
-            moments |= {f"m.{name}": optimizer.m[p], f"v.{name}": optimizer.v[p]}
 
     def write(path: Path) -> None:
         pretrained.write(model, path, tokenizer)
-        write_tensors(path / OPTIMIZER, moments)
+        write_tensors(path / OPTIMIZER, optimizer.named_states(_names(model, optimizer)))
         (path / STATE).write_text(json.dumps({**state, "optimizer_steps": optimizer.t}, allow_nan=False))
 
     return folder.save(state["step"], write)
@@ -76,15 +68,16 @@ def load(path: Path, model: Pythia, optimizer: AdamW | None) -> None:
     load_published(model, read_folder(path))
     if optimizer is None:
         return
-    steps, moments = read_state(path)["optimizer_steps"], read_tensors(path / OPTIMIZER)
-    for name, p in model.named_parameters() if steps else ():
-        for letter, kept in (("m", optimizer.m), ("v", optimizer.v)):
-            values = moments.get(f"{letter}.{name}")
-            if values is None or values.shape != p.shape or values.dtype != np.float32:
-                found = "absent" if values is None else f"{values.shape} {values.dtype}"
-                raise CheckpointError(
-                    f"[load_checkpoint] {letter}.{name} in {path / OPTIMIZER} is {found} (accepted: {p.shape} float32)"
-                )
-            kept[p] = NDArray(values, device=p.device, dtype="float32")
-            kept[p].category = OPTIMIZER_STATE
-    optimizer.t = steps
+    steps, tensors, names = read_state(path)["optimizer_steps"], read_tensors(path / OPTIMIZER), _names(model, optimizer)
+    for name in (f"m.{name}" for name in names) if steps else ():
+        if name not in tensors:  # every parameter of a Pythia has had gradients
+            raise CheckpointError(f"[load_checkpoint] {name} in {path / OPTIMIZER} is absent")
+    try:
+        optimizer.load_state_dict({**tensors, "t": steps}, names)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, in {path / OPTIMIZER}") from None
+
+
+def _names(model: Pythia, optimizer: AdamW) -> list[str]:
+    paths = {p: path for path, p in model.named_parameters()}
+    return [paths[p] for p in optimizer.params]

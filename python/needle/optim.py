@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from . import dtype as dt
 from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
-from .errors import ShapeError, type_name
+from .errors import CheckpointError, ShapeError, type_name
 
 _Update = tuple[Tensor, NDArray, NDArray]
 
@@ -43,6 +45,8 @@ class Optimizer:
     raises: TypeError for what is no Tensor; ValueError for no parameter at all, and for one that is there twice, which would take
     two steps.
     """
+
+    STATES: tuple[str, ...]  # a subclass names its attributes that are dicts of arrays by parameter
 
     def __init__(self, params: Iterable[Tensor]):
         self.params: list[Tensor] = _several(params)
@@ -76,6 +80,49 @@ class Optimizer:
                 if p not in of_kind:
                     state = of_kind[p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
                     state.category = OPTIMIZER_STATE
+
+    def named_states(self, names: Sequence[str] | None = None) -> dict[str, NDArray]:
+        """The arrays that the next step goes on from and changes, ``m.0`` being the ``m`` of the first parameter.
+
+        names: what ``params`` are called, in their order, instead of by number. raises: ValueError for another count of names.
+        """
+        kinds = [(kind, getattr(self, kind)) for kind in self.STATES]
+        return {f"{kind}.{name}": of[p] for kind, of in kinds for name, p in self._by_name(names).items() if p in of}
+
+    def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """A copy of ``named_states`` in numpy, and of the count of steps where it matters, as ``t``.
+
+        Hyperparameters, the learning rate among them, are not in it: they are the constructor's.
+        """
+        return {name: array.numpy() for name, array in self.named_states(names).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+        """Goes on from what ``state_dict`` gave; a parameter that is not in it begins anew, as one that had no gradient so far.
+
+        raises: CheckpointError if it is another optimizer's or another model's; then nothing has changed.
+        """
+        by_name = self._by_name(names)
+        extra = sorted(map(str, set(state) - {f"{kind}.{name}" for kind in self.STATES for name in by_name}))
+        if extra:
+            raise CheckpointError(f"[load_state_dict] unexpected names: {', '.join(extra[:5])}")
+        loaded: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in self.STATES}
+        for name, p in by_name.items():
+            found = [f"{kind}.{name}" in state for kind in self.STATES]
+            for kind in self.STATES if any(found) else ():
+                values: Any = state.get(f"{kind}.{name}")
+                dtype = dt.accumulator(p.dtype)
+                if getattr(values, "shape", None) != p.shape or values.dtype != dtype:
+                    what = "absent" if values is None else f"{np.shape(values)} {getattr(values, 'dtype', type_name(values))}"
+                    raise CheckpointError(f"[load_state_dict] {kind}.{name} is {what} (accepted: {p.shape} {dtype})")
+                array = loaded[kind][p] = NDArray(values, device=p.device, dtype=dtype)
+                array.category = OPTIMIZER_STATE
+        vars(self).update(loaded)
+
+    def _by_name(self, names: Sequence[str] | None) -> dict[str, Tensor]:
+        names = [str(i) for i in range(len(self.params))] if names is None else names
+        if len(set(names)) != len(self.params) or len(names) != len(self.params):
+            raise ValueError(f"[optim] {len(set(names))} names for {len(self.params)} parameters (accepted: one for each)")
+        return dict(zip(names, self.params))
 
     def clip_grad_norm(self, max_norm: float = 0.25) -> float:
         """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before."""
@@ -117,6 +164,8 @@ def _with_gradients(params: Iterable[Any]) -> list[_Update]:
 class SGD(Optimizer):
     """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u. PyTorch's has no factor 1 - momentum."""
 
+    STATES = ("u",)
+
     def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0):
         super().__init__(params)
         _checked("SGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
@@ -134,6 +183,8 @@ class SGD(Optimizer):
 class _Moments(Optimizer):
     """What Adam and AdamW share: two moments per parameter, float32 (float64 for float64), and the fused update."""
 
+    STATES = ("m", "v")
+
     def __init__(self, params: Iterable[Tensor]):
         super().__init__(params)
         self.t = 0
@@ -147,6 +198,19 @@ class _Moments(Optimizer):
         self._make_states(updates, self.m, self.v)
         self.t += 1
         return scale
+
+    def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        return {**super().state_dict(names), "t": np.array(self.t)}
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+        try:
+            t = operator.index(state["t"])
+        except (KeyError, TypeError):
+            t = -1
+        if not 0 <= t < 1 << 62:
+            raise CheckpointError(f"[load_state_dict] t is {state.get('t', 'absent')} (accepted: a count of steps)")
+        super().load_state_dict({name: values for name, values in state.items() if name != "t"}, names)
+        self.t = t
 
 
 class Adam(_Moments):
