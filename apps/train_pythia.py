@@ -31,8 +31,9 @@ from needle.models import PythiaConfig
 from needle.models.pretrained import TOKENIZER
 from pythia_app import checkpoint, command, config_file
 from pythia_app.flops import peak_flops
+from pythia_app.loading import find_model, fit_options
 from pythia_app.memory import Budget
-from pythia_app.options import device, new_folder, not_taken, parse, run_folder
+from pythia_app.options import device, new_folder, notes, parse, run_folder
 from pythia_app.page import METRICS, PAGE, About, mask_picture
 from pythia_app.report import Reporter, duration, mib
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
@@ -45,25 +46,32 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def start(argv: list[str] | None) -> int:
-    """A new run, or one that goes on from a checkpoint."""
+    """A new run, from trained weights if so told, or one that goes on from a checkpoint."""
     options = parse(argv)
     where = options.load_checkpoint
     if options.resume and CheckpointFolder(options.checkpoint_dir).names():
         where = options.checkpoint_dir
     if where is None:
-        return run(options)
+        weights = find_model(options.init_from) if options.init_from else None
+        if weights is not None:
+            fit_options(options, weights)
+        for note in notes(argv, options):
+            print(f"note: {note}", file=sys.stderr)
+        return run(options, weights=weights)
     saved, problems = checkpoint.find(Path(where))
     for problem in problems:
         print(f"{problem}; going on from {saved.name}", file=sys.stderr)
     state = checkpoint.read_state(saved)
     resumed = parse(argv, state["options"])
-    for note in not_taken(argv, resumed):
+    for note in notes(argv, resumed):
         print(f"note: {note}", file=sys.stderr)
     return run(resumed, saved, state)
 
 
-def run(options, saved: Path | None = None, state: dict | None = None) -> int:
-    """saved, state: the checkpoint to go on from and what it says; ``options`` are made with it."""
+def run(options, saved: Path | None = None, state: dict | None = None, weights: Path | None = None) -> int:
+    """saved, state: the checkpoint to go on from and what it says; weights: the folder of a model to begin with. ``options`` are
+    made with it.
+    """
     where = device(options.device)
     given = folder = None
     if not (options.compare_dense or options.eval_only or options.plan):
@@ -75,8 +83,10 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
             Budget(options, options.vocab_size, where, sparse).show()
         return 0
     tokenizer = options.tokenizer
-    if options.eval_only and tokenizer is None and saved is not None and (saved / TOKENIZER).is_file():
-        tokenizer = saved / TOKENIZER  # of other text than it was trained on, one made anew would have other ids
+    if saved is not None and state is not None and (saved / TOKENIZER).is_file():
+        removed = tokenizer is not None and tokenizer == state["options"].get("tokenizer") and not files.home(tokenizer).exists()
+        if removed or (tokenizer is None and options.eval_only):
+            tokenizer = saved / TOKENIZER  # one made anew, of other text than it was trained on, would have other ids
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=tokenizer)
     unigram = unigram_entropy(text.train, text.held_out, text.vocab_size)
     said = (
@@ -95,15 +105,17 @@ def run(options, saved: Path | None = None, state: dict | None = None) -> int:
     set_limit(options.memory_limit, where)
     if options.compare_dense:
         with StopRequest() as stop:
-            rows = compare_dense(options, configs, text, where, stop)
+            rows = compare_dense(options, configs, text, where, stop, weights)
         print(table([list(rows[0]), *(list(row.values()) for row in rows)]))
         return stop.exit_code if stop.asked else 0
-    trainer = Trainer(options, configs[0], text, where)
+    trainer = Trainer(options, configs[0], text, where, weights)
     if saved is not None and state is not None:
         checkpoint.load(saved, trainer.model, None if options.eval_only else trainer.optimizer)
         if not options.eval_only:
             trainer.load_state(state)
     title, facts = f"Pythia-{options.model} on {where}", described(options, trainer.config, planned)
+    if weights is not None:
+        facts["weights"] = f"weights of {weights}"
     print(f"{title}: {'; '.join(facts.values())}", flush=True)
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)

@@ -22,6 +22,7 @@ import pytest
 
 import pythia_app
 from needle.data.token_files import TokenWriter
+from needle.models import Pythia, PythiaConfig
 from pythia_app.config_file import STARTED
 from pythia_app.trainer import Trainer
 
@@ -167,6 +168,8 @@ def test_a_flag_that_cannot_change_is_said(main, tmp_path):
     config.write_text("pattern: mixed\nwindow: 2\n")
     code, lines = main(*flags, "--config", config)
     assert code == 0 and lines == ["note: --pattern mixed is not taken: the checkpoint has local"]
+    assert main("--config", config, "--plan") == (0, ["note: --pattern mixed says nothing without --sparse"])
+    assert main("--config", config, "--plan", "--sparse") == (0, [])
 
 
 def test_sigterm_saves_and_the_same_command_with_resume_goes_on(run, text, tmp_path):
@@ -293,6 +296,42 @@ def test_accumulation_eval_only_and_comparison(run, text, tmp_path):
     table = run("--compare_dense", "--max_steps", 2)
     assert table.returncode == 0, table.stderr
     assert "attention ms/step" in table.stdout and "dense" in table.stdout and "local" in table.stdout
+
+
+def test_a_run_begins_with_trained_weights(run, text, tmp_path):
+    """With size, vocabulary and tokenizer of theirs, whatever the flags say; it goes on when they are gone."""
+    first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other.txt"
+    other.write_text(text.read_text()[::-1])
+    assert run("--max_steps", 4, "--checkpoint_dir", first, "--sparse").returncode == 0
+    flags = ("--dataset", other, "--model", "31m", "--vocab_size", 400)
+    only, loaded = (
+        run(*flags, "--init_from", first, "--eval_only"),
+        run("--dataset", other, "--load_checkpoint", first, "--eval_only"),
+    )
+    dense = "was trained with local attention; without --sparse it is dense"
+    notes = [line.partition(": ")[2] for line in only.stderr.splitlines()]
+    assert notes[0] == f"{first / 'step-000004'} {dense}" and notes[1:] == [
+        "--model 31m is not taken: the checkpoint has 14m", "--vocab_size 400 is not taken: the checkpoint has 300",
+    ]  # fmt: skip
+    sparse = run(*flags, "--init_from", first, "--sparse", "--eval_only")
+    assert dense not in sparse.stderr and sparse.stdout.splitlines()[-1] == loaded.stdout.splitlines()[-1]
+    go = ("--dataset", other, "--init_from", first / "step-000004", "--sparse", "--checkpoint_dir", second, "--resume")
+    begun = run(*go, "--max_steps", 2)
+    assert begun.returncode == 0 and f"weights of {first / 'step-000004'}" in begun.stdout, begun.stderr
+    assert run("--compare_dense", "--init_from", first, "--max_steps", 1).returncode == 0
+    shutil.rmtree(first)
+    gone_on = run(*go, "--max_steps", 3)
+    assert gone_on.returncode == 0 and len(losses(second)) == 3, gone_on.stderr
+    assert (second / "step-000003" / "tokenizer.json").read_bytes() == (second / "step-000002" / "tokenizer.json").read_bytes()
+
+
+def test_weights_that_no_run_can_begin_with(main, tmp_path):
+    config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=300)
+    Pythia(config).save_pretrained(tmp_path / "small")
+    Pythia(PythiaConfig.named("14m", vocab_size=300)).save_pretrained(tmp_path / "mute")
+    for folder, said in (("small", "has no published size (accepted: 14m, "), ("mute", "no tokenizer.json in")):
+        code, lines = main("--init_from", tmp_path / folder)
+        assert code == 2 and len(lines) == 1 and said in lines[0], lines
 
 
 def test_epochs_of_a_comparison(run, monkeypatch):
@@ -432,6 +471,9 @@ WRONG = [
     (("--load_checkpoint", "tests"), "no checkpoint in tests"),
     (("--load_checkpoint", "README.md"), "no such folder: README.md"),
     (("--load_checkpoint", "n" * 5000), "no such folder"),
+    (("--init_from", "no/such/folder"), "no such folder"),
+    (("--init_from", "tests"), "cannot read tests/config.json"),
+    (("--init_from", ""), "[init_from] is empty"),
     (("--dataset", "n" * 5000), "unknown data set"),
     (("--checkpoint_dir", ""), "[checkpoint_dir] is empty"),
     (("--tokenizer", "no-such-file"), "no-such-file"),

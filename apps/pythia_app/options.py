@@ -22,6 +22,7 @@ from needle.memory import parse_bytes
 from needle.models import SIZES, layers_or_bytes, size_name
 from needle.nn import PATTERNS
 from pythia_app import config_file
+from pythia_app.loading import MODEL_HELP
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
 DEVICE_HELP = f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}"
@@ -61,6 +62,13 @@ def _parser() -> Parser:
     )
     model = parser.add_argument_group("model")
     flag(model, "model", default="70m", metavar="SIZE", help=f"one of {', '.join(SIZES)}")
+    flag(
+        model,
+        "init_from",
+        default=None,
+        metavar="MODEL",
+        help="begin with the weights, the size, the vocabulary and the tokenizer of a trained model: " + MODEL_HELP,
+    )
     flag(model, "vocab_size", type=int, default=10_000, help="token ids the model and its tokenizer have")
     flag(model, "seed", type=int, default=0, help="of the weights, dropout, the order of the text and the sample")
     sparse = parser.add_argument_group("attention")
@@ -155,8 +163,8 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
     return options
 
 
-def not_taken(argv: list[str] | None, resumed: argparse.Namespace) -> list[str]:
-    """The flags that were set, and for which ``resumed`` has what the checkpoint's model is."""
+def notes(argv: list[str] | None, options: argparse.Namespace) -> list[str]:
+    """What is said of flags that were set: that a saved model has something else, which ``options`` have, or no use for them."""
     parser = _parser()
     parser.set_defaults(**dict.fromkeys(FIXED))
     given = parser.parse_args(argv)
@@ -164,11 +172,14 @@ def not_taken(argv: list[str] | None, resumed: argparse.Namespace) -> list[str]:
         parser.set_defaults(**config_file.read(given.config, _parser()))
         given = parser.parse_args(argv)
     given.model = given.model and size_name(given.model)
-    return [
-        f"--{name} {getattr(given, name)} is not taken: the checkpoint has {getattr(resumed, name)}"
+    said = [
+        f"--{name} {getattr(given, name)} is not taken: the checkpoint has {getattr(options, name)}"
         for name in FIXED
-        if getattr(given, name) not in (None, getattr(resumed, name))
+        if getattr(given, name) not in (None, getattr(options, name))
     ]
+    if not said and options.pattern != _parser().get_default("pattern") and not (options.sparse or options.compare_dense):
+        said.append(f"--pattern {options.pattern} says nothing without --sparse")
+    return said
 
 
 def check(options: argparse.Namespace) -> None:
@@ -187,7 +198,7 @@ def check(options: argparse.Namespace) -> None:
             raise ShapeError(f"[{name}] is {value} (accepted: 0 to 1)")
     if not all(0 <= beta < 1 for beta in options.betas):
         raise ShapeError(f"[betas] are {options.betas} (accepted: at least 0, below 1)")
-    for name in ("dataset", "tokenizer", "checkpoint_dir", "load_checkpoint"):
+    for name in ("dataset", "tokenizer", "checkpoint_dir", "load_checkpoint", "init_from"):
         if getattr(options, name) == "":
             raise DataError(f"[{name}] is empty (accepted: a name)")
     for name in ("load_checkpoint", "resume", "eval_only"):

@@ -6,17 +6,18 @@ import math
 import os
 import signal
 import time
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
 import needle as ndl
 from needle import amp, ops
-from needle.checkpoints import random_state, set_random_state
+from needle.checkpoints import random_state, read_folder, set_random_state
 from needle.data.prefetch import Prefetch
 from needle.data.text import TextData, TokenBatches
 from needle.errors import CheckpointError, DataError
-from needle.models import Pythia, PythiaConfig, checkpointed, train_step
+from needle.models import Pythia, PythiaConfig, checkpointed, load_published, train_step
 from needle.models.training import Step
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
@@ -77,11 +78,13 @@ class StopRequest:
 
 
 class Trainer:
-    """A model, its optimizer and its place in the text."""
+    """A model, its optimizer and its place in the text. weights: the folder of a model to begin with."""
 
-    def __init__(self, options, config: PythiaConfig, text: TextData, device):
+    def __init__(self, options, config: PythiaConfig, text: TextData, device, weights: Path | None = None):
         self.options, self.config, self.device = options, config, device
         self.model = Pythia(self.config, device=device, seed=options.seed)
+        if weights is not None:
+            load_published(self.model, read_folder(weights))
         self.optimizer = AdamW(
             self.model.parameter_groups(options.weight_decay), lr=options.lr, betas=tuple(options.betas), eps=options.eps
         )
@@ -189,11 +192,13 @@ def attention_seconds(config: PythiaConfig, batch: int, T: int, device, precisio
     return median(times) * config.layers
 
 
-def compare_dense(options, configs: list[PythiaConfig], text: TextData, device, stop: StopRequest) -> list[dict[str, str]]:
+def compare_dense(
+    options, configs: list[PythiaConfig], text: TextData, device, stop: StopRequest, weights: Path | None = None
+) -> list[dict[str, str]]:
     """Trains the configurations on the same batches, one after the other; a row of figures for each."""
     rows = []
     for config in configs:
-        trainer = Trainer(options, config, text, device)
+        trainer = Trainer(options, config, text, device, weights)
         if not options.max_steps and not options.epochs:
             trainer.steps = COMPARED_STEPS
         device.reset_peak()

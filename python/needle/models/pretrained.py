@@ -27,7 +27,7 @@ _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 def load(kind: type[Pythia], source: str | Path, device: BackendDevice | None, dtype: str, revision: str | None) -> Pythia:
     """``Pythia.from_pretrained``. Nothing is made before the files are seen to hold what config.json says."""
-    folder = _folder(source, revision)
+    folder = folder_of(source, revision)
     config = read_config(folder)
     state = read_folder(folder)
     if config.layers > len(state):
@@ -63,7 +63,8 @@ def _check_room(planned: Pythia, device: BackendDevice) -> None:
         raise CheckpointError(f"parameters take {needed:,} bytes ({device} has {there:,})")
 
 
-def _folder(source: str | Path, revision: str | None) -> Path:
+def folder_of(source: str | Path, revision: str | None = None) -> Path:
+    """``source`` if it is a folder, else where the Hub's files of that name are now. raises: CheckpointError."""
     try:
         path = files.home(source)
     except DataError as error:
@@ -89,7 +90,7 @@ def _folder(source: str | Path, revision: str | None) -> Path:
 
 def tokenizer_of(source: str | Path, revision: str | None = None) -> TextTokenizer:
     """The tokenizer beside the model that ``Pythia.from_pretrained(source)`` loads. raises: DataError, CheckpointError."""
-    folder = _folder(source, revision)
+    folder = folder_of(source, revision)
     try:
         path = files.member(folder, TOKENIZER)
     except (OSError, ValueError) as error:
