@@ -101,6 +101,8 @@ CASES = [
         lambda a: 0.5 * a * (1 + np.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))),
     ),
     OpCase("maximum", ops.maximum, [(3, 5), (3, 5)], ["Maximum"], np.maximum),
+    OpCase("minimum", ops.minimum, [(3, 1, 5), (4, 5)], ["Minimum"], np.minimum),
+    OpCase("clip", lambda a: ops.clip(a, -0.5, 0.75), [(3, 5)], ["Clip"], lambda a: np.clip(a, -0.5, 0.75)),
     OpCase("astype", lambda a: ops.astype(a * 1, "float64"), [(3, 5)], ["AsType"], lambda a: a),
     OpCase("where", lambda a, b: ops.where(ops.relu(a.detach() * 1e30), a, b), [(3, 5), (3, 5)], ["Where"],
            lambda a, b: np.where(a > 0, a, b), away_from_zero, dtypes=("float64", "float32", "bfloat16")),

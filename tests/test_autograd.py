@@ -117,6 +117,27 @@ def test_maximum_takes_a_number_on_either_side(host):
             ops.maximum(*wrong)
 
 
+def test_clip_and_minimum(host):
+    """As numpy has them, NaN included; between the bounds, and on them, the gradient passes."""
+    values = [-2.0, -1.0, 0.5, 1.0, 3.0, np.nan]
+    for low, high, slope in ((-1, 1.0, [0, 1, 1, 1, 0, 0]), (None, 1, [1, 1, 1, 1, 0, 0]), (-1.0, None, [0, 1, 1, 1, 1, 0])):
+        x = leaf(values, host)
+        out = ops.clip(x, low, high)
+        (out * 2).sum().backward()
+        np.testing.assert_array_equal(out.numpy(), np.clip(values, low, high))
+        np.testing.assert_array_equal(x.grad.numpy(), np.array(slope) * 2)
+    x = leaf([-1.0, 0.5, 2.0], host)
+    ops.minimum(ops.minimum(x, 0.5), leaf([[5.0], [-5.0]], host)).sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [1, 0.5, 0])
+    whole = ndl.Tensor([1, 3], dtype="int32", device=host)
+    assert ops.clip(whole, 2).dtype == "int32" and ops.clip(whole, max=2.5).numpy().tolist() == [1, 2.5]
+    with pytest.raises(ValueError, match="neither min nor max"):
+        ops.clip(x)
+    for wrong in ((x, "1"), (x, x), (1.0, 1.0)):
+        with pytest.raises(DTypeError):
+            ops.clip(*wrong)
+
+
 def test_micro_batches_give_the_gradient_of_the_whole_batch(host):
     rng = np.random.default_rng(0)
     data, w = rng.standard_normal((12, 5)), leaf(rng.standard_normal((5, 3)), host)

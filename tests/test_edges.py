@@ -913,12 +913,40 @@ def test_sequences_without_a_batch():
 
 
 @pytest.mark.parametrize(
-    "wrong", [*({"kernel_size": k} for k in ((3, 5), 0, (), 2.5, "3")), {"kernel_size": 3, "stride": (1, 2)}], ids=str
+    "wrong",
+    [
+        *({"kernel_size": k} for k in ((3, 5), 0, (), 2.5, "3")),
+        {"kernel_size": 3, "stride": (1, 2)},
+        {"kernel_size": 3, "padding": -1},
+    ],
+    ids=str,
 )
 def test_kernels_and_strides_of_a_convolution(wrong):
-    with pytest.raises(ShapeError, match=r"\[Conv\] (kernel_size|stride) is"):
+    with pytest.raises(ShapeError, match=r"\[Conv\] (kernel_size|stride|padding) is"):
         nn.Conv(2, 3, **wrong)
     assert nn.Conv(2, 3, (3, 3), [2, 2]).stride == 2
+
+
+def test_the_padding_of_a_convolution(device):
+    x = leaf(np.random.default_rng(0).standard_normal((2, 3, 6, 5)), device)
+    same = nn.Conv(3, 4, 3, device=device)
+    for padding in (0, 2, (2, 2)):
+        other = nn.Conv(3, 4, 3, device=device, padding=padding)
+        other.load_state_dict(same.state_dict())
+        cut = 1 - other.padding
+        inner, outer = (same(x), other(x)) if cut > 0 else (other(x), same(x))
+        cut = abs(cut)
+        np.testing.assert_allclose(inner.numpy()[:, :, cut:-cut, cut:-cut], outer.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sequential_is_a_sequence():
+    one, two, three = nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)
+    model = nn.Sequential(one, two, three)
+    assert list(model) == [one, two, three] and len(model) == 3 and model[-1] is three
+    assert isinstance(model[:2], nn.Sequential) and list(model[:2]) == [one, two] and model[:2].parameters() == one.parameters()
+    assert nn.Sequential() and not len(nn.Sequential())
+    with pytest.raises(IndexError):
+        model[3]
 
 
 def test_dropout_of_everything(device):

@@ -217,11 +217,25 @@ class GELU(Module):
 
 
 class Sequential(Module):
-    """Modules one after the other, each on what the one before gives."""
+    """Modules one after the other, each on what the one before gives. It has their number, an index and an order; a slice is a
+    Sequential of the same modules.
+    """
 
     def __init__(self, *modules: Module):
         super().__init__()
         self.modules = modules
+
+    def __len__(self) -> int:
+        return len(self.modules)
+
+    def __bool__(self) -> bool:
+        return True  # as every Module, also one of none
+
+    def __iter__(self) -> Iterator[Module]:
+        return iter(self.modules)
+
+    def __getitem__(self, index: int | slice) -> Module:
+        return Sequential(*self.modules[index]) if isinstance(index, slice) else self.modules[index]
 
     def forward(self, x: Tensor) -> Tensor:
         for module in self.modules:

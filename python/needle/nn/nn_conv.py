@@ -10,25 +10,27 @@ from ..errors import ShapeError
 from .nn_basic import Module, Parameter
 
 
-def _side(name: str, value) -> int:
+def _side(name: str, value, least: int = 1) -> int:
     """The number, or the one that a tuple has throughout. raises: ShapeError for anything else."""
     sides = list(value) if isinstance(value, (tuple, list)) else [value]
-    if not sides or any(not hasattr(side, "__index__") or side < 1 or side != sides[0] for side in sides):
-        raise ShapeError(f"[Conv] {name} is {value!r} (accepted: a whole number of at least 1, the same along both axes)")
+    if not sides or any(not hasattr(side, "__index__") or side < least or side != sides[0] for side in sides):
+        raise ShapeError(f"[Conv] {name} is {value!r} (accepted: a whole number of at least {least}, the same along both axes)")
     return sides[0]
 
 
 class Conv(Module):
-    """2-D convolution of (N, in, H, W) -> (N, out, H', W'), padded so that a stride of 1 keeps H and W (odd kernels).
+    """2-D convolution of (N, in, H, W) -> (N, out, H', W'), H' = (H + 2 padding - K) // stride + 1.
 
     weight: (K, K, in, out), Kaiming-uniform with fan-in in * K * K; bias: (out,), uniform +-1 / sqrt(in * K * K).
-    kernel_size, stride: a number of at least 1, or a tuple of equal ones. raises: ShapeError for others.
+    kernel_size, stride: a number of at least 1, or a tuple of equal ones. padding: so many zeros on each side; by default
+    (K - 1) // 2, with which a stride of 1 keeps H and W (odd kernels). raises: ShapeError for others.
     """
 
-    def __init__(self, in_channels, out_channels, kernel_size, stride=1, bias=True, device=None, dtype="float32"):
+    def __init__(self, in_channels, out_channels, kernel_size, stride=1, bias=True, device=None, dtype="float32", padding=None):
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride = _side("kernel_size", kernel_size), _side("stride", stride)
+        self.padding = (self.kernel_size - 1) // 2 if padding is None else _side("padding", padding, 0)
         k, fan_in = self.kernel_size, in_channels * self.kernel_size**2
         shape = (k, k, in_channels, out_channels)
         self.weight = Parameter(init.kaiming_uniform(fan_in, out_channels * k * k, shape=shape, device=device, dtype=dtype))
@@ -42,7 +44,7 @@ class Conv(Module):
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ShapeError(f"[Conv] x is {x.shape} (accepted: (N, {self.in_channels}, H, W))")
         image = ops.permute(x, (0, 2, 3, 1))
-        out = ops.conv(image, self.weight, stride=self.stride, padding=(self.kernel_size - 1) // 2)
+        out = ops.conv(image, self.weight, stride=self.stride, padding=self.padding)
         if self.bias is not None:
             out = out + ops.broadcast_to(ops.reshape(self.bias, (1, 1, 1, self.out_channels)), out.shape)
         return ops.permute(out, (0, 3, 1, 2))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
+from functools import reduce
+from numbers import Real
 from typing import Any
 
 from .. import dtype as dt
@@ -22,7 +26,7 @@ from ..backend_ndarray.ndarray import full
 from ..backend_ndarray.ndarray import matmul as _matmul
 from ..backend_ndarray.shapes import normalize_axes, reduced_shape
 from ..backend_selection import Device
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError, type_name
 from ._reads import _InputRead, _NoRead, _OutputRead
 from .ops_shape import broadcast_to, reshape, transpose
 
@@ -455,18 +459,35 @@ def gelu(a: Tensor, approximate: str = "none") -> Tensor:
     return GELU(approximate)(a)
 
 
-class Maximum(_InputRead):
-    """Elementwise maximum, broadcasting; equal values share the gradient."""
+class _Extremum(_InputRead):
+    """One of two, elementwise, broadcasting: ``takes(a, b)`` tells where it is a. Equal ones share the gradient."""
 
-    def compute(self, a, b):
-        return a.maximum(b)
+    takes: Callable[[NDArray, NDArray], NDArray]
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
         x, y = a.realize_cached_data(), b.realize_cached_data()
-        share = (x > y).astype(out_grad.dtype) + (x == y).astype(out_grad.dtype) * 0.5
+        share = self.takes(x, y).astype(out_grad.dtype) + (x == y).astype(out_grad.dtype) * 0.5
         weight = Tensor.make_const(share)
         return unbroadcast(out_grad * weight, a.shape), unbroadcast(out_grad * (1 - weight), b.shape)
+
+
+class Maximum(_Extremum):
+    """The larger of two."""
+
+    takes = staticmethod(operator.gt)
+
+    def compute(self, a, b):
+        return a.maximum(b)
+
+
+class Minimum(_Extremum):
+    """The smaller of two."""
+
+    takes = staticmethod(operator.lt)
+
+    def compute(self, a, b):
+        return a.minimum(b)
 
 
 def _tensor_or_number(x: Tensor | float, dtype: str, device: Device) -> Tensor:
@@ -476,11 +497,51 @@ def _tensor_or_number(x: Tensor | float, dtype: str, device: Device) -> Tensor:
     return Tensor.make_const(full((), x, dt.with_scalar(dtype, x, device.default_float), device))
 
 
+def _extremum(op: _Extremum, a: Tensor | float, b: Tensor | float) -> Tensor:
+    some: Any = a if isinstance(a, Tensor) else b
+    check_tensors(op.name, some)
+    return op(*[_tensor_or_number(x, some.dtype, some.device) for x in (a, b)])
+
+
 def maximum(a: Tensor | float, b: Tensor | float) -> Tensor:
     """The larger of a and b, elementwise; the two broadcast, one may be a number. Equal ones get half of the gradient each."""
-    some: Any = a if isinstance(a, Tensor) else b
-    check_tensors("maximum", some)
-    return Maximum()(*[_tensor_or_number(x, some.dtype, some.device) for x in (a, b)])
+    return _extremum(Maximum(), a, b)
+
+
+def minimum(a: Tensor | float, b: Tensor | float) -> Tensor:
+    """The smaller of a and b, elementwise; the two broadcast, one may be a number. Equal ones get half of the gradient each."""
+    return _extremum(Minimum(), a, b)
+
+
+class Clip(_InputRead):
+    """The nearest value from low to high; either may be None."""
+
+    def __init__(self, low: float | None, high: float | None):
+        self.low, self.high = low, high
+
+    def compute(self, a):
+        a = a if self.low is None else a.maximum(self.low)
+        return a if self.high is None else a.minimum(self.high)
+
+    def gradient(self, out_grad, node):
+        x = node.inputs[0].realize_cached_data()
+        inside = [x >= self.low] if self.low is not None else []
+        inside += [x <= self.high] if self.high is not None else []
+        return out_grad * Tensor.make_const(reduce(operator.mul, [part.astype(out_grad.dtype) for part in inside]))
+
+
+def clip(a: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
+    """The values below min and above max, one of which may be None, become these; their gradient is 0.
+
+    raises: DTypeError for a bound that is no number; ValueError without any.
+    """
+    check_tensors("clip", a)
+    if min is None and max is None:
+        raise ValueError("[clip] neither min nor max is given (accepted: a number for one of them or both)")
+    for name, bound in (("min", min), ("max", max)):
+        if bound is not None and not isinstance(bound, Real):
+            raise DTypeError(f"[clip] {name} is of type {type_name(bound)} (accepted: a number)")
+    return Clip(min, max)(a)
 
 
 class AsType(_NoRead):
