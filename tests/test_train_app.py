@@ -329,9 +329,19 @@ def test_weights_that_no_run_can_begin_with(main, tmp_path):
     config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=300)
     Pythia(config).save_pretrained(tmp_path / "small")
     Pythia(PythiaConfig.named("14m", vocab_size=300)).save_pretrained(tmp_path / "mute")
-    for folder, said in (("small", "has no published size (accepted: 14m, "), ("mute", "no tokenizer.json in")):
-        code, lines = main("--init_from", tmp_path / folder)
-        assert code == 2 and len(lines) == 1 and said in lines[0], lines
+    shutil.copytree(tmp_path / "mute", tmp_path / "wider")
+    config = json.loads((tmp_path / "wider" / "config.json").read_text())
+    (tmp_path / "wider" / "config.json").write_text(json.dumps({**config, "vocab_size": 301}))
+    writer = TokenWriter(tmp_path / "wider", 301)
+    writer.write(np.arange(3000) % 301, [3000])
+    writer.finish(tmp_path / "tokens")
+    for folder, said, *more in (
+        ("small", "has no published size (accepted: 14m, "),
+        ("mute", "no tokenizer.json in"),
+        ("wider", "wider: [load_published] gpt_neox.embed_in.weight is (300, 128)", "--dataset", tmp_path / "tokens"),
+    ):
+        code, lines = main("--init_from", tmp_path / folder, *more)
+        assert code == 2 and said in lines[-1], lines
 
 
 def test_epochs_of_a_comparison(run, monkeypatch):
