@@ -332,7 +332,8 @@ def test_weights_that_no_run_can_begin_with(main, tmp_path):
     shutil.copytree(tmp_path / "mute", tmp_path / "wider")
     config = json.loads((tmp_path / "wider" / "config.json").read_text())
     (tmp_path / "wider" / "config.json").write_text(json.dumps({**config, "vocab_size": 301}))
-    writer = TokenWriter(tmp_path / "wider", 301)
+    (tmp_path / "writing").mkdir()
+    writer = TokenWriter(tmp_path / "writing", 301)
     writer.write(np.arange(3000) % 301, [3000])
     writer.finish(tmp_path / "tokens")
     for folder, said, *more in (
