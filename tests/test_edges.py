@@ -874,18 +874,42 @@ def test_what_an_optimizer_takes(device):
         for wrong in (p, {"weight": p}, None, [p, "weight"], [("weight", p)], [np.ones(2)], [p, {"params": [q]}]):
             with pytest.raises(TypeError, match=r"\[optim\] params"):
                 kind(wrong)
-    for wrong in ({"lr": 0.1}, {"params": [q], "betas": (0.5, 0.5)}, q):
-        with pytest.raises(ValueError, match=r"\[AdamW\] a group"):
-            AdamW([{"params": [p]}, wrong])
-    with pytest.raises(ValueError, match="twice"):
-        AdamW([{"params": [p]}, {"params": [q, p], "lr": 0.1}])
-    with pytest.raises(TypeError, match="params holds a dict"):
-        SGD([{"params": [p]}])
+        for wrong in ({"lr": 0.1}, {"params": [q], "betas": (0.5, 0.5)}, q):
+            with pytest.raises(ValueError, match=rf"\[{kind.__name__}\] a group"):
+                kind([{"params": [p]}, wrong])
+        with pytest.raises(ValueError, match="twice"):
+            kind([{"params": [p]}, {"params": [q, p], "lr": 0.1}])
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_groups_of_parameters(kind, device):
+    """Each as an optimizer of its own would have it; lr and weight_decay are the first group's, and set those of all."""
+    (p, q), (a, b) = ([nn.Parameter(leaf([1.0, -2.0], device)) for _ in range(2)] for _ in range(2))
+    one = kind([{"params": [p], "lr": 0.5}, {"params": [q], "weight_decay": 0.25}], lr=0.125, weight_decay=0.0)
+    two = [kind([a], lr=0.5, weight_decay=0.0), kind([b], lr=0.125, weight_decay=0.25)]
+    for step in range(3):
+        for x in (p, q, a, b):
+            x.grad = leaf([0.5, step], device)
+        one.step()
+        for each in two:
+            each.step()
+    assert p.numpy().tolist() == a.numpy().tolist() != q.numpy().tolist() == b.numpy().tolist()
+    assert (one.lr, one.weight_decay) == (0.5, 0.0)
+    one.lr, one.weight_decay = 0.0, 0.0
+    assert [(g["lr"], g["weight_decay"]) for g in one.param_groups] == [(0, 0)] * 2
+    one.step()
+    assert p.numpy().tolist() == a.numpy().tolist() and q.numpy().tolist() == b.numpy().tolist()
+    for wrong in (None, "0.1"):
+        with pytest.raises(TypeError, match=rf"\[{kind.__name__}\] lr is of type"):
+            one.lr = wrong
+    one = kind([p])
+    one.params.append(q)
+    assert one.param_groups[0]["params"] == [p, q]
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 def test_an_optimizer_without_parameters_or_with_wrong_numbers(kind):
-    for nothing in ([], iter(()), *([[{"params": []}]] if kind is AdamW else [])):
+    for nothing in ([], iter(()), [{"params": []}]):
         with pytest.raises(ValueError, match="no parameters"):
             kind(nothing)
     p = nn.Parameter([1.0])

@@ -18,7 +18,7 @@ from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
 from .errors import CheckpointError, ShapeError, type_name
 
-_Update = tuple[Tensor, NDArray, NDArray]
+_Update = tuple[dict[str, Any], Tensor, NDArray, NDArray]
 
 
 def _several(params: Any) -> list:
@@ -52,7 +52,7 @@ class Optimizer:
         self.params: list[Tensor] = _several(params)
         for p in self.params:
             if not isinstance(p, Tensor):
-                raise TypeError(f"[optim] params holds a {type_name(p)} (accepted: Tensors; AdamW: or groups, which are dicts)")
+                raise TypeError(f"[optim] params holds a {type_name(p)} (accepted: Tensors)")
         if not self.params:
             raise ValueError("[optim] there are no parameters (accepted: at least one Tensor)")
         if len(set(self.params)) < len(self.params):
@@ -75,7 +75,7 @@ class Optimizer:
         """Makes what is missing, zeros in float32 (float64 for float64), all before the first update: as that allocates nothing, a
         step that runs out of memory has changed nothing.
         """
-        for p, w, _ in updates:
+        for _, p, w, _ in updates:
             for of_kind in states:
                 if p not in of_kind:
                     state = of_kind[p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
@@ -140,64 +140,108 @@ def _global_sumsq(params: Sequence[Tensor]) -> NDArray:
     return reduce(operator.add, sums) if sums else full((1,), 0, "float32", params[0].device)
 
 
-def _with_gradients(params: Iterable[Any]) -> list[_Update]:
-    """(parameter, its array, compact since it is updated in place, its gradient's) of each that has one.
+def _of_all_groups(name: str) -> Any:
+    def get(optimizer: _Grouped) -> float:
+        return optimizer.param_groups[0][name]
 
-    raises: ShapeError. Called before the first update, so that where one does not fit none is made.
+    def put(optimizer: _Grouped, value: float) -> None:
+        _checked(type(optimizer).__name__, **{name: value})
+        for group in optimizer.param_groups:
+            group[name] = value
+
+    return property(get, put, doc=f"The {name} of the first group; assigning sets that of all groups.")
+
+
+class _Grouped(Optimizer):
+    """Parameters in groups, each with a learning rate and a weight decay.
+
+    params: Tensors, or groups ``{"params": [...], "lr": ..., "weight_decay": ...}``. raises: ValueError for other keys.
     """
-    found = []
-    for p in params:
-        if p.grad is None:
-            continue
-        w, g = p.realize_cached_data(), p.grad.realize_cached_data()
-        if g.shape != w.shape:
-            raise ShapeError(f"[optim] a gradient is {g.shape}, its parameter is {w.shape}")
-        if "float64" in (g.dtype, w.dtype):  # the kernels take it with itself alone
-            g = g.astype(w.dtype, copy=False)
-        if not w.is_compact():
-            w = w.compact()
-            p.data = Tensor.make_const(w)
-        found.append((p, w, g))
-    return found
+
+    lr = _of_all_groups("lr")
+    weight_decay = _of_all_groups("weight_decay")
+
+    def __init__(self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float, weight_decay: float):
+        op, groups = type(self).__name__, _several(params)
+        if not groups or not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        for g in groups:
+            if not isinstance(g, dict) or not {"params"} <= g.keys() <= {"params", "lr", "weight_decay"}:
+                found = f"has {', '.join(map(str, g))}" if isinstance(g, dict) else f"is a {type(g).__name__}"
+                raise ValueError(f"[{op}] a group {found} (accepted: params, and if wanted lr and weight_decay)")
+        self.param_groups: list[dict[str, Any]] = [
+            {"lr": lr, "weight_decay": weight_decay, **g, "params": _several(g["params"])} for g in groups
+        ]
+        for g in self.param_groups:
+            _checked(op, lr=g["lr"], weight_decay=g["weight_decay"])
+        super().__init__(p for g in self.param_groups for p in g["params"])
+        if len(self.param_groups) == 1:  # one list: what is appended to it is in both
+            self.param_groups[0]["params"] = self.params
+
+    def _updates(self) -> list[_Update]:
+        """(its group, parameter, its array, compact since it is updated in place, its gradient's) of each that has one.
+
+        raises: ShapeError. Called before the first update, so that where one does not fit none is made.
+        """
+        found = []
+        for group, p in [(g, p) for g in self.param_groups for p in g["params"]]:
+            if p.grad is None:
+                continue
+            w, g = p.realize_cached_data(), p.grad.realize_cached_data()
+            if g.shape != w.shape:
+                raise ShapeError(f"[optim] a gradient is {g.shape}, its parameter is {w.shape}")
+            if "float64" in (g.dtype, w.dtype):  # the kernels take it with itself alone
+                g = g.astype(w.dtype, copy=False)
+            if not w.is_compact():
+                w = w.compact()
+                p.data = Tensor.make_const(w)
+            found.append((group, p, w, g))
+        return found
 
 
-class SGD(Optimizer):
-    """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u. PyTorch's has no factor 1 - momentum."""
+class SGD(_Grouped):
+    """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u. PyTorch's has no factor 1 - momentum.
+
+    params: Tensors, or groups ``{"params": [...], "lr": ..., "weight_decay": ...}``.
+    """
 
     STATES = ("u",)
 
     def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0):
-        super().__init__(params)
-        _checked("SGD", lr=lr, momentum=momentum, weight_decay=weight_decay)
-        self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
+        super().__init__(params, lr, weight_decay)
+        _checked("SGD", momentum=momentum)
+        self.momentum = momentum
         self.u: dict[Tensor, NDArray] = {}
 
     def step(self) -> None:
-        updates = _with_gradients(self.params)
+        updates = self._updates()
         if self.momentum:
             self._make_states(updates, self.u)
-        for p, w, g in updates:
-            kernels.sgd_step(w, g, self.u[p] if self.momentum else None, self.lr, self.momentum, self.weight_decay)
+        for group, p, w, g in updates:
+            kernels.sgd_step(w, g, self.u[p] if self.momentum else None, group["lr"], self.momentum, group["weight_decay"])
 
 
-class _Moments(Optimizer):
+class _Moments(_Grouped):
     """What Adam and AdamW share: two moments per parameter, float32 (float64 for float64), and the fused update."""
 
     STATES = ("m", "v")
 
-    def __init__(self, params: Iterable[Tensor]):
-        super().__init__(params)
+    def __init__(self, params, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float):
+        super().__init__(params, lr, weight_decay)
+        _checked(type(self).__name__, beta1=beta1, beta2=beta2, eps=eps)
+        self.eps = eps
         self.t = 0
         self.m: dict[Tensor, NDArray] = {}
         self.v: dict[Tensor, NDArray] = {}
 
-    def _begin(self, updates: Iterable[_Update], scale: NDArray | None = None) -> NDArray:
-        """Begins a step. Returns the gradients' ``scale``, (1,), a 1 where there is none."""
+    def _begin(self, scale: NDArray | None = None) -> tuple[list[_Update], NDArray]:
+        """Begins a step: what it updates, and the gradients' ``scale``, (1,), a 1 where there is none."""
+        updates = self._updates()
         if scale is None:
             scale = full((1,), 1, "float32", self.params[0].device)
         self._make_states(updates, self.m, self.v)
         self.t += 1
-        return scale
+        return updates, scale
 
     def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         return {**super().state_dict(names), "t": np.array(self.t)}
@@ -216,20 +260,19 @@ class _Moments(Optimizer):
 class Adam(_Moments):
     """g = grad + weight_decay w; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; w -= lr m' / (sqrt(v') + eps).
 
-    m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t) at step t. source: Kingma & Ba 2014, arXiv:1412.6980.
+    m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t) at step t. params: Tensors, or groups ``{"params": [...], "lr": ...,
+    "weight_decay": ...}``. source: Kingma & Ba 2014, arXiv:1412.6980.
     """
 
     def __init__(self, params, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
-        super().__init__(params)
-        _checked("Adam", lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
-        self.lr, self.beta1, self.beta2, self.eps, self.weight_decay = lr, beta1, beta2, eps, weight_decay
+        super().__init__(params, lr, weight_decay, beta1, beta2, eps)
+        self.beta1, self.beta2 = beta1, beta2
 
     def step(self) -> None:
-        updates = _with_gradients(self.params)
-        scale = self._begin(updates)
-        for p, w, g in updates:
+        updates, scale = self._begin()
+        for group, p, w, g in updates:
             kernels.adam_step(
-                w, g, self.m[p], self.v[p], scale, self.lr, self.beta1, self.beta2, self.eps, self.weight_decay, 0.0, self.t
+                w, g, self.m[p], self.v[p], scale, group["lr"], self.beta1, self.beta2, self.eps, group["weight_decay"], 0.0, self.t
             )
 
 
@@ -242,37 +285,13 @@ class AdamW(_Moments):
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
-        groups = _several(params)
-        if not groups or not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
-        for g in groups:
-            if not isinstance(g, dict) or not {"params"} <= g.keys() <= {"params", "lr", "weight_decay"}:
-                found = f"has {', '.join(map(str, g))}" if isinstance(g, dict) else f"is a {type(g).__name__}"
-                raise ValueError(f"[AdamW] a group {found} (accepted: params, and if wanted lr and weight_decay)")
-        self.groups: list[dict[str, Any]] = [
-            {"lr": lr, "weight_decay": weight_decay, **g, "params": _several(g["params"])} for g in groups
-        ]
-        for g in self.groups:
-            _checked("AdamW", lr=g["lr"], weight_decay=g["weight_decay"])
         try:
             beta1, beta2 = betas
         except (TypeError, ValueError):
             raise ValueError(f"[AdamW] betas is {betas!r} (accepted: two numbers)") from None
-        _checked("AdamW", beta1=beta1, beta2=beta2, eps=eps)
-        super().__init__(p for g in self.groups for p in g["params"])
+        super().__init__(params, lr, weight_decay, beta1, beta2, eps)
         self.betas: tuple[float, float] = (beta1, beta2)
-        self.eps = eps
         self._scale: NDArray | None = None
-
-    @property
-    def lr(self) -> float:
-        """The learning rate of the first group; assigning sets that of all groups."""
-        return self.groups[0]["lr"]
-
-    @lr.setter
-    def lr(self, value: float) -> None:
-        for g in self.groups:
-            g["lr"] = value
 
     def clip_grad_norm(self, max_norm: float = 1.0) -> NDArray:  # type: ignore[override]
         """Has the next ``step`` scale the gradients to a joint norm of at most ``max_norm``. Returns the norm, (1,), on the device.
@@ -293,9 +312,8 @@ class AdamW(_Moments):
         self._scale = None
 
     def step(self) -> None:
-        updates = [(group, update) for group in self.groups for update in _with_gradients(group["params"])]
-        scale = self._begin([update for _, update in updates], self._scale)
-        for group, (p, w, g) in updates:
+        updates, scale = self._begin(self._scale)
+        for group, p, w, g in updates:
             kernels.adam_step(
                 w, g, self.m[p], self.v[p], scale, group["lr"], *self.betas, self.eps, 0.0, group["weight_decay"], self.t
             )
