@@ -21,10 +21,10 @@ from needle.command_line import Parser, exit_code, flag, run_program
 from needle.data.text_stream import TextStream
 from needle.errors import DataError
 from needle.models import GenerationConfig
+from pythia_app import printable
 from pythia_app.loading import MODEL_HELP, load_model
 from pythia_app.options import DEVICE_HELP, device
 
-CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421, 155: 0xFFFD}
 SAMPLING = ("temperature", "top_k", "top_p")
 
 
@@ -136,8 +136,7 @@ def show(source, texts: list[str], prompts: list[np.ndarray], stops: list[int], 
 
 
 def write(text: str) -> None:
-    """On a terminal control characters are shown, not obeyed."""
-    sys.stdout.write(text.translate(CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.write(printable(text))
     sys.stdout.flush()
 
 

@@ -29,7 +29,7 @@ from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.memory.units import table
 from needle.models import PythiaConfig
 from needle.models.pretrained import TOKENIZER
-from pythia_app import checkpoint, command, config_file
+from pythia_app import checkpoint, command, config_file, printable
 from pythia_app.flops import peak_flops
 from pythia_app.loading import find_model, fit_options
 from pythia_app.memory import Budget
@@ -230,7 +230,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         if best is not None and best != saved:
             report.say(f"lowest held-out loss so far: {best}")
     if sample:
-        print(f"--- sample, after {PROMPT_TOKENS} tokens of held-out text ---\n{sample}\n---")
+        print(f"--- sample, after {PROMPT_TOKENS} tokens of held-out text ---\n{printable(sample)}\n---")
     made = [name for name in (config_file.CONFIG, METRICS, PAGE) if (folder / name).is_file()]
     print(f"in {folder}: checkpoint, {', '.join(made)}")
     return 0

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
+import pythia_app
 from needle.models import Pythia, pretrained, score_text
 
 ROOT = Path(__file__).parent.parent
@@ -292,3 +293,10 @@ def test_wrong_arguments_end_in_one_line(app, made, tmp_path, name, arguments, s
     arguments = [os.fsdecode(a) if isinstance(a, bytes) else a for a in arguments]
     done = app(name, "--model", made / "dense", *(["--prompt", "a"] if name == "generate" else []), *arguments)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_what_a_model_writes_is_shown_on_a_terminal_and_not_obeyed(monkeypatch):
+    text = "a\x1b[2J\x07b\x7f\n\tc"
+    assert pythia_app.printable(text) == text
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert pythia_app.printable(text) == "a␛[2J␇b␡\n\tc"
