@@ -379,6 +379,9 @@ def test_softmax_of_large_numbers(device):
     nothing = ops.softmax(leaf([[-np.inf, -np.inf], [np.nan, 0]], device))
     assert np.isnan(nothing.numpy()).all()
     assert ops.softmax(leaf(np.zeros((2, 0)), device)).shape == (2, 0)
+    for wrong, axis in ((x, 2), (x, -3), (x, (0, 1)), (1.0, -1)):
+        with pytest.raises(ShapeError, match=r"\[softmax\] axis"):
+            ops.softmax(leaf(wrong, device), axis)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bool"])

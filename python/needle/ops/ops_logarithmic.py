@@ -6,7 +6,7 @@ import math
 
 from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
-from ..backend_ndarray.shapes import normalize_axes, reduced_shape
+from ..backend_ndarray.shapes import normalize_axes, normalize_axis, reduced_shape
 from .ops_index import where
 from .ops_mathematic import exp, summation
 from .ops_shape import broadcast_to, reshape, transpose
@@ -105,6 +105,7 @@ class Softmax(TensorOp):
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """exp(x) / sum(exp(x)) over ``axis``, in the shape and dtype of x. raises: DTypeError for integers, ShapeError for a 0-d x."""
     check_tensors("softmax", x)
-    if axis in (-1, x.ndim - 1):
+    axis = normalize_axis(axis, x.ndim, "softmax")
+    if axis == x.ndim - 1:
         return Softmax()(x)
     return transpose(Softmax()(transpose(x, (axis, -1))), (axis, -1))
