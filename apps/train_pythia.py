@@ -28,10 +28,9 @@ from needle.data.text import TextData, load_text, unigram_entropy
 from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.memory.units import table
 from needle.models import PythiaConfig
-from needle.models.pretrained import TOKENIZER
 from pythia_app import checkpoint, command, config_file, printable
 from pythia_app.flops import peak_flops
-from pythia_app.loading import find_model, fit_options
+from pythia_app.loading import find_model, fit_options, tokenizer_of_run
 from pythia_app.memory import Budget
 from pythia_app.options import device, new_folder, notes, parse, run_folder
 from pythia_app.page import METRICS, PAGE, About, mask_picture
@@ -82,11 +81,7 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
         for sparse in kinds:
             Budget(options, options.vocab_size, where, sparse).show()
         return 0
-    tokenizer = options.tokenizer
-    if saved is not None and state is not None and (saved / TOKENIZER).is_file():
-        removed = tokenizer is not None and tokenizer == state["options"].get("tokenizer") and not files.home(tokenizer).exists()
-        if removed or (tokenizer is None and options.eval_only):
-            tokenizer = saved / TOKENIZER  # one made anew, of other text than it was trained on, would have other ids
+    tokenizer = tokenizer_of_run(options, weights, saved, state)
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=tokenizer)
     unigram = unigram_entropy(text.train, text.held_out, text.vocab_size)
     said = (

@@ -409,6 +409,9 @@ def test_the_state_of_an_optimizer():
     p[0].grad, p[1].grad = ndl.ones(2), None
     optimizer.step()
     assert given["m.0"].numpy().tolist() == [1, 2] and list(optimizer.m) == p[:1]
+    torch = pytest.importorskip("torch")
+    optimizer.load_state_dict({name: torch.from_numpy(values) for name, values in before.items()}, ["a", "b.c"])
+    assert optimizer.t == 1 and np.array_equal(optimizer.m[p[1]].numpy(), before["m.b.c"])
     plain = SGD(p)
     plain.step()
     assert plain.state_dict() == {}

@@ -222,6 +222,34 @@ def test_given_tokenizer_file_and_larger_model_vocabulary(folder, tmp_path):
         load_tokenizer(tmp_path / "absent.json")
 
 
+def test_tokens_are_kept_for_a_tokenizer_however_its_file_is_written(folder, tmp_path):
+    load_text(str(folder), vocab_size=300, cache_dir=tmp_path / "c")
+    (path,) = (tmp_path / "c").rglob("tokenizer.json")
+    spread = path.with_name("spread.json")
+    spread.write_text(json.dumps(json.loads(path.read_text()), indent=2))
+    for each in (path, spread):
+        load_text(str(folder), tokenizer=each, cache_dir=tmp_path / "d")
+    assert len(list((tmp_path / "d").rglob("train.bin"))) == 1
+
+
+def test_token_files_of_another_tokenizer(folder, tmp_path):
+    """Ids would stand for other text. A tokenizer that only has more of them will do."""
+    text = load_text(str(folder), vocab_size=300, cache_dir=tmp_path)
+    write_tokens(tmp_path / "ids.bin", [np.array(text.train)], 300)
+    made_with = tmp_path / "ids.tokenizer.json"
+    made_with.write_text(text.tokenizer.to_json())
+    text.tokenizer.tokenizer.add_tokens(["<one more>"])
+    (tmp_path / "more.json").write_text(text.tokenizer.to_json())
+    assert load_text(tmp_path / "ids.bin", tokenizer=tmp_path / "more.json").vocab_size == 301
+    other = json.loads(made_with.read_text())
+    a, b = list(other["model"]["vocab"])[5:7]
+    vocab = other["model"]["vocab"]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    with pytest.raises(DataError, match=r"\[ids.bin\] its ids are those of ids.tokenizer.json, not of .*other.json"):
+        load_text(tmp_path / "ids.bin", tokenizer=tmp_path / "other.json")
+
+
 def test_a_home_and_where_there_is_none(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("NEEDLE_CACHE", raising=False)

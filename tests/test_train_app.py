@@ -325,6 +325,26 @@ def test_a_run_begins_with_trained_weights(run, text, tmp_path):
     assert (second / "step-000003" / "tokenizer.json").read_bytes() == (second / "step-000002" / "tokenizer.json").read_bytes()
 
 
+def test_a_run_that_began_with_weights_needs_no_other(run, text, tmp_path):
+    """Not what lies in their place by now; its flags repeat it when the run that they are of has gone on."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    sparse = ("--sparse", "--pattern", "global", "--checkpoint_dir", first)
+    assert run(*sparse, "--max_steps", 2, "--save_every", 1).returncode == 0
+    other = run("--init_from", first, "--checkpoint_dir", second, "--max_steps", 2, "--sparse")
+    assert f"{first / 'step-000002'} was trained with global attention; the flags say otherwise" in other.stderr
+    assert run(*sparse, "--max_steps", 3, "--resume").returncode == 0
+    assert run("--config", second / "config.yaml", "--checkpoint_dir", third).returncode == 0
+    assert losses(second) == losses(third)
+    changed = json.loads((first / "step-000002" / "tokenizer.json").read_text())
+    changed["model"]["merges"] = []
+    (first / "step-000002" / "tokenizer.json").write_text(json.dumps(changed))
+    gone_on = run("--init_from", first, "--checkpoint_dir", second, "--max_steps", 3, "--resume")
+    assert gone_on.returncode == 0 and "note" not in gone_on.stderr, gone_on.stderr
+    assert f"init_from: {first / 'step-000002'}" in (second / "config-from-step-2.yaml").read_text()
+    said = run("--load_checkpoint", second, "--init_from", third, "--eval_only").stderr
+    assert f"--init_from {third} is not taken: a run goes on that began with {first / 'step-000002'}" in said
+
+
 def test_weights_that_no_run_can_begin_with(main, tmp_path):
     config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=300)
     Pythia(config).save_pretrained(tmp_path / "small")
@@ -337,12 +357,15 @@ def test_weights_that_no_run_can_begin_with(main, tmp_path):
     writer.write(np.arange(3000) % 301, [3000])
     writer.finish(tmp_path / "tokens")
     for folder, said, *more in (
-        ("small", "has no published size (accepted: 14m, "),
+        ("small", "has no published size: layers 1, width 16, heads 2, "),
         ("mute", "no tokenizer.json in"),
         ("wider", "wider: [load_published] gpt_neox.embed_in.weight is (300, 128)", "--dataset", tmp_path / "tokens"),
     ):
         code, lines = main("--init_from", tmp_path / folder, *more)
         assert code == 2 and said in lines[-1], lines
+    (tmp_path / "mute" / "model.safetensors").write_bytes(b"")  # seen before any text is tokenized
+    code, lines = main("--init_from", tmp_path / "mute", "--dataset", "no such text", "--tokenizer", "none")
+    assert code == 2 and f"[init_from] {tmp_path / 'mute'}: [checkpoint] cannot read" in lines[-1], lines
 
 
 def test_epochs_of_a_comparison(run, monkeypatch):

@@ -7,14 +7,16 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from needle import files
-from needle.checkpoints import CheckpointFolder
+from needle import files, meta
+from needle.checkpoints import CheckpointFolder, read_folder
 from needle.data.text_tokenizer import TextTokenizer
 from needle.data.token_files import find_token_file
 from needle.errors import CheckpointError, DataError
 from needle.models import SIZES, Pythia, PythiaConfig
 from needle.models.pretrained import TOKENIZER, folder_of, read_config, tokenizer_of
+from needle.models.published import fitting
 
+OF_THE_RUN = ("vocab_size", "max_seq_len", "dropout", "pattern", "block", "window", "checkpoint_layers")  # not of the size
 MODEL_HELP = "a run's folder, a checkpoint in it, a folder that transformers wrote, or a name on the Hub"
 
 
@@ -38,19 +40,41 @@ def load_model(source: str, device) -> tuple[Pythia, TextTokenizer]:
 
 
 def fit_options(options: argparse.Namespace, folder: Path) -> None:
-    """Sets what the model in ``folder`` decides: its size, its vocabulary, and its tokenizer where none is given.
+    """Sets what the model in ``folder`` decides, its size and its vocabulary, and which checkpoint of a run it is.
 
-    raises: CheckpointError if it is of no published size; DataError if it has no tokenizer, and one is needed.
+    raises: CheckpointError if it is of no size that is trained here, or its weights do not fit it; DataError if it has no
+    tokenizer, and one is needed.
     """
     config = read_config(folder)
-    of_the_run = {name: getattr(config, name) for name in ("vocab_size", "max_seq_len", "dropout", "pattern", "block", "window")}
+    of_the_run = {name: getattr(config, name) for name in OF_THE_RUN}
     sizes = [name for name in SIZES if replace(PythiaConfig.named(name), **of_the_run) == config]
     if not sizes:
-        raise CheckpointError(f"[init_from] the model in {folder} has no published size (accepted: {', '.join(SIZES)})")
-    options.model, options.vocab_size = sizes[0], config.vocab_size
-    if options.tokenizer is None and (folder / TOKENIZER).is_file():
-        options.tokenizer = str(folder / TOKENIZER)
-    if options.tokenizer is None and find_token_file(options.dataset) is None:
+        numbers = ", ".join(f"{name} {value}" for name, value in vars(config).items() if name not in of_the_run)
+        raise CheckpointError(f"[init_from] the model in {folder} has no published size: {numbers} (accepted: {', '.join(SIZES)})")
+    if options.tokenizer is None and not (folder / TOKENIZER).is_file() and find_token_file(options.dataset) is None:
         raise DataError(f"[init_from] no {TOKENIZER} in {folder} (accepted: with --tokenizer FILE)")
-    if config.pattern and not options.sparse:
-        print(f"note: {folder} was trained with {config.pattern} attention; without --sparse it is dense", file=sys.stderr)
+    try:
+        fitting(Pythia(config, device=meta(), seed=None), read_folder(folder))
+    except CheckpointError as error:
+        raise CheckpointError(f"[init_from] {folder}: {error}") from None
+    options.model, options.vocab_size = sizes[0], config.vocab_size
+    if files.home(options.init_from).is_dir():
+        options.init_from = str(folder)
+    trained, flags = (config.pattern, config.block, config.window), (options.pattern, options.block_size, options.window)
+    if config.pattern and not options.compare_dense and not (options.sparse and trained == flags):
+        now = "the flags say otherwise" if options.sparse else "without --sparse it is dense"
+        print(f"note: {folder} was trained with {config.pattern} attention; {now}", file=sys.stderr)
+
+
+def tokenizer_of_run(options: argparse.Namespace, weights: Path | None, saved: Path | None, state: dict | None) -> Path | None:
+    """The tokenizer.json to use; None: one is to be made of the text. weights: the folder to begin with; saved, state: a checkpoint
+    to go on from, which has the run's own: the file that was given then may be gone, or be another by now.
+    """
+    given, folder = options.tokenizer and files.home(options.tokenizer), weights or saved
+    if folder is None or not (folder / TOKENIZER).is_file():
+        return given
+    if given is not None:
+        its_own = state is not None and options.tokenizer == state["options"].get("tokenizer")
+    else:
+        its_own = options.init_from or options.eval_only  # else the text is the one that it was made of
+    return folder / TOKENIZER if its_own else given

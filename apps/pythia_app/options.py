@@ -46,7 +46,7 @@ RANGES = {
 # What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
 CHANGEABLE = (
     "dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "precision", "lr",
-    "warmup_steps", "min_lr_ratio", "betas", "eps", "weight_decay", "max_grad_norm", "dropout", "in_order",
+    "warmup_steps", "min_lr_ratio", "betas", "eps", "weight_decay", "max_grad_norm", "dropout", "in_order", "init_from",
 )  # fmt: skip
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 
@@ -156,6 +156,7 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
     if saved is not None:
         for name in FIXED:
             setattr(options, name, saved[name])
+        options.init_from = saved.get("init_from")
     for name in ("checkpoint_dir", "load_checkpoint"):  # in a file, and after `=`, no shell replaces a ~
         if getattr(options, name):
             setattr(options, name, str(files.home(getattr(options, name))))
@@ -177,6 +178,9 @@ def notes(argv: list[str] | None, options: argparse.Namespace) -> list[str]:
         for name in FIXED
         if getattr(given, name) not in (None, getattr(options, name))
     ]
+    began = options.init_from and Path(options.init_from)
+    if given.init_from is not None and files.home(given.init_from) not in (began, began and began.parent):
+        said.append(f"--init_from {given.init_from} is not taken: a run goes on that began with {began or 'new weights'}")
     if not said and options.pattern != _parser().get_default("pattern") and not (options.sparse or options.compare_dense):
         said.append(f"--pattern {options.pattern} says nothing without --sparse")
     return said

@@ -84,10 +84,7 @@ class Trainer:
         self.options, self.config, self.device = options, config, device
         self.model = Pythia(self.config, device=device, seed=options.seed)
         if weights is not None:
-            try:
-                load_published(self.model, read_folder(weights))
-            except CheckpointError as error:
-                raise CheckpointError(f"[init_from] {weights}: {error}") from None
+            load_published(self.model, read_folder(weights))
         self.optimizer = AdamW(
             self.model.parameter_groups(options.weight_decay), lr=options.lr, betas=tuple(options.betas), eps=options.eps
         )

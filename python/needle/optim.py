@@ -107,13 +107,15 @@ class Optimizer:
             raise CheckpointError(f"[load_state_dict] unexpected names: {', '.join(extra[:5])}")
         loaded: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in self.STATES}
         for name, p in by_name.items():
-            found = [f"{kind}.{name}" in state for kind in self.STATES]
-            for kind in self.STATES if any(found) else ():
+            any_of_it = any(f"{kind}.{name}" in state for kind in self.STATES)
+            for kind in self.STATES if any_of_it else ():
                 values: Any = state.get(f"{kind}.{name}")
                 dtype = dt.accumulator(p.dtype)
-                if getattr(values, "shape", None) != p.shape or values.dtype != dtype:
-                    what = "absent" if values is None else f"{np.shape(values)} {getattr(values, 'dtype', type_name(values))}"
-                    raise CheckpointError(f"[load_state_dict] {kind}.{name} is {what} (accepted: {p.shape} {dtype})")
+                given = str(getattr(values, "dtype", type_name(values))).removeprefix("torch.")
+                found, wanted = f"{tuple(np.shape(values))} {given}", f"{p.shape} {dtype}"
+                if found != wanted:
+                    found = "absent" if values is None else found
+                    raise CheckpointError(f"[load_state_dict] {kind}.{name} is {found} (accepted: {wanted})")
                 array = loaded[kind][p] = NDArray(values, device=p.device, dtype=dtype)
                 array.category = OPTIMIZER_STATE
         vars(self).update(loaded)

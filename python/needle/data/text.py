@@ -70,8 +70,8 @@ def load_text(
     ``cache_dir``: default $NEEDLE_CACHE, or ~/.cache/needle. A cached file is complete or absent.
 
     Of a token file the end is held out: a twentieth, at most 10 million tokens, from the first sequence that begins there, unless
-    that leaves less than half of it. Its tokenizer is PREFIX.tokenizer.json if none is given. Its ids are looked at in a sample of
-    16 million; batches check theirs.
+    that leaves less than half of it. Its tokenizer is PREFIX.tokenizer.json; another that is given must have the same ids. Those
+    of the text are looked at in a sample of 16 million; batches check theirs.
 
     raises: DataError, in one line, for a data set, text, tokenizer or vocabulary that cannot be used.
     """
@@ -82,7 +82,7 @@ def load_text(
         tokenizer = home(tokenizer)
         encoder = load_tokenizer(tokenizer)
         vocab_size = _vocabulary(vocab_size, encoder)
-        tokenizer_key = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        tokenizer_key = hashlib.sha256(encoder.to_json().encode()).hexdigest()  # however it is written
     else:
         vocab_size = 10_000 if vocab_size is None else vocab_size
         tokenizer_key = f"bpe {vocab_size}"
@@ -119,6 +119,8 @@ def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path |
     beside = path.with_name(path.name.removesuffix(".bin") + TOKENIZER_ENDING)
     found = home(tokenizer) if tokenizer is not None else beside if beside.is_file() else None
     encoder = load_tokenizer(found) if found is not None else None
+    if encoder is not None and found != beside and beside.is_file() and not encoder.extends(load_tokenizer(beside)):
+        raise DataError(f"[{path.name}] its ids are those of {beside.name}, not of {found} (the tokenizer that it was made with)")
     if encoder is not None:
         vocab_size = _vocabulary(vocab_size, encoder)
     elif vocab_size is None:

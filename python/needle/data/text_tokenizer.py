@@ -32,6 +32,11 @@ class TextTokenizer:
         self.end_of_text: int | None = tokenizer.token_to_id(END_OF_TEXT)
         self.size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
+    def extends(self, other: TextTokenizer) -> bool:
+        """Whether each id of ``other`` stands for the same here."""
+        mine, others = (each.tokenizer.get_vocab(with_added_tokens=True) for each in (self, other))
+        return others.items() <= mine.items()
+
     def encode(self, text: str) -> np.ndarray:
         """(tokens,) int64."""
         return np.array(self.encode_batch([text])[0], dtype=np.int64)
