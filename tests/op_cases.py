@@ -72,6 +72,21 @@ def cross_entropy(x, t):
     return -np.log(softmax(x))[np.arange(len(t)), t].mean(keepdims=True)
 
 
+def lstm(x, h, c, w_ih, w_hh, bias):
+    y = []
+    for x_t in x:
+        i, f, g, o = np.split(x_t @ w_ih + h @ w_hh + bias, 4, axis=1)
+        c = c / (1 + np.exp(-f)) + np.tanh(g) / (1 + np.exp(-i))
+        h = np.tanh(c) / (1 + np.exp(-o))
+        y.append(h)
+    return np.concatenate([*y, c])
+
+
+def lstm_output_and_state(*inputs):
+    y, c = ops.lstm(*inputs)
+    return ops.concatenate([ops.reshape(y, (-1, c.shape[1])), c])
+
+
 TARGETS = [3, 0, 6, 3, 1]
 
 CASES = [
@@ -152,6 +167,10 @@ CASES = [
            lambda a: cross_entropy(a, TARGETS)),
     OpCase("linear_cross_entropy", lambda h, w: ops.linear_cross_entropy(h, w, ids(TARGETS, h.device), chunk_bytes=60),
            [(5, 4), (4, 7)], ["LinearCrossEntropy"], lambda h, w: cross_entropy(h @ w, TARGETS), looser=4, reason="sums"),
+    OpCase("lstm", lstm_output_and_state, [(3, 2, 5), (2, 4), (2, 4), (5, 16), (4, 16), (16,)], ["LSTM"], lstm, looser=8,
+           reason="products of 3 positions"),
+    OpCase("lstm_state", lambda *inputs: ops.lstm(*inputs)[1], [(1, 2, 5), (2, 4), (2, 4), (5, 16), (4, 16), (16,)], ["LSTM"],
+           lambda *inputs: lstm(*inputs)[2:], looser=4, reason="sums"),
     OpCase("rotary", rotary, [(1, 2, 5, 6)], ["Rotary"], looser=2, reason="tables are float32"),
     OpCase("rotary_qkv", rotary_qkv, [(1, 5, 2, 3, 6)], ["RotaryQKV"], looser=4, reason="a product of two rotations"),
     OpCase("attention", ops.attention, [(1, 2, 70, 8)] * 3, ["Attention"], reference_attention(dense_layout(70, 70)),

@@ -132,6 +132,14 @@ def layer_norm(dtype):
               Out(cols), acc(np.zeros(64 * 2 * cols)), rows, cols, looser=4)  # fmt: skip
 
 
+def lstm(dtype):
+    shape = ROWS, COLS
+    gates, before, c, dh = normal(ROWS, 4 * COLS), acc(normal(*shape)), normal(*shape), normal(*shape)
+    check("lstm_cell_forward", dtype, Out(gates.shape, values=gates), before, Out(shape, True), Out(shape), *shape)
+    check("lstm_cell_backward", dtype, Out(gates.shape, values=np.tanh(gates)), before, acc(c), In(dh), In(dh * 2),
+          Out(shape, True, c), *shape)  # fmt: skip
+
+
 def rotary(dtype):
     B, H, T, D, rot = 1, 3, 33, 10, 6
     angle = np.arange(T)[:, None] / 10.0 ** np.arange(rot // 2)
@@ -193,8 +201,8 @@ def blocksparse(dtype):
     check_blocksparse(dtype, 16, heads=2, batch=2, n_rows=2, n_cols=2, other=21)
 
 
-CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, layer_norm, rotary, embedding, updates,
-         unscale, dropout, attention, attention_decode, blocksparse]  # fmt: skip
+CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, layer_norm, lstm, rotary, embedding,
+         updates, unscale, dropout, attention, attention_decode, blocksparse]  # fmt: skip
 
 
 def run(case, dtype, monkeypatch):

@@ -254,6 +254,17 @@ def test_layer_norm(dtype, shape):
 
 
 @every_float
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (64, 100), (5, 1100), (0, 5)])
+def test_lstm_cell(dtype, shape):
+    rows, hidden = shape
+    gates, before, c, dh, dc = normal(rows, 4 * hidden), normal(*shape), normal(*shape), normal(*shape), normal(*shape)
+    gates[:, :2] = -200, 200
+    check("lstm_cell_forward", dtype, Out(gates.shape, values=gates), acc(before), Out(shape, True), Out(shape), rows, hidden)
+    check("lstm_cell_backward", dtype, Out(gates.shape, values=np.tanh(gates)), acc(before), acc(c), In(dh), In(dh * 2),
+          Out(shape, True, dc), rows, hidden, looser=4)  # fmt: skip
+
+
+@every_float
 @pytest.mark.parametrize(("T", "D", "rot"), [(1, 8, 8), (33, 64, 16), (5, 10, 6), (7, 10, 4), (5, 6, 0)])
 def test_rotary_of_views_and_in_place(dtype, T, D, rot):
     B, H = 2, 3

@@ -393,6 +393,21 @@ def test_the_plan_is_the_measured_peak_to_the_byte(name):
 
 
 @pytest.mark.usefixtures("few_objects")
+def test_an_lstm_keeps_six_numbers_per_hidden_unit_and_is_planned_to_the_byte(cpu):
+    T, B, H = 200, 4, 32
+
+    def build(device):
+        model = nn.LSTM(H, H, device=device)
+        x = ndl.Tensor(np.zeros((T, B, H)), device=device, requires_grad=False)
+        return lambda: model(x)[0].sum().backward()
+
+    planned, weights = memory.peak_bytes(build), 4 * (8 * H * H + 8 * H)
+    assert planned == memory.peak_bytes(build, device=cpu)
+    # h, c and four gates, whose gradients take their place; beside x, the weights, and their gradients of this step and the last.
+    assert planned - 3 * weights - 4 * T * B * H < 6.1 * 4 * T * B * H
+
+
+@pytest.mark.usefixtures("few_objects")
 def test_a_plan_has_the_peak_of_the_counters():
     for config, *run in CONFIGURATIONS[::8]:
         build = plannable(config, *run)

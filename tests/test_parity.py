@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle import ops
+from needle import nn, ops
 from needle.backend_ndarray import ndarray_backend_cpu, ndarray_backend_numpy
 from needle.backend_ndarray.ndarray import NDArray
 from needle.testing import TOLERANCES, assert_close, check_parity, check_second_derivative, gradcheck
@@ -116,6 +116,30 @@ def test_tails(device, size):
     assert_close((t @ t.transpose()).numpy(), x.astype(np.float64) @ x.T.astype(np.float64), 2e-5)
     assert_close(t.realize_cached_data().max(axis=1).numpy(), x.max(1), 0)
     np.testing.assert_array_equal(t.realize_cached_data().argmax(axis=1).numpy(), x.argmax(1))
+
+
+@pytest.mark.parametrize("kind", ["RNN", "LSTM"])
+def test_recurrent_layers_equal_those_of_pytorch(host, kind):
+    torch, rng = pytest.importorskip("torch"), np.random.default_rng(0)
+    mine, theirs = getattr(nn, kind)(3, 5, num_layers=2, device=host), getattr(torch.nn, kind)(3, 5, num_layers=2)
+    weights = {}
+    for layer, cell in enumerate(mine.rnn_cells if kind == "RNN" else mine.lstm_cells):
+        for name in ("W_ih", "W_hh", "bias_ih", "bias_hh"):
+            weights[f"{name.replace('W', 'weight')}_l{layer}"] = getattr(cell, name)
+    for name, p in theirs.named_parameters():
+        p.data = torch.from_numpy(weights[name].numpy().T.copy())
+    states = (2, 4, 5)
+    values = [rng.standard_normal(s).astype(np.float32) for s in ((7, 4, 3), states, states)[: 2 if kind == "RNN" else 3]]
+    outputs = []
+    inputs = [ndl.Tensor(v, device=host) for v in values], [torch.tensor(v, requires_grad=True) for v in values]
+    for module, (x, *h) in zip((mine, theirs), inputs):
+        y, last = module(x, h[0] if kind == "RNN" else tuple(h))
+        outputs.append([y, *(last if kind == "LSTM" else [last])])
+        sum((t * t).sum() * (i + 1) for i, t in enumerate(outputs[-1])).backward()
+    for a, b in zip(*outputs):
+        assert_close(a.numpy(), b.detach().numpy(), 2e-6)
+    for a, b in [*zip(*inputs), *((weights[name], p) for name, p in theirs.named_parameters())]:
+        assert_close(a.grad.numpy(), b.grad.numpy().T if b.grad.ndim == 2 else b.grad.numpy(), 1e-5)
 
 
 def test_views_permuted_sliced_broadcast(device):

@@ -128,8 +128,8 @@ class Op:
 
     makes_gradients: ``gradient`` gives arrays that are new and that nothing else holds, so that others are added to them in place.
     An op may offer ``accumulate_gradient(out_grad, node, sums)``: ``gradient``, but what would be added to ``sums[i]``, an array or
-    None per input, may be added there, and None given for it; and ``consuming_gradient(out_grad, output)``, used when nobody else
-    holds the arrays of its output or will read them: it may write into them, and give them away.
+    None per input, may be added there, and None given for it; and ``consuming_gradient(out_grad, node, output)``, used when
+    nobody else holds the arrays of its output or will read them: it may write into them, and give them away.
     """
 
     reads_inputs: bool | tuple[int, ...] = True

@@ -266,7 +266,7 @@ def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, kee
         parts = _reference_gradients(node, grad)
     elif op.consuming_gradient is not None and not keeps and handle is None and node.readers == 1 and node.array is not None:
         output, node.array = node.array, None
-        parts, new = op.consuming_gradient(grad, output), True
+        parts, new = op.consuming_gradient(grad, Value._passing(node), output), True
     else:
         value = Value._passing(node) if handle is None else handle
         if op.accumulate_gradient is not None and not create_graph:
@@ -302,13 +302,16 @@ def _check_gradient(op: Op, grad: Any, shape: tuple[int, ...]) -> None:
 
 
 def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
-    """Gradients, with a graph, of a fused op's reference composition. A tuple op's reference is its first output."""
+    """Gradients, with a graph, of a fused op's reference composition: a tuple op's is its first output, or several."""
     inputs = [Value._of(n) for n in node.inputs]
-    value = node.op.reference(*inputs)  # type: ignore[union-attr, misc]
-    if isinstance(grad, (tuple, list)):
-        grad = grad[0]
-    found = run_backward(value._as_node(), grad, True, True, stop=frozenset(node.inputs))
-    return [found.get(n) for n in node.inputs]
+    found = node.op.reference(*inputs)  # type: ignore[union-attr, misc]
+    values = found if isinstance(found, tuple) else (found,)
+    grads: dict[Any, Any] = {}
+    for value, g in zip(values, grad if isinstance(grad, (tuple, list)) else (grad,)):
+        if g is not None:
+            for n, part in run_backward(value._as_node(), g, True, True, stop=frozenset(node.inputs)).items():
+                _add_gradient(grads, n, part, create_graph=True)
+    return [grads.get(n) for n in node.inputs]
 
 
 def _fitting(grad: Tensor, dtype: str) -> Tensor:

@@ -428,6 +428,8 @@ inline void bind_fused(py::module_& m) {
   NEEDLE_BIND(logsumexp_backward)
   NEEDLE_BIND(layer_norm_forward)
   NEEDLE_BIND(layer_norm_backward)
+  NEEDLE_BIND(lstm_cell_forward)
+  NEEDLE_BIND(lstm_cell_backward)
   NEEDLE_BIND(rotary)
   NEEDLE_BIND(embedding_forward)
   NEEDLE_BIND(embedding_backward)

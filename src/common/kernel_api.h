@@ -74,6 +74,16 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
                          const Array& rstd, const Array& dx, const Array& dweight,
                          const Array& dbias, const Array& workspace, int64_t rows, int64_t cols);
 
+// --- one position of an LSTM ---------------------------------------------------------------------
+// gates (rows, 4 hidden), in place: i, f, g, o before their sigmoids and tanh (of g), then after.
+// c = f c_before + i g; h = o tanh(c). c, c_before: (rows, hidden), float32 (float64 for float64).
+void lstm_cell_forward(const Array& gates, const Array& c_before, const Array& c, const Array& h,
+                       int64_t rows, int64_t hidden);
+// gates in place: what forward left there, then the gradients of what it found. dh + dh_next is the
+// gradient of h; dc, float32 (float64), in place: the gradient of c, then of c_before.
+void lstm_cell_backward(const Array& gates, const Array& c_before, const Array& c, const Array& dh,
+                        const Array& dh_next, const Array& dc, int64_t rows, int64_t hidden);
+
 // --- rotary embedding (GPT-NeoX halves) ----------------------------------------------------------
 // x: (B, H, T, D) with strides x_strides (4) and offset, out contiguous or strided likewise; the
 // first `rot` of D are rotated: with h = rot/2, (x[i], x[i+h]) -> (x[i] c - x[i+h] s, x[i+h] c +

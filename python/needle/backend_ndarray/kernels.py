@@ -149,6 +149,54 @@ def layer_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, mean: NDArray,
     return dx, dweight, dbias
 
 
+# --- LSTM ---
+
+
+def lstm(x: NDArray, h: NDArray, c: NDArray, w_ih: NDArray, w_hh: NDArray, bias: NDArray) -> tuple[NDArray, ...]:
+    """(y, last c, cells, gates) of x (T, B, C) from the states h and c (B, H): y (T, B, H) is the h of each position. For backward:
+    cells (T, B, H), the c of each, in float32 or wider, and gates (T, B, 4 H), what i, f, g and o were.
+
+    w_ih: (C, 4 H); w_hh: (H, 4 H); bias: (4 H,).
+    """
+    _check("lstm", x, h, c, w_ih, w_hh, bias)
+    shapes = [a._shape for a in (x, h, c, w_ih, w_hh, bias)]
+    T, B, C, H = x._shape + h._shape[-1:] if x.ndim == 3 and h.ndim else (0, 0, 0, 0)
+    if T == 0 or shapes != [(T, B, C), (B, H), (B, H), (C, 4 * H), (H, 4 * H), (4 * H,)]:
+        accepted = "(T, B, C), (B, H), (B, H), (C, 4 H), (H, 4 H), (4 H,), T at least 1"
+        raise ShapeError(f"[lstm] shapes are {shapes} (accepted: {accepted})")
+    gates = matmul(x, w_ih)
+    gates.add_in_place(bias)
+    y = _new((T, B, H), x._dtype, x._device)
+    cells = _new((T, B, H), dt.accumulator(x._dtype), x._device)
+    before = c.astype(cells._dtype, copy=False).contiguous_handle()
+    for gate, cell, h_t in zip(gates, cells, y):
+        matmul(h, w_hh, out=gate, accumulate=True)
+        after = cell.contiguous_handle()
+        x._device.lstm_cell_forward(gate.contiguous_handle(), before, after, h_t.contiguous_handle(), B, H)
+        h, before = h_t, after
+    return y, cell.astype(x._dtype), cells, gates
+
+
+def lstm_backward(dy: NDArray | None, dc: NDArray | None, c: NDArray, w_hh: NDArray, cells: NDArray, gates: NDArray):
+    """The gradients of h and c, (B, H), given those of y and of the last c. Those of what went into sigmoid and tanh come into
+    ``gates``.
+    """
+    T, B, H = cells._shape
+    dtype, device = gates._dtype, gates._device
+    dh = full((B, H), 0, dtype, device)
+    dc = full((B, H), 0, cells._dtype, device) if dc is None else dc.astype(cells._dtype)
+    dy = full((B, H), 0, dtype, device).broadcast_to(cells._shape) if dy is None else dy
+    states = [c.astype(cells._dtype, copy=False), *cells]
+    for t in range(T - 1, -1, -1):
+        gate = gates[t : t + 1].reshape((B, 4 * H))
+        device.lstm_cell_backward(
+            gate.contiguous_handle(), states[t].contiguous_handle(), states[t + 1].contiguous_handle(),
+            dy[t : t + 1].contiguous_handle(), dh._handle, dc._handle, B, H,
+        )  # fmt: skip
+        matmul(gate, w_hh.T, out=dh)
+    return dh, dc.astype(dtype, copy=False)
+
+
 # --- rotary embedding ---
 
 

@@ -399,6 +399,29 @@ def layer_norm_backward(dy, x, weight, mean, rstd, dx, dweight, dbias, workspace
     _put(dbias, dy.sum(axis=0))
 
 
+# --- one position of an LSTM ---
+
+
+def lstm_cell_forward(gates, c_before, c, h, rows, hidden):
+    i, f, g, o = _rows(gates, rows, 4 * hidden).reshape(rows, 4, hidden).swapaxes(0, 1)
+    with np.errstate(over="ignore"):
+        i, f, g, o = _sigmoid(i), _sigmoid(f), np.tanh(g), _sigmoid(o)
+    state = f * _rows(c_before, rows, hidden) + i * g
+    _put(gates, np.concatenate([i, f, g, o], axis=1))
+    _put(c, state)
+    _put(h, o * np.tanh(state))
+
+
+def lstm_cell_backward(gates, c_before, c, dh, dh_next, dc, rows, hidden):
+    i, f, g, o = _rows(gates, rows, 4 * hidden).reshape(rows, 4, hidden).swapaxes(0, 1)
+    before, tanh_c, dc_after = _rows(c_before, rows, hidden), np.tanh(_rows(c, rows, hidden)), _rows(dc, rows, hidden)
+    dy = _rows(dh, rows, hidden) + _rows(dh_next, rows, hidden)
+    d = dc_after + dy * o * (1 - tanh_c * tanh_c)
+    parts = [d * g * i * (1 - i), d * before * f * (1 - f), d * i * (1 - g * g), dy * tanh_c * o * (1 - o)]
+    _put(dc, d * f)
+    _put(gates, np.concatenate(parts, axis=1))
+
+
 # --- rotary embedding ---
 
 

@@ -51,10 +51,12 @@ class _Cell(Module):
 
     def _pre_activation(self, X: Tensor, h: Tensor) -> Tensor:
         """(batch, gates * hidden)."""
-        out = X @ self.W_ih + h @ self.W_hh
-        if self.bias_ih is not None and self.bias_hh is not None:
-            out = out + ops.broadcast_to(ops.reshape(self.bias_ih + self.bias_hh, (1, out.shape[1])), out.shape)
-        return out
+        out, bias = X @ self.W_ih + h @ self.W_hh, self._bias()
+        return out if bias is None else out + bias
+
+    def _bias(self) -> Tensor | None:
+        """(gates * hidden,)."""
+        return None if self.bias_ih is None or self.bias_hh is None else self.bias_ih + self.bias_hh
 
 
 class RNNCell(_Cell):
@@ -131,10 +133,7 @@ class LSTMCell(_Cell):
         states = (self._zero_state(X), self._zero_state(X)) if h is None else tuple(h)
         self._check(X, *states)
         h0, c0 = states
-        out = ops.reshape(self._pre_activation(X, h0), (X.shape[0], 4, self.hidden_size))
-        i, f, g, o = ops.split(out, 1)
-        c = ops.sigmoid(f) * c0 + ops.sigmoid(i) * ops.tanh(g)
-        return ops.sigmoid(o) * ops.tanh(c), c
+        return ops.lstm_cell(self._pre_activation(X, h0), c0)
 
 
 class LSTM(Module):
@@ -152,18 +151,17 @@ class LSTM(Module):
         """
         first = self.lstm_cells[0]
         _check_sequence("LSTM", X, first.input_size, self.num_layers, self.hidden_size, h or ())
-        steps = list(ops.split(X, 0))
         if h is None:
-            states: list = [None] * self.num_layers
+            zeros = init.zeros(X.shape[1], self.hidden_size, device=X.device, dtype=X.dtype)
+            states: list = [(zeros, zeros)] * self.num_layers
         else:
             states = list(zip(ops.split(h[0], 0), ops.split(h[1], 0)))
-        for layer, cell in enumerate(self.lstm_cells):
-            state = states[layer]
-            for t, x in enumerate(steps):
-                state = cell(x, state)
-                steps[t] = state[0]
-            states[layer] = state
-        return ops.stack(steps, 0), (ops.stack([s[0] for s in states], 0), ops.stack([s[1] for s in states], 0))
+        last_h, last_c = [], []
+        for cell, (h0, c0) in zip(self.lstm_cells, states):
+            X, c = ops.lstm(X, h0, c0, cell.W_ih, cell.W_hh, cell._bias())
+            last_h.append(X[-1])
+            last_c.append(c)
+        return X, (ops.stack(last_h, 0), ops.stack(last_c, 0))
 
 
 class Embedding(Module):

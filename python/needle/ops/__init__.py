@@ -9,5 +9,6 @@ from .ops_loss import *  # noqa: F403
 from .ops_mathematic import *  # noqa: F403
 from .ops_norm import *  # noqa: F403
 from .ops_random import *  # noqa: F403
+from .ops_recurrent import *  # noqa: F403
 from .ops_shape import *  # noqa: F403
 from .ops_tuple import *  # noqa: F403

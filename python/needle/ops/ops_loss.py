@@ -112,7 +112,7 @@ class LinearCrossEntropy(TensorTupleOp):
         upstream = out_grad[0].realize_cached_data().astype(dhidden.dtype, copy=False)
         return Tensor.make_const(dhidden * upstream), Tensor.make_const(dweight * upstream), None
 
-    def consuming_gradient(self, out_grad, output):
+    def consuming_gradient(self, out_grad, node, output):
         _, *grads = output
         if out_grad[0]._source is not ALL_ONES:
             for g in grads:

@@ -1,0 +1,82 @@
+"""Recurrent layers over a whole sequence as one op."""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from .. import dtype as dt
+from ..autograd import Tensor, TensorTupleOp, check_tensors
+from ..backend_ndarray import kernels
+from ..backend_ndarray.ndarray import full
+from ..backend_ndarray.ndarray import matmul as _matmul
+from .ops_mathematic import astype, sigmoid, tanh
+from .ops_shape import reshape, split, stack
+from .ops_tuple import tuple_get_item
+
+
+def lstm_cell(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """(h', c'), c' = sig(f) c + sig(i) tanh(g) and h' = sig(o) tanh(c'): gates (B, 4 H) has i, f, g and o beside one another."""
+    i, f, g, o = split(reshape(gates, (c.shape[0], 4, c.shape[1])), 1)
+    c = sigmoid(f) * c + sigmoid(i) * tanh(g)
+    return sigmoid(o) * tanh(c), c
+
+
+class LSTM(TensorTupleOp):
+    """(y, last c, cells, gates): ``lstm_cell`` at each position of x, of the gates x w_ih + h w_hh + bias.
+
+    The products with x, and those of the weights' gradients, are of all positions at once. cells and gates are for backward, which
+    turns the gates into their gradients in place. source: Hochreiter & Schmidhuber 1997.
+    """
+
+    autocast = "lower"
+    makes_gradients = True
+    accepts_missing_grads = True
+
+    def compute(self, x, h, c, w_ih, w_hh, bias):
+        return kernels.lstm(x, h, c, w_ih, w_hh, bias)
+
+    def gradient(self, out_grad, node):
+        y, last, cells, gates = node.realize_cached_data()
+        return self.consuming_gradient(out_grad, node, (y, last, cells, gates.copy()))
+
+    def consuming_gradient(self, out_grad, node, output):
+        y, _, cells, gates = output
+        dy, dc = (None if g is None else g.realize_cached_data() for g in out_grad[:2])
+        wanted = [v.requires_grad for v in node.inputs]
+        x, h, c, w_ih, w_hh, _ = (v.realize_cached_data() for v in node.inputs)
+        dh, dc = kernels.lstm_backward(dy, dc, c, w_hh, cells, gates)
+        T, B, H = y.shape
+        rows = gates.reshape((T * B, 4 * H))
+        dx = dw_ih = dw_hh = dbias = None
+        if wanted[0]:
+            dx = _matmul(gates, w_ih.T)
+        if wanted[3]:
+            dw_ih = _matmul(x.compact().reshape((T * B, x.shape[2])).T, rows)
+        if wanted[4]:
+            dw_hh = _matmul(h.T, rows[:B])
+            if T > 1:
+                _matmul(y[: T - 1].reshape(((T - 1) * B, H)).T, rows[B:], out=dw_hh, accumulate=True)
+        if wanted[5]:
+            dbias = rows.sum(0)
+        return [None if g is None else Tensor.make_const(g) for g in (dx, dh, dc, dw_ih, dw_hh, dbias)]
+
+    def reference(self, x, h, c, w_ih, w_hh, bias):
+        steps = []
+        for x_t in split(x, 0):
+            h, c = lstm_cell(x_t @ w_ih + h @ w_hh + bias, c)
+            steps.append(h)
+        return stack(steps, 0), c
+
+
+def lstm(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(h of each position (T, B, H), c of the last): x (T, B, C), h and c (B, H), w_ih (C, 4 H), w_hh (H, 4 H), bias (4 H,).
+
+    raises: ShapeError if they do not fit.
+    """
+    check_tensors("lstm", x, h, c, w_ih, w_hh)
+    if bias is None:
+        bias = Tensor.make_const(full(w_hh.shape[-1:], 0, w_hh.dtype, w_hh.device))
+    inputs = (x, h, c, w_ih, w_hh, bias)
+    dtype = reduce(dt.promote, [t.dtype for t in inputs])
+    found = LSTM()(*[astype(t, dtype) for t in inputs])
+    return tuple_get_item(found, 0), tuple_get_item(found, 1)
