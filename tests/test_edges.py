@@ -556,6 +556,12 @@ def test_arguments_of_ops(device):
             loss(leaf([0], device))
     with pytest.raises(ShapeError, match=r"\[cross_entropy\] rows are \(2, 3\), targets \(2, 3\)"):  # as they were given
         ops.cross_entropy(leaf(np.ones((2, 3)), device), leaf(np.ones((2, 3)), device))
+    logits, columns = leaf(np.ones((2, 3, 4)), device), leaf(np.ones((4, 5)), device)
+    for loss in (lambda t: ops.cross_entropy(logits, t), lambda t: ops.linear_cross_entropy(logits, columns, t)):
+        assert [loss(leaf(np.zeros(shape), device)).shape for shape in ((2, 3), (6,))] == [(1,)] * 2
+        for shape in ((3, 2), (6, 1), (1, 6)):  # as many, but of which rows?
+            with pytest.raises(ShapeError, match=r"rows are \(2, 3, 4\), targets"):
+                loss(leaf(np.zeros(shape), device))
     for f in (ops.mean, ops.summation, ops.max):
         with pytest.raises(ShapeError, match="names no axis"):
             f(x, {})

@@ -21,9 +21,9 @@ def _check_ignored(op: str, ignore_index) -> None:
 
 
 def _rows(op: str, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """x (..., D) as (N, D) and targets (...) as (N). raises: ShapeError, in the shapes that the user knows."""
-    if not x.shape or math.prod(x.shape[:-1]) != targets.size:
-        raise ShapeError(f"[{op}] rows are {x.shape}, targets {targets.shape} (accepted: (..., D), and whole numbers (...))")
+    """x (..., D) as (N, D) and targets (...), or (N) already, as (N). raises: ShapeError, in the shapes that the user knows."""
+    if not x.shape or targets.shape not in (x.shape[:-1], (math.prod(x.shape[:-1]),)):
+        raise ShapeError(f"[{op}] rows are {x.shape}, targets {targets.shape} (accepted: (..., D), and whole numbers (...) or (N))")
     return reshape(x, (targets.size, x.shape[-1])), reshape(targets, (targets.size,))
 
 
@@ -72,7 +72,7 @@ class CrossEntropy(TensorTupleOp):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = kernels.IGNORE_INDEX) -> Tensor:
-    """Mean cross entropy, in nats, shape (1,): logits (..., V), targets (...) of whole numbers.
+    """Mean cross entropy, in nats, shape (1,): logits (..., V), targets (...) of whole numbers, or (N) of them.
 
     Targets equal to ``ignore_index`` do not count; if none counts, the loss is 0.
     raises: ShapeError, IndexError for a target outside 0..V-1.
@@ -130,7 +130,7 @@ def linear_cross_entropy(
     ignore_index: int = kernels.IGNORE_INDEX,
     chunk_bytes: int = kernels.DEFAULT_CHUNK_BYTES,
 ) -> Tensor:
-    """Mean cross entropy, in nats, shape (1,), of ``hidden @ weight``: hidden (..., D), weight (D, V), targets (...).
+    """Mean cross entropy, in nats, shape (1,), of ``hidden @ weight``: hidden (..., D), weight (D, V), targets (...) or (N).
 
     At most max(chunk_bytes, one row) of logits exist at any time. raises: ShapeError, IndexError for a target outside 0..V-1.
     """
