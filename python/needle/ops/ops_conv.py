@@ -40,39 +40,36 @@ class Conv(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        (K, L), s, p = b.shape[:2], self.stride, self.padding
+        (H, W), (K, L), s, p = a.shape[1:3], b.shape[:2], self.stride, self.padding
         # With the s x s pixels of a block as the channels of one, the stride is 1; the kernel has as many blocks.
         K_blocks, L_blocks = -(-K // s), -(-L // s)
         grad_a = grad_b = None
         if a.requires_grad:
-            kernel = _blocks(_resized(b, 0, K_blocks * s, L_blocks * s), 0, s)
+            kernel = _blocks(_span(b, 0, (0, K_blocks * s), (0, L_blocks * s)), 0, s)
             turned = transpose(flip(kernel, (0, 1)), (2, 3))
-            padded = _pixels(conv(_bordered(out_grad, K_blocks - 1, L_blocks - 1), turned, 1, 0), 1, s)
-            # What the stride left over at the far edge was not read: its gradient is zero.
-            padded = _resized(padded, 1, a.shape[1] + 2 * p, a.shape[2] + 2 * p)
-            grad_a = padded[:, p:-p, p:-p] if p else padded
+            # Of the padded image those blocks in which pixels of a are, each from the gradients of all windows that it is in.
+            first, rows, cols = p // s, -(-(p + H) // s), -(-(p + W) // s)
+            grad_a = conv(_span(out_grad, 1, (first - K_blocks + 1, rows), (first - L_blocks + 1, cols)), turned, 1, 0)
+            grad_a = _span(_pixels(grad_a, 1, s), 1, (p % s, p % s + H), (p % s, p % s + W))
         if b.requires_grad:
             rows, cols = out_grad.shape[1] + K_blocks - 1, out_grad.shape[2] + L_blocks - 1
-            image = _blocks(_resized(_bordered(a, p, p), 1, rows * s, cols * s), 1, s)
+            image = _blocks(_span(a, 1, (-p, rows * s - p), (-p, cols * s - p)), 1, s)
             # dL/db[k, l, c, o] sums over images and positions: a convolution whose batch is c and whose channels are n.
             kernel = conv(transpose(image, (0, 3)), permute(out_grad, (1, 2, 0, 3)), 1, 0)
-            grad_b = _resized(_pixels(permute(kernel, (1, 2, 0, 3)), 0, s), 0, K, L)
+            grad_b = _span(_pixels(permute(kernel, (1, 2, 0, 3)), 0, s), 0, (0, K), (0, L))
         return grad_a, grad_b
 
 
-def _bordered(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Zeros on each side of axes 1 and 2."""
-    return pad(x, ((0, 0), (rows, rows), (cols, cols), (0, 0))) if rows or cols else x
-
-
-def _resized(x: Tensor, axis: int, rows: int, cols: int) -> Tensor:
-    """``axis`` and the one after it cut or filled with zeros at their end to rows and cols."""
-    widths = [(0, 0)] * x.ndim
-    widths[axis : axis + 2] = (0, max(rows - x.shape[axis], 0)), (0, max(cols - x.shape[axis + 1], 0))
+def _span(x: Tensor, axis: int, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
+    """From rows[0] to rows[1] of ``axis``, and of the one after it as cols say; what lies outside of x is zeros."""
+    widths, cut = [(0, 0)] * x.ndim, [slice(None)] * x.ndim
+    for i, (start, stop) in enumerate((rows, cols), axis):
+        widths[i] = max(-start, 0), max(stop - x.shape[i], 0)
+        cut[i] = slice(max(start, 0), max(start, 0) + stop - start)
     if widths != [(0, 0)] * x.ndim:
         x = pad(x, widths)
-    cut = (slice(None),) * axis + (slice(rows), slice(cols))
-    return x[cut] if x.shape[axis : axis + 2] != (rows, cols) else x
+    wanted = [len(range(*part.indices(n))) for part, n in zip(cut, x.shape)]
+    return x if wanted == list(x.shape) else x[tuple(cut)]
 
 
 def _blocks(x: Tensor, axis: int, s: int) -> Tensor:
