@@ -142,6 +142,21 @@ def test_recurrent_layers_equal_those_of_pytorch(host, kind):
         assert_close(a.grad.numpy(), b.grad.numpy().T if b.grad.ndim == 2 else b.grad.numpy(), 1e-5)
 
 
+def test_batch_norm_equals_that_of_pytorch(host):
+    torch, rng = pytest.importorskip("torch"), np.random.default_rng(0)
+    mine, theirs = nn.BatchNorm2d(3, device=host), torch.nn.BatchNorm2d(3)
+    x, weight, bias, dy = (rng.standard_normal(s).astype(np.float32) for s in ((4, 3, 5, 2), 3, 3, (4, 3, 5, 2)))
+    theirs.weight.data, theirs.bias.data = torch.from_numpy(weight.copy()), torch.from_numpy(bias.copy())
+    mine.weight, mine.bias = nn.Parameter(weight, device=host), nn.Parameter(bias, device=host)
+    a, b = ndl.Tensor(x, device=host), torch.tensor(x, requires_grad=True)
+    y, expected = mine(a), theirs(b)
+    y.backward(ndl.Tensor(dy, device=host))
+    expected.backward(torch.from_numpy(dy))
+    assert_close(y.numpy(), expected.detach().numpy(), 1e-6)
+    for found, wanted in ((a, b), (mine.weight, theirs.weight), (mine.bias, theirs.bias)):
+        assert_close(found.grad.numpy(), wanted.grad.numpy(), 1e-5)
+
+
 def test_views_permuted_sliced_broadcast(device):
     x = np.random.default_rng(0).standard_normal((4, 5, 6)).astype(np.float32)
     a = NDArray(x, device=device)

@@ -283,20 +283,19 @@ class BatchNorm1d(Module):
         check_tensors("batch_norm", x)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}))")
-        wide = lambda t: ops.broadcast_to(ops.reshape(t, (1, self.dim)), x.shape)  # noqa: E731
         result_dtype = dt.promote(x.dtype, self.weight.dtype)
         x = ops.astype(x, dt.accumulator(x.dtype))
         if self.training:
             mean = ops.mean(x, axes=(0,))
-            centred = x - wide(mean)
+            centred = x - mean
             var = ops.mean(centred * centred, axes=(0,))
             m = self.momentum
             self.running_mean = self.running_mean * (1 - m) + mean.detach() * m
             self.running_var = self.running_var * (1 - m) + var.detach() * m
         else:
-            centred, var = x - wide(self.running_mean), self.running_var
-        y = centred / wide(ops.power_scalar(var + self.eps, 0.5)) * wide(self.weight) + wide(self.bias)
-        return ops.astype(y, result_dtype)
+            centred, var = x - self.running_mean, self.running_var
+        scale = self.weight / ops.power_scalar(var + self.eps, 0.5)  # so that one pass over x is enough
+        return ops.astype(centred * scale + self.bias, result_dtype)
 
 
 class BatchNorm2d(BatchNorm1d):
@@ -307,9 +306,8 @@ class BatchNorm2d(BatchNorm1d):
         if x.ndim != 4:
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}, H, W))")
         n, c, h, w = x.shape
-        flat = ops.reshape(ops.transpose(ops.transpose(x, (1, 2)), (2, 3)), (n * h * w, c))
-        y = ops.reshape(super().forward(flat), (n, h, w, c))
-        return ops.transpose(ops.transpose(y, (2, 3)), (1, 2))
+        flat = ops.reshape(ops.permute(x, (0, 2, 3, 1)), (n * h * w, c))
+        return ops.permute(ops.reshape(super().forward(flat), (n, h, w, c)), (0, 3, 1, 2))
 
 
 class LayerNorm1d(Module):
