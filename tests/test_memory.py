@@ -431,6 +431,38 @@ def test_batch_norm_keeps_its_centred_input_and_nothing_else_of_that_size():
 
 
 @pytest.mark.usefixtures("few_objects")
+def test_a_softmax_loss_takes_the_logits_gradient_and_no_more_of_that_size():
+    shape = 500, 1000
+
+    def build(device):
+        logits = ndl.init.zeros(*shape, device=device, requires_grad=True)
+        y = ndl.init.zeros(shape[0], device=device)
+
+        def step():
+            logits.grad = None
+            nn.SoftmaxLoss()(logits, y).backward()
+
+        return step
+
+    assert memory.peak_bytes(build) < 2.1 * 4 * 500_000
+
+
+@pytest.mark.usefixtures("few_objects")
+def test_where_makes_no_gradient_that_nobody_asked_for():
+    def build(device):
+        x = ndl.init.zeros(100_000, device=device, requires_grad=True)
+        chosen = ndl.init.zeros(100_000, device=device, dtype="bool")
+
+        def step():
+            x.grad = None
+            ops.where(chosen, x, 0.0).sum().backward()
+
+        return step
+
+    assert memory.peak_bytes(build) < 2.5 * 4 * 100_000  # x, its gradient, and which
+
+
+@pytest.mark.usefixtures("few_objects")
 def test_a_plan_has_the_peak_of_the_counters():
     for config, *run in CONFIGURATIONS[::8]:
         build = plannable(config, *run)

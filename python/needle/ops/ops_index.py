@@ -189,11 +189,9 @@ class Where(TensorOp):
     def gradient(self, out_grad, node):
         condition, a, b = node.inputs
         zero = Tensor.make_const(full((), 0, out_grad.dtype, out_grad.device))
-        return (
-            None,
-            unbroadcast(where(condition, out_grad, zero), a.shape),
-            unbroadcast(where(condition, zero, out_grad), b.shape),
-        )
+        grad_a = unbroadcast(where(condition, out_grad, zero), a.shape) if a.requires_grad else None
+        grad_b = unbroadcast(where(condition, zero, out_grad), b.shape) if b.requires_grad else None
+        return None, grad_a, grad_b
 
 
 def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
