@@ -18,8 +18,8 @@ class Conv(_InputRead):
     autocast = "lower"
 
     def __init__(self, stride: int = 1, padding: int = 0):
-        if stride < 1 or padding < 0:
-            raise ShapeError(f"[conv] stride is {stride}, padding is {padding} (accepted: at least 1, at least 0)")
+        if any(not hasattr(n, "__index__") or n < least for n, least in ((stride, 1), (padding, 0))):
+            raise ShapeError(f"[conv] stride is {stride}, padding is {padding} (accepted: whole numbers, at least 1, at least 0)")
         self.stride = stride
         self.padding = padding
 
