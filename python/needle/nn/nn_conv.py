@@ -46,5 +46,5 @@ class Conv(Module):
         image = ops.permute(x, (0, 2, 3, 1))
         out = ops.conv(image, self.weight, stride=self.stride, padding=self.padding)
         if self.bias is not None:
-            out = out + ops.broadcast_to(ops.reshape(self.bias, (1, 1, 1, self.out_channels)), out.shape)
+            out = out + self.bias
         return ops.permute(out, (0, 3, 1, 2))
