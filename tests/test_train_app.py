@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 import pythia_app
+from needle.checkpoints import CheckpointFolder
 from needle.data.token_files import TokenWriter
 from needle.models import Pythia, PythiaConfig
 from pythia_app.config_file import STARTED
@@ -345,7 +346,7 @@ def test_a_run_that_began_with_weights_needs_no_other(run, text, tmp_path):
     assert f"--init_from {third} is not taken: a run goes on that began with {first / 'step-000002'}" in said
 
 
-def test_weights_that_no_run_can_begin_with(main, tmp_path):
+def test_weights_that_no_run_can_begin_with(main, tmp_path, monkeypatch):
     config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=300)
     Pythia(config).save_pretrained(tmp_path / "small")
     Pythia(PythiaConfig.named("14m", vocab_size=300)).save_pretrained(tmp_path / "mute")
@@ -363,6 +364,10 @@ def test_weights_that_no_run_can_begin_with(main, tmp_path):
     ):
         code, lines = main("--init_from", tmp_path / folder, *more)
         assert code == 2 and said in lines[-1], lines
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "newest", lambda _: os.listdir("no such folder"))
+        code, lines = main("--init_from", tmp_path / "mute")
+    assert code == 2 and f"[model] cannot read {tmp_path / 'mute'}: No such file" in lines[-1], lines
     (tmp_path / "mute" / "model.safetensors").write_bytes(b"")  # seen before any text is tokenized
     code, lines = main("--init_from", tmp_path / "mute", "--dataset", "no such text", "--tokenizer", "none")
     assert code == 2 and f"[init_from] {tmp_path / 'mute'}: [checkpoint] cannot read" in lines[-1], lines

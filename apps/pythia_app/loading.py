@@ -23,7 +23,10 @@ MODEL_HELP = "a run's folder, a checkpoint in it, a folder that transformers wro
 def find_model(source: str) -> Path:
     """The folder with the model's files: of a run's folder that of the newest checkpoint. raises: DataError or CheckpointError."""
     path = files.home(source)
-    newest = CheckpointFolder(path).newest() if path.is_dir() else None
+    try:
+        newest = CheckpointFolder(path).newest() if path.is_dir() else None
+    except OSError as error:
+        raise CheckpointError(f"[model] cannot read {path}: {files.reason(error)} ({MODEL_HELP})") from error
     found, problems = newest or (source, [])
     for problem in problems:
         print(f"note: {problem}; taking {found}", file=sys.stderr)
