@@ -364,6 +364,7 @@ def test_weights_that_no_run_can_begin_with(main, tmp_path, monkeypatch):
     ):
         code, lines = main("--init_from", tmp_path / folder, *more)
         assert code == 2 and said in lines[-1], lines
+    assert main("--init_from", tmp_path / "mute", "--plan")[0] == 0  # it needs none
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointFolder, "newest", lambda _: os.listdir("no such folder"))
         code, lines = main("--init_from", tmp_path / "mute")

@@ -54,7 +54,8 @@ def fit_options(options: argparse.Namespace, folder: Path) -> None:
     if not sizes:
         numbers = ", ".join(f"{name} {value}" for name, value in vars(config).items() if name not in of_the_run)
         raise CheckpointError(f"[init_from] the model in {folder} has no published size: {numbers} (accepted: {', '.join(SIZES)})")
-    if options.tokenizer is None and not (folder / TOKENIZER).is_file() and find_token_file(options.dataset) is None:
+    there = options.tokenizer is not None or (folder / TOKENIZER).is_file()
+    if not (there or options.plan or find_token_file(options.dataset) is not None):
         raise DataError(f"[init_from] no {TOKENIZER} in {folder} (accepted: with --tokenizer FILE)")
     try:
         fitting(Pythia(config, device=meta(), seed=None), read_folder(folder))

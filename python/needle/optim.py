@@ -71,14 +71,15 @@ class Optimizer:
     def skip_step(self) -> None:
         """Called where ``step`` would be, for gradients that are not to be used."""
 
-    def _make_states(self, updates: Iterable[_Update], *states: dict[Tensor, NDArray]) -> None:
+    def _make_states(self, updates: Iterable[_Update]) -> None:
         """Makes what is missing, zeros in float32 (float64 for float64), all before the first update: as that allocates nothing, a
         step that runs out of memory has changed nothing.
         """
         for _, p, w, _ in updates:
-            for of_kind in states:
-                if p not in of_kind:
-                    state = of_kind[p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
+            for kind in self.STATES:
+                states = getattr(self, kind)
+                if p not in states:
+                    state = states[p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
                     state.category = OPTIMIZER_STATE
 
     def named_states(self, names: Sequence[str] | None = None) -> dict[str, NDArray]:
@@ -218,7 +219,7 @@ class SGD(_Grouped):
     def step(self) -> None:
         updates = self._updates()
         if self.momentum:
-            self._make_states(updates, self.u)
+            self._make_states(updates)
         for group, p, w, g in updates:
             kernels.sgd_step(w, g, self.u[p] if self.momentum else None, group["lr"], self.momentum, group["weight_decay"])
 
@@ -241,7 +242,7 @@ class _Moments(_Grouped):
         updates = self._updates()
         if scale is None:
             scale = full((1,), 1, "float32", self.params[0].device)
-        self._make_states(updates, self.m, self.v)
+        self._make_states(updates)
         self.t += 1
         return updates, scale
 
