@@ -35,6 +35,16 @@ def layer_norm(x, w, b):
     return (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5) * w + b
 
 
+def batch_norm(x, w, b):
+    y, mean, var = ops.batch_norm(x, w, b, 0.1)
+    return y + mean * var
+
+
+def batch_norm_reference(x, w, b):
+    mean, var = x.mean(0), x.var(0)
+    return (x - mean) / np.sqrt(var + 0.1) * w + b + mean * var
+
+
 def ids(values, device):
     return ndl.Tensor(np.asarray(values), device=device, dtype="int32", requires_grad=False)
 
@@ -163,6 +173,7 @@ CASES = [
     OpCase("logsoftmax", ops.logsoftmax, [(3, 37)], ["LogSoftmax"], lambda a: np.log(softmax(a))),
     OpCase("softmax", ops.softmax, [(3, 37)], ["Softmax"], softmax),
     OpCase("layer_norm", ops.layer_norm, [(6, 37), (37,), (37,)], ["LayerNorm"], layer_norm, looser=4, reason="a quotient of sums"),
+    OpCase("batch_norm", batch_norm, [(37, 6), (6,), (6,)], ["BatchNorm"], batch_norm_reference, looser=4, reason="a quotient of sums"),
     OpCase("cross_entropy", lambda a: ops.cross_entropy(a, ids(TARGETS, a.device)), [(5, 7)], ["CrossEntropy"],
            lambda a: cross_entropy(a, TARGETS)),
     OpCase("linear_cross_entropy", lambda h, w: ops.linear_cross_entropy(h, w, ids(TARGETS, h.device), chunk_bytes=60),

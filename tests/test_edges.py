@@ -1001,6 +1001,10 @@ def test_shapes_of_sequences_and_images(device):
             layer(3, 4, num_layers=0)
     with pytest.raises(ShapeError, match="batch_norm"):
         nn.BatchNorm2d(2, device=device)(leaf(np.ones((1, 2, 3)), device))
+    norm = nn.BatchNorm1d(2, device=device)
+    with pytest.raises(ShapeError, match="N at least 1"):
+        norm(leaf(np.ones((0, 2)), device))
+    assert np.array_equal(norm.running_mean.numpy(), [0, 0])
     for shape in ((2, 5, 5), (1, 3, 5, 5)):
         with pytest.raises(ShapeError, match=r"\[Conv\] x is"):
             nn.Conv(2, 3, 3, device=device)(leaf(np.ones(shape), device))

@@ -307,7 +307,7 @@ def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
     found = node.op.reference(*inputs)  # type: ignore[union-attr, misc]
     values = found if isinstance(found, tuple) else (found,)
     grads: dict[Any, Any] = {}
-    for value, g in zip(values, grad if isinstance(grad, (tuple, list)) else (grad,)):
+    for value, g in zip(values, (grad,) if isinstance(grad, Tensor) else grad):
         if g is not None:
             for n, part in run_backward(value._as_node(), g, True, True, stop=frozenset(node.inputs)).items():
                 _add_gradient(grads, n, part, create_graph=True)

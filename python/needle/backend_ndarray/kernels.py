@@ -430,11 +430,10 @@ def unscale(grads: Iterable[NDArray], factor: float) -> NDArray:
     return nonfinite
 
 
-def sumsq(x: NDArray) -> NDArray:
-    """(1,) sum of squares of all elements, float32 or float64."""
-    out = _new((1,), dt.accumulator(x._dtype), x._device)
-    x._device.reduce_sumsq(x.contiguous_handle(), out._handle, 1, x.size, 1)
-    return out
+def sumsq(x: NDArray, axis: int | None = None) -> NDArray:
+    """Sum of squares along an axis, or (1,) that of all elements, float32 or float64."""
+    sums = x._reduce("reduce_sumsq", axis, axis is None, dt.accumulator(x._dtype))
+    return sums.reshape((1,)) if axis is None else sums
 
 
 # --- attention over a block layout ---

@@ -279,19 +279,15 @@ class BatchNorm1d(Module):
         check_tensors("batch_norm", x)
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}))")
-        result_dtype = dt.promote(x.dtype, self.weight.dtype)
-        x = ops.astype(x, dt.accumulator(x.dtype))
         if self.training:
-            mean = ops.mean(x, axes=(0,))
-            centred = x - mean
-            var = ops.mean(centred * centred, axes=(0,))
+            y, mean, var = ops.batch_norm(x, self.weight, self.bias, self.eps)
             m = self.momentum
             self.running_mean = self.running_mean * (1 - m) + mean.detach() * m
             self.running_var = self.running_var * (1 - m) + var.detach() * m
-        else:
-            centred, var = x - self.running_mean, self.running_var
-        scale = self.weight / ops.power_scalar(var + self.eps, 0.5)  # so that one pass over x is enough
-        return ops.astype(centred * scale + self.bias, result_dtype)
+            return y
+        scale = self.weight / ops.power_scalar(self.running_var + self.eps, 0.5)  # so that one pass over x is enough
+        y = (ops.astype(x, dt.accumulator(x.dtype)) - self.running_mean) * scale + self.bias
+        return ops.astype(y, dt.promote(x.dtype, self.weight.dtype))
 
 
 class BatchNorm2d(BatchNorm1d):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from ..autograd import Tensor, TensorTupleOp
+from .. import dtype as dt
+from ..autograd import Tensor, TensorTuple, TensorTupleOp
 from ..backend_ndarray import kernels
+from ..errors import ShapeError
 from .ops_mathematic import mean, sqrt
 from .ops_shape import broadcast_to, reshape
 from .ops_tuple import tuple_get_item
@@ -48,3 +50,62 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     The variance is the biased one, and ``eps`` is added to it. raises: ShapeError if weight or bias does not fit, DTypeError.
     """
     return tuple_get_item(LayerNorm(eps)(x, weight, bias), 0)
+
+
+class BatchNorm(TensorTupleOp):
+    """(y, mean, var): y = (x - mean) / sqrt(var + eps) * weight + bias; statistics over the first axis, biased variance.
+
+    x: (N, C); weight, bias: (C,). mean, var: (C,), float32 or wider: the squares of float16 values would overflow from 256 on.
+    grad: with c = x - mean, r = 1 / sqrt(var + eps), s = weight r: dx = s dy + c (2 dvar - s r^2 sum(dy c)) / N
+    + (dmean - s sum(dy)) / N.
+    source: Ioffe & Szegedy 2015, arXiv:1502.03167.
+    raises: ShapeError if weight or bias does not fit, or N is 0.
+    """
+
+    autocast = "float32"
+    makes_gradients = True
+    reads_inputs = (0, 1)
+
+    def __init__(self, eps: float = 1e-5):
+        self.eps = eps
+
+    def compute(self, x, weight, bias):
+        if x.ndim != 2 or len(x) == 0 or weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
+            shapes = f"x is {x.shape}, weight is {weight.shape}, bias is {bias.shape}"
+            raise ShapeError(f"[batch_norm] {shapes} (accepted: (N, C), (C,), (C,), N at least 1)")
+        wide = x.astype(dt.accumulator(x.dtype), copy=False)
+        mu = wide.mean(0)
+        y = wide - mu
+        var = kernels.sumsq(y, 0) / len(x)
+        y.mul_in_place(weight / (var + self.eps).sqrt())
+        y.add_in_place(bias)
+        return y.astype(dt.promote(x.dtype, weight.dtype), copy=False), mu, var
+
+    def gradient(self, out_grad, node):
+        x, weight = (v.realize_cached_data() for v in node.inputs[:2])
+        _, mu, var = node.realize_cached_data()
+        dy, dmu, dvar = (g.realize_cached_data() for g in out_grad.tuple())
+        dy = dy.astype(mu.dtype, copy=False)
+        rstd = 1 / (var + self.eps).sqrt()
+        scale = weight * rstd
+        dx = x.astype(mu.dtype, copy=False) - mu
+        dweight, dbias = (dy * dx).sum(0) * rstd, dy.sum(0)
+        dx.mul_in_place((dvar * 2 - scale * rstd * dweight) / len(x))
+        dx.add_in_place(dy * scale)
+        dx.add_in_place((dmu - scale * dbias) / len(x))
+        return tuple(Tensor.make_const(g) for g in (dx.astype(x.dtype, copy=False), dweight, dbias))
+
+    def reference(self, x, weight, bias):
+        mu = mean(x, 0)
+        centred = x - mu
+        var = mean(centred * centred, 0)
+        return centred * (weight / sqrt(var + self.eps)) + bias, mu, var
+
+
+def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> TensorTuple:
+    """(y, mean, var): x (N, C) with mean 0 and variance 1 over the first axis, times weight (C,), plus bias (C,).
+
+    mean, var: (C,), what x had. The variance is the biased one, and ``eps`` is added to it.
+    raises: ShapeError if weight or bias does not fit, or N is 0.
+    """
+    return BatchNorm(eps)(x, weight, bias)
