@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
+from devices import usable
 from needle import amp, data, init, memory, nn, ops
 from needle import dtype as dt
 from needle.backend_ndarray import kernels, ndarray
@@ -358,6 +359,22 @@ def test_a_copy_is_a_copy(device):
             np.array(x, copy=False)
     with pytest.raises(DTypeError, match="list"):
         from_dlpack([1.0])
+
+
+def test_memory_of_a_gpu_is_asked_for_in_the_order_of_the_default_stream(monkeypatch):
+    """PyTorch's ``__dlpack__`` waits for nothing unless told on which stream its memory will be read."""
+    there, asked = usable("cuda_sim"), []
+
+    class Theirs:
+        def __dlpack_device__(self):
+            return 2, 0
+
+        def __dlpack__(self, stream=-1):
+            asked.append(stream)
+            return np.arange(3.0).__dlpack__()
+
+    monkeypatch.setattr("needle.backend_ndarray.ndarray.cuda", lambda: there)
+    assert from_dlpack(Theirs()).numpy().tolist() == [0, 1, 2] and asked == [1]
 
 
 def test_memory_of_others_that_cannot_be_shared():

@@ -1006,7 +1006,9 @@ def from_dlpack(x: Any) -> NDArray:
     device = {1: cpu(), 2: cuda()}.get(int(kind))
     if device is None:
         raise DeviceError(f"[from_dlpack] memory of DLPack device type {int(kind)} (accepted: CPU, CUDA)")
-    handle, shape, strides = device.require().from_dlpack(x.__dlpack__())
+    # 1 is CUDA's legacy default stream, which that of cuda() waits for. Unasked, PyTorch makes nothing wait for its current one.
+    capsule = x.__dlpack__(stream=1) if kind == 2 else x.__dlpack__()
+    handle, shape, strides = device.require().from_dlpack(capsule)
     return NDArray.make(shape, strides, device, handle)
 
 
