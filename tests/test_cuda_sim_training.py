@@ -5,7 +5,7 @@ import pytest
 
 import needle as ndl
 from devices import usable
-from needle.models import Pythia, PythiaConfig
+from needle.models import Pythia, PythiaConfig, train_step
 from needle.optim import AdamW
 
 STEPS = 20
@@ -39,3 +39,22 @@ def test_a_toy_transformer_trains_alike(name, sparse):
     assert expected[-1] < 0.7 * expected[0]
     kernels = " ".join(device.launch_counts())
     assert all(part in kernels for part in ("attention", "matmul", "layer_norm", "adam_step", "cross_entropy")), kernels
+
+
+@pytest.mark.parametrize("name", ["cuda_sim", "cuda"])
+def test_a_step_waits_for_the_device_when_all_is_asked_of_it(name, monkeypatch):
+    """A GPU that is waited for in between has nothing to do until the next kernels come."""
+    device, updates = usable(name), []
+    model = Pythia(PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=31), device=device, seed=1)
+    optimizer = AdamW(model.parameter_groups())
+    ids = ndl.Tensor(np.arange(9).reshape(1, 9), device=device, dtype="int32", requires_grad=False)
+    module = device.require()
+
+    def noting(call):
+        return lambda *arguments: updates.append(device.launch_counts().get("adam_step_kernel", 0)) or call(*arguments)
+
+    for waits in ("to_numpy", "sync"):
+        monkeypatch.setattr(module, waits, noting(getattr(module, waits)))
+    device.reset_launch_counts()
+    step = train_step(model, optimizer, [(ids, ids)])
+    assert set(updates) == {len(optimizer.params)} and step.loss == pytest.approx(np.log(31), rel=0.1)

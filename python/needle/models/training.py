@@ -36,24 +36,28 @@ def train_step(
     """One step on ``count`` micro-batches of (ids, targets), each (B, T).
 
     The gradient is that of the mean over all of them, its norm clipped to ``max_norm``; none is left afterwards. precision: fp32,
-    bf16 or fp16, of products. scaler: for fp16; default none.
+    bf16 or fp16, of products. scaler: for fp16; default none. Waits for the device between micro-batches and at its end; in fp16
+    before the update, too.
+    raises: IndexError for an id outside the vocabulary; on a GPU after the update, by which the parameters are then NaN.
     """
     scaler = scaler or amp.GradScaler(enabled=False)
     total = 0.0
+    loss: Tensor | float = 0.0
     source = iter(micro_batches)
     for _ in range(count):
+        total += float(loss)
         ids, targets = next(source)
         with amp.autocast.named(precision, model.device):
             loss = model.loss(ids, targets)
         scaler.scale(loss if count == 1 else loss * (1 / count)).backward(accumulate=count > 1)
-        total += loss.item()
-        del ids, targets, loss
+        loss = loss.detach()  # read when the update is on its way too, or a GPU would stand idle until that comes
+        del ids, targets
     scaler.unscale_(optimizer)
     norm = optimizer.clip_grad_norm(max_norm)
     scaler.step(optimizer)
     optimizer.reset_grad()
     scaler.update()
-    return Step(total / count, norm.item())
+    return Step((total + float(loss)) / count, norm.item())
 
 
 def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, precision: str = "fp32") -> Build:
