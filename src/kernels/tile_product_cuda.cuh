@@ -69,7 +69,7 @@ __device__ Along along(MatrixRef<T> a, MatrixRef<T> b) {
 template <int Depth, class T>
 class Slices {
  public:
-  __device__ Slices() = default;
+  Slices() = default;
   __device__ Slices(MatrixRef<T> a, MatrixRef<T> b, int64_t depth)
       : next_{a, b, int(depth)}, a_step_(Depth * a.col_stride), b_step_(Depth * b.row_stride) {}
 
