@@ -51,8 +51,6 @@ def test_tensor_indexing_drops_integer_axes(host):
 @pytest.mark.parametrize("a", list(dt.ROWS))
 @pytest.mark.parametrize("b", list(dt.ROWS))
 def test_every_pair_of_dtypes_converts_and_adds(device, a, b):
-    if device.name == "cuda" and "float64" in (a, b):
-        return
     x = NDArray([0, 1, 2, 3], device=device, dtype=a)
     np.testing.assert_array_equal(x.astype(b).numpy().astype(float), [0, 1, 1, 1] if "bool" in (a, b) else [0, 1, 2, 3])
     total = x + NDArray([0, 1, 1, 0], device=device, dtype=b)
@@ -104,8 +102,6 @@ SHAPES = [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 1, 3, 4), (6, 4, 5)), ((4,
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "float16"])
 def test_products(device, shapes, dtype):
-    if device.name == "cuda" and dtype == "float64":
-        return
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-3, 4, s).astype(dtype) for s in shapes)
     found = matmul(NDArray(a, device=device, dtype=dtype), NDArray(b, device=device, dtype=dtype))
