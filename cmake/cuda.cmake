@@ -3,8 +3,9 @@ file(GLOB cuda_kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/kernels/*_cud
 # The module itself is host code, for the C++ compiler in both cases: nvcc would read the bindings once per architecture.
 set(cuda_module ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cc ${PROJECT_SOURCE_DIR}/src/common/cublaslt.cc)
 
-# Compiling for GPUs takes minutes: without being asked to, only where there is one.
-if(NEEDLE_CUDA STREQUAL "AUTO" AND NOT EXISTS /dev/nvidia0 AND NOT EXISTS /dev/dxg)
+# Compiling for GPUs takes minutes: without being asked to, only where there is one. A container may have the fourth alone.
+file(GLOB gpus /dev/nvidia[0-9]* /dev/dxg)
+if(NEEDLE_CUDA STREQUAL "AUTO" AND NOT gpus)
   message(STATUS "needle: no GPU here, the CUDA backend is not built (NEEDLE_CUDA=ON builds it all the same)")
   set(NEEDLE_CUDA OFF)
 endif()
