@@ -106,6 +106,7 @@ CASES = [
     OpCase("mul_scalar", lambda a: a * -2.5, [(3, 5)], ["MulScalar"], lambda a: a * -2.5),
     OpCase("divide", lambda a, b: a / b, [(3, 5), (3, 5)], ["EWiseDiv"], lambda a, b: a / b, away_from_zero, 4, "b near 0.2"),
     OpCase("div_scalar", lambda a: a / 4, [(3, 5)], ["DivScalar"], lambda a: a / 4),
+    OpCase("rdiv_scalar", lambda a: 4 / a, [(3, 5)], ["RDivScalar"], lambda a: 4 / a, away_from_zero),
     OpCase("power", lambda a, b: a**b, [(3, 5), (5,)], ["EWisePow"], lambda a, b: a**b, positive, 4, "powers up to 2"),
     OpCase("power_scalar", lambda a: a**3, [(3, 5)], ["PowerScalar"], lambda a: a**3, away_from_zero),
     OpCase("negate", lambda a: -a, [(3, 5)], ["Negate"], lambda a: -a),

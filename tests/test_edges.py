@@ -464,6 +464,24 @@ def test_slopes_of_quotients_by_numbers_whose_square_is_outside_the_dtype(device
     np.testing.assert_allclose(b.grad.numpy(), -1 / b.numpy(), rtol=2e-3)
 
 
+def test_numbers_divided_by_tensors(device):
+    values = np.arange(1, 100, dtype=np.float32)
+    for number in (1, 49, 0.1):
+        np.testing.assert_array_equal((number / leaf(values, device)).numpy(), np.float32(number) / values)
+    assert (0.5 / leaf([1e-5], device, "float16")).item() == np.float16(0.5 / np.float16(1e-5))
+    assert (300 / leaf([4], device, "uint8")).item() == 75
+    np.testing.assert_array_equal(gradients(lambda x: 3 / x, device, [1, -2, 0.5])[0], [-3, -0.75, -12])
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_was_not_taken_has_no_part_in_an_infinite_slope(device, create_graph):
+    for f in (ops.relu, lambda x: ops.clip(x, 0), lambda x: ops.maximum(x, 0), lambda x: -ops.minimum(-x, 0)):
+        (slope,) = gradients(lambda x, f=f: ops.sqrt(f(x)), device, [-1, 4], create_graph=create_graph)
+        np.testing.assert_array_equal(slope, [0, 0.25])
+    (slope,) = gradients(lambda x: ops.sqrt(ops.max(x)), device, [-1, 0], create_graph=create_graph)
+    np.testing.assert_array_equal(slope, [0, np.inf])
+
+
 def test_large_logits_keep_their_digits(device):
     """Near 10,000 float32 has steps of 0.001: the log-sum-exp itself is rounded to one."""
     x = (np.random.default_rng(0).standard_normal((3, 40)) + 1e4).astype(np.float32)
@@ -564,7 +582,7 @@ def test_arguments_of_ops(device):
     for f in (ops.dilate, ops.undilate):
         with pytest.raises(ShapeError, match="dilation"):
             f(x, (1,), -1)
-    for widths in (1, (1, 1), ((1, 1, 1),) * 4, "wide"):
+    for widths in (1, (1, 1), ((1, 1, 1),) * 4, ((1.5, 1),) * 4, "wide"):
         with pytest.raises(ShapeError, match=r"\[pad\] .* are no widths"):
             ops.pad(x, widths)
     number, weight = leaf(np.float32(1), device), leaf(np.ones((1, 3)), device)

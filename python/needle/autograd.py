@@ -708,7 +708,8 @@ class Tensor(Value):
         return ops.EWiseDiv()(self, other) if isinstance(other, Tensor) else ops.DivScalar(other)(self)
 
     def __rtruediv__(self, other):
-        return ops.PowerScalar(-1)(self) * other
+        other = self._other(other)
+        return other / self if isinstance(other, Tensor) else ops.RDivScalar(other)(self)
 
     def __pow__(self, other):
         other = self._other(other)

@@ -40,6 +40,14 @@ def unbroadcast(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     return reshape(summation(grad, axes) if axes else grad, shape)
 
 
+def _shared(x: Tensor, share: NDArray) -> Tensor:
+    """x * share, and 0 where share is 0: what was not taken has no part in an infinite slope, as sqrt has it at 0."""
+    from .ops_index import where
+
+    weight = Tensor.make_const(share)
+    return where(weight, x * weight, 0)
+
+
 class EWiseAdd(_NoRead):
     """a + b, broadcasting."""
 
@@ -210,6 +218,22 @@ def divide_scalar(a: Tensor, scalar) -> Tensor:
     return DivScalar(scalar)(a)
 
 
+class RDivScalar(TensorOp):
+    """scalar / a. grad: -y / a."""
+
+    autocast = "float32"
+
+    def __init__(self, scalar):
+        self.scalar = scalar
+
+    def compute(self, a):
+        return self.scalar / a
+
+    def gradient(self, out_grad, node):
+        a = node.inputs[0]
+        return -(out_grad / a) * node
+
+
 class Negate(_NoRead):
     """-a."""
 
@@ -348,8 +372,7 @@ class ReLU(_InputRead):
 
     @staticmethod
     def reference(a):
-        mask = a.realize_cached_data() > 0
-        return a * Tensor.make_const(mask.astype(a.dtype))
+        return _shared(a, (a.realize_cached_data() > 0).astype(a.dtype))
 
 
 def relu(a: Tensor) -> Tensor:
@@ -468,8 +491,7 @@ class _Extremum(_InputRead):
         a, b = node.inputs
         x, y = a.realize_cached_data(), b.realize_cached_data()
         share = self.takes(x, y).astype(out_grad.dtype) + (x == y).astype(out_grad.dtype) * 0.5
-        weight = Tensor.make_const(share)
-        return unbroadcast(out_grad * weight, a.shape), unbroadcast(out_grad * (1 - weight), b.shape)
+        return unbroadcast(_shared(out_grad, share), a.shape), unbroadcast(_shared(out_grad, 1 - share), b.shape)
 
 
 class Maximum(_Extremum):
@@ -527,7 +549,7 @@ class Clip(_InputRead):
         x = node.inputs[0].realize_cached_data()
         inside = [x >= self.low] if self.low is not None else []
         inside += [x <= self.high] if self.high is not None else []
-        return out_grad * Tensor.make_const(reduce(operator.mul, [part.astype(out_grad.dtype) for part in inside]))
+        return _shared(out_grad, reduce(operator.mul, inside).astype(out_grad.dtype))
 
 
 def clip(a: Tensor, min: float | None = None, max: float | None = None) -> Tensor:
@@ -628,7 +650,7 @@ class Max(TensorOp):
         x = a.realize_cached_data()
         hit = (x == node.realize_cached_data().reshape(kept)).astype(out_grad.dtype)
         share = hit / hit.sum(axis=axes or None, keepdims=True)  # a 0-d array has no axis to name
-        return broadcast_to(reshape(out_grad, kept), a.shape) * Tensor.make_const(share)
+        return _shared(broadcast_to(reshape(out_grad, kept), a.shape), share)
 
 
 def max(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:

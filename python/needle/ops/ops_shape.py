@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from operator import index
 
 from .. import dtype as dt
 from ..autograd import Tensor, TensorTuple, TensorTupleOp
@@ -171,7 +172,7 @@ class Pad(_NoRead):
 
     def __init__(self, widths):
         try:
-            self.widths = tuple((int(left), int(right)) for left, right in widths)
+            self.widths = tuple((index(left), index(right)) for left, right in widths)
         except (TypeError, ValueError):
             raise ShapeError(f"[pad] {widths!r} are no widths (accepted: one (left, right) per axis)") from None
 
