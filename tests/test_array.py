@@ -66,6 +66,11 @@ def test_scalars_do_not_widen(host):
     assert (NDArray([3], device=host, dtype="int32") / 2).item() == 1.5
     big = NDArray([2**53 + 1], device=host, dtype="int64")
     assert (big + 2).item() == 2**53 + 3
+    assert (big < 10**400).item() and (big > -(10**400)).item() and (big != 10**400).item()
+    half = NDArray([1.5], device=host, dtype="bfloat16")
+    number = half.numpy()[0]
+    for found in (half * number, number * half):
+        assert isinstance(found, NDArray) and found.dtype == "bfloat16" and found.item() == 2.25
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "min", "prod", "mean"])
@@ -130,6 +135,37 @@ def test_large_products_of_parts_and_of_transposes(cpu, shape, dtype, extra):
         a, b = a[:, : a.shape[1] - extra], b[:, : b.shape[1] - extra]
         found = matmul(x.permute((1, 0)) if turn_a else x, y.permute((1, 0)) if turn_b else y)
         np.testing.assert_array_equal(found.numpy(), (a.T if turn_a else a) @ (b.T if turn_b else b))
+
+
+@pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((4,), (4, 5)), ((2, 3, 4), (4,)), ((4,), (4,))], ids=str)
+def test_products_into_an_array_that_is_there(device, shapes):
+    a, b = (np.arange(np.prod(s), dtype=np.float32).reshape(s) for s in shapes)
+    x, y, out = NDArray(a, device=device), NDArray(b, device=device), full((a @ b).shape, 7.0, device=device)
+    matmul(x, y, out=out, accumulate=True)
+    np.testing.assert_array_equal(out.numpy(), a @ b + 7)
+    matmul(x, y, out=out)
+    np.testing.assert_array_equal(out.numpy(), a @ b)
+    np.testing.assert_array_equal(matmul(x, y, accumulate=True).numpy(), a @ b)  # nothing is there
+    with pytest.raises(ShapeError):
+        matmul(x, y, out=full((9, 9), 0.0, device=device))
+
+
+def test_sums_in_place(device):
+    a = np.arange(90000, dtype=np.float32).reshape(300, 300) % 1000
+    x = NDArray(a, device=device)
+    x.add_in_place(x.T)
+    np.testing.assert_array_equal(x.numpy(), a + a.T)
+    x.mul_in_place(x[0])
+    np.testing.assert_array_equal(x.numpy(), (a + a.T) * (a + a.T)[0])
+    y = NDArray([0, 1, 2, 3], device=device)
+    before = y.last_write
+    y.mul_in_place(2)
+    assert y.numpy().tolist() == [0, 2, 4, 6] and y.last_write > before
+    for part in (y[2:], y[::2], y[:1].broadcast_to((4,))):
+        for change in (part.add_in_place, part.mul_in_place):
+            with pytest.raises(ShapeError, match="part of its memory"):
+                change(3)
+    assert y.numpy().tolist() == [0, 2, 4, 6]
 
 
 def test_comparisons_with_nan(device):
@@ -209,6 +245,10 @@ def test_what_numpy_cannot_read_comes_through_dlpack():
 
     assert asarray(Half()).dtype == "bfloat16"
     np.testing.assert_array_equal(ndl.Tensor(Half(), requires_grad=False).numpy(), np.full(3, 1.5, np.float32))
+    Half.__dlpack__, Half.__dlpack_device__ = np.ones(3, np.int8).__dlpack__, np.ones(3, np.int8).__dlpack_device__
+    with pytest.raises(ValueError, match="unsupported dtype") as caught:
+        NDArray(Half())
+    assert not isinstance(caught.value, ShapeError)
 
 
 def test_errors_name_what_was_wrong(host):
@@ -227,6 +267,15 @@ def test_errors_name_what_was_wrong(host):
         a.item()
     for wrong in (lambda: a.reshape((2.0, 60)), lambda: a.broadcast_to("a"), lambda: empty(2.5), lambda: NDArray.make(None)):
         with pytest.raises(ShapeError, match="is no shape"):
+            wrong()
+    for wrong in (lambda: empty((2**62, 2), device=host), lambda: empty((0, 2**40, 2**40), device=host)):
+        with pytest.raises(ShapeError, match="2\\*\\*63 elements"):
+            wrong()
+    for wrong in (a.maximum, a.minimum, a.logical_and, a.logical_or, a.logical_xor):
+        with pytest.raises(DTypeError, match="cannot combine an NDArray with NoneType"):
+            wrong(None)
+    for wrong in (lambda: asarray([[1], [2, 3]]), lambda: NDArray([[1], [2, 3]], device=host), lambda: a + [[1], [2, 3]]):
+        with pytest.raises(ShapeError, match="inhomogeneous"):
             wrong()
     for wrong in (lambda: a.reshape((-4, -5, 6)), lambda: full((-2, -3), 1.0), lambda: b[:1].broadcast_to((-2, 3))):
         with pytest.raises(ShapeError, match="has a length below"):

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from .. import dtype as dt
-from ..errors import DeviceError, DTypeError, ShapeError
+from ..errors import DeviceError, DTypeError, ShapeError, type_name
 from .device import BackendDevice, all_devices, as_device, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
 from .host_memory import DATA
 from .shapes import as_shape, axis_order, broadcast_shape, compact_strides, is_contiguous, normalize_axes, reach, reduced_shape
@@ -71,10 +71,7 @@ class NDArray:
             made = other._copy_to(device, dtype)
         else:
             device = as_device(device)
-            try:
-                values = _as_numpy(other)
-            except ValueError as error:  # lists of different lengths
-                raise ShapeError(f"[array] {error}") from None
+            values = _as_numpy(other)
             if dtype is None:
                 dtype = dt.storable(values.dtype) if device.numpy_semantics else "float32"
             dtype = dt.name_of(dtype)
@@ -314,22 +311,26 @@ class NDArray:
         """Stamps this memory as written now."""
         self._handle.last_write = write_stamp()
 
-    def add_in_place(self, other: NDArray) -> None:
-        """self += other for a compact self; other broadcasts to it and is cast to its dtype."""
+    def add_in_place(self, other: NDArray | float) -> None:
+        """self += other for a compact self; other broadcasts to it and is cast to its dtype. raises: ShapeError for a part."""
         self._in_place(other, "ewise_add")
 
     def mul_in_place(self, other: NDArray | float) -> None:
-        """self *= other for a compact self; other broadcasts to it and is cast to its dtype."""
-        if isinstance(other, NDArray):
-            self._in_place(other, "ewise_mul")
-        else:
-            self._device.require().scalar_mul(self._handle, other, self._handle)
+        """self *= other for a compact self; other broadcasts to it and is cast to its dtype. raises: ShapeError for a part."""
+        self._in_place(other, "ewise_mul")
 
-    def _in_place(self, other: NDArray, op: str) -> None:
+    def _in_place(self, other: NDArray | float, op: str) -> None:
+        if not self.is_compact():  # the kernels write all of a buffer
+            raise ShapeError(f"[{op}] {self._shape} is a part of its memory, or strided (accepted: a compact array)")
+        if not isinstance(other, NDArray):
+            other = full((), other, self._dtype, self._device)
         other = other.astype(self._dtype, copy=False).broadcast_to(self._shape)
+        if other._handle is self._handle and self._overlaps(other):
+            other = other.copy()
         getattr(self._device.require(), op)(
             self._handle, self._strides, self._offset, other._handle, other._strides, other._offset, self._handle, self._shape
         )
+        self.mark_written()
 
     def is_broadcast(self) -> bool:
         """Whether one element in memory stands for several, as broadcast_to makes it."""
@@ -553,11 +554,19 @@ class NDArray:
         function(a._handle, a._strides, a._offset, b._handle, b._strides, b._offset, out._handle, out._shape)
         return out
 
+    def _method(self, other: Any, op: str, to_bool: bool = False) -> NDArray:
+        """_binary for what is no operator. raises: DTypeError where Python would ask the other side."""
+        found = self._binary(other, f"ewise_{op}", f"scalar_{op}", to_bool)
+        if found is NotImplemented:
+            raise DTypeError(f"[{op}] cannot combine an NDArray with {type_name(other)} (accepted: NDArray, array, number)")
+        return found
+
     def _operand(self, other: Any) -> Any:
         """An array-like as the other side of an operator: floats do not widen floats, integers and bools keep their dtype."""
-        if not isinstance(other, (np.ndarray, list, tuple)):
+        is_bfloat16 = isinstance(other, np.generic) and other.dtype.kind == "V"  # no np.number, as numpy's own scalars are
+        if not is_bfloat16 and not isinstance(other, (np.ndarray, list, tuple)):
             return NotImplemented
-        values, device = np.asarray(other), self._device
+        values, device = _as_numpy(other), self._device
         dtype = None if device.numpy_semantics else dt.storable(values.dtype)
         if dtype is not None and dt.is_float(self._dtype):
             dtype = self._dtype
@@ -578,7 +587,7 @@ class NDArray:
         if limits is not None and not limits[0] <= value <= limits[1]:
             if not to_bool:
                 raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
-            dtype, value = "float32", math.copysign(math.inf, value)  # beyond every integer, so compared as what is
+            dtype, value = "float32", math.inf if value > 0 else -math.inf  # beyond every integer, so compared as what is
         if dtype != a._dtype:
             a = a.astype(dtype)
         out = _new(a._shape, "bool" if to_bool else dtype, a._device)
@@ -636,11 +645,11 @@ class NDArray:
 
     def maximum(self, other):
         """The larger of each two elements, NaN if one of them is; ``other``: an array that broadcasts, or a number."""
-        return self._binary(other, "ewise_maximum", "scalar_maximum")
+        return self._method(other, "maximum")
 
     def minimum(self, other):
         """The smaller of each two elements, NaN if one of them is."""
-        return self._binary(other, "ewise_minimum", "scalar_minimum")
+        return self._method(other, "minimum")
 
     # Comparisons are numpy's: with NaN all are False but !=.
     def __eq__(self, other):  # type: ignore[override]
@@ -665,15 +674,15 @@ class NDArray:
 
     def logical_and(self, other):
         """Whether both are not zero, as bool."""
-        return self._binary(other, "ewise_logical_and", "scalar_logical_and", to_bool=True)
+        return self._method(other, "logical_and", to_bool=True)
 
     def logical_or(self, other):
         """Whether one or both are not zero, as bool."""
-        return self._binary(other, "ewise_logical_or", "scalar_logical_or", to_bool=True)
+        return self._method(other, "logical_or", to_bool=True)
 
     def logical_xor(self, other):
         """Whether just one is not zero, as bool."""
-        return self._binary(other, "ewise_logical_xor", "scalar_logical_xor", to_bool=True)
+        return self._method(other, "logical_xor", to_bool=True)
 
     def logical_not(self):
         """Whether it is zero, as bool."""
@@ -830,6 +839,8 @@ def _like(a: NDArray, dtype: str) -> NDArray:
 def _as_numpy(x: Any) -> np.ndarray:
     try:
         return np.asarray(x)
+    except ValueError as error:  # lists of different lengths
+        raise ShapeError(f"[array] {error}") from None
     except TypeError:
         if not hasattr(x, "__dlpack__"):
             raise
@@ -881,7 +892,10 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
             raise ShapeError(f"[matmul] needs at least one dimension: a is {a._shape}, b is {b._shape}")
         full_a = a._view((1,) + a._shape, (0,) + a._strides) if a.ndim == 1 else a
         full_b = b._view(b._shape + (1,), b._strides + (0,)) if b.ndim == 1 else b
-        product = matmul(full_a, full_b)
+        if out is not None:
+            leading = out._shape[: max(out.ndim - (a.ndim > 1) - (b.ndim > 1), 0)]
+            out = out.reshape((*leading, full_a._shape[-2], full_b._shape[-1]))
+        product = matmul(full_a, full_b, out, accumulate)
         shape = product._shape
         shape = shape[:-2] + (shape[-2:-1] if a.ndim > 1 else ()) + (shape[-1:] if b.ndim > 1 else ())
         return product.reshape(shape)
@@ -904,7 +918,7 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
         a = a.broadcast_to(batch + (m, k))
         b = b.broadcast_to(batch + (k, n))
     if out is None:
-        out = _new(full_shape, a._dtype, a._device)
+        out, accumulate = _new(full_shape, a._dtype, a._device), False
     elif out._shape != full_shape or not out._contiguous:
         raise ShapeError(f"[matmul] out is {out._shape} with strides {out._strides} (accepted: {full_shape}, contiguous)")
     a._device.require().matmul(

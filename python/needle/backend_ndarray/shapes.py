@@ -42,7 +42,7 @@ def as_shape(shape: Any, least: int = 0) -> tuple[int, ...]:
         raise ShapeError(f"[shape] {shape!r} is no shape (accepted: a whole number, or several)") from None
     if lengths and min(lengths) < least:
         raise ShapeError(f"[shape] {lengths} has a length below {least}")
-    if math.prod(lengths) >= 2**63:
+    if math.prod([n or 1 for n in lengths]) >= 2**63:  # also of an empty array: its strides are int64
         raise ShapeError(f"[shape] {lengths} has 2**63 elements or more")
     return lengths
 
