@@ -402,6 +402,20 @@ def test_batch_norm_takes_its_roots_per_feature(cpu):
     assert p.above_start < 7 * x.size * 4
 
 
+def test_what_is_written_to_a_gradient_is_there_and_nowhere_else(host):
+    x, seed = leaf(np.ones((2, 3)), host), leaf(np.ones((2, 3)), host)
+    y = (x + 1).retain_grad()
+    y.backward(seed)
+    y.grad[0] = 5.0
+    x.grad.data[1] = 7.0
+    for found, expected in ((seed, [1, 1]), (y.grad, [5, 1]), (x.grad, [1, 7])):
+        np.testing.assert_array_equal(found.numpy()[:, 0], expected)
+    x.sum().backward()  # one element in memory, to begin with
+    for row in x.grad:
+        row[0] = 9.0
+    np.testing.assert_array_equal(x.grad.numpy(), [[9, 1, 1], [9, 1, 1]])
+
+
 def test_a_gradient_does_not_keep_what_it_was_cut_from(host):
     x, y = leaf(np.ones(3), host), leaf(np.ones(1000), host)
     (ops.concatenate([x, y], 0) * 2).sum().backward()

@@ -46,10 +46,10 @@ def set_gradients(
             grad = _accumulated(handle._grad, grad, create_graph)
         elif not create_graph:
             array = grad.realize_cached_data()
-            # One array may be the gradient of two leaves (a + b), or be cut from a larger one, which it would keep: each leaf gets
-            # its own.
+            # One array may be the gradient of two leaves (a + b), be cut from a larger one, which it would keep, or have one
+            # element in memory for many (a sum's): each leaf gets its own, to be written to.
             own = isinstance(grad._source, _Summed)
-            if array.serial in given or array.is_part():
+            if array.serial in given or array.is_part() or array.is_broadcast():
                 array, own = array.copy(), True
             given.add(array.serial)
             grad = Tensor.make_const(array)
@@ -192,7 +192,7 @@ def run_backward(
             if grad is not None:
                 handle = node.live_handle()
                 if isinstance(handle, Tensor) and handle._retains_grad:
-                    kept = grad if grad.requires_grad else grad.detach()
+                    kept = grad if grad.requires_grad else Tensor.make_const(grad.realize_cached_data().copy())
                     handle._grad = handle._grad + kept if accumulate and handle._grad is not None else kept
                 if segments:
                     for n in node.read_nodes():
