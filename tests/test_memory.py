@@ -21,6 +21,7 @@ import pytest
 import needle as ndl
 from devices import usable
 from needle import memory, nn, ops
+from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import OutOfMemoryError, ShapeError
@@ -274,6 +275,14 @@ def test_a_loss_takes_its_chunk_and_no_more(rows):
 
     given_and_gradients = 4 * (2 * width * (rows + vocab_size) + rows)
     assert memory.peak_bytes(build, steps=1) - given_and_gradients <= 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "expected"), [(4096, 521, 512), (16384, 1042, 1024), (300, 521, 300), (4096, 400, 384), (9, 5, 5)]
+)
+def test_the_chunks_of_a_loss_are_whole_tiles(rows, most, expected):
+    """Of a GPU, 128 rows each, where a chunk has several; else of the CPU."""
+    assert kernels._chunk_rows(rows, most) == expected
 
 
 def test_freed_memory_is_cut_to_requests_and_joined_again(cpu):

@@ -20,6 +20,7 @@ LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
 IGNORE_INDEX = -100
 DEFAULT_CHUNK_BYTES = 100 << 20
 PANEL_ROWS = 12  # of the CPU's matrix product (kRows in gemm_cpu.cc, or twice as many)
+TILE_ROWS = 128  # of a GPU's, cuBLASLt's as needle's own: 516 rows are five tiles
 FLOAT16_GRADIENT_SCALE = 2.0**10  # of dlogits, which lie within -1..1, and would be below float16's range divided by the rows
 
 
@@ -301,8 +302,9 @@ def targets_that_count(targets: NDArray, ignore_index: int, dtype: str) -> NDArr
 
 
 def _chunk_rows(rows: int, most: int) -> int:
-    """How many rows are taken at a time, ``most`` at most: chunks of one size, the last perhaps shorter, in whole panels."""
-    panel = min(most, PANEL_ROWS)
+    """How many rows are taken at a time, ``most`` at most: chunks of one size, the last perhaps shorter, in whole tiles where these
+    are small beside ``most``, else in whole panels. The same on every device, or a plan would not know it."""
+    panel = TILE_ROWS if most >= 4 * TILE_ROWS else min(most, PANEL_ROWS)
     chunks = max(1, -(-rows // (most - most % panel)))
     return max(1, min(rows, -(-rows // (chunks * panel)) * panel))
 
