@@ -489,6 +489,16 @@ def test_recomputing_an_op_that_writes_into_its_result(host):
 def test_setitem_with_gradient(host):
     x, y = leaf(np.zeros((2, 3)), host), leaf([5.0, 6.0], host)
     old = x * 2
+def test_gradients_of_a_loss_that_is_kept_are_not_what_it_keeps(host):
+    h, w = leaf([[1.0, -2.0], [0.5, 1.5]], host), leaf([[1.0, 2.0, 0.0], [0.0, -1.0, 1.0]], host)
+    loss = ops.linear_cross_entropy(h, w, ndl.Tensor([2, 0], device=host, dtype="int32", requires_grad=False))
+    loss.backward(retain_graph=True)
+    first = [h.grad.numpy(), w.grad.numpy()]
+    loss.backward(leaf([2.0], host), accumulate=True)
+    for x, g in zip((h, w), first):
+        np.testing.assert_allclose(x.grad.numpy(), g * 3, rtol=1e-6)
+
+
     old[:, 1] = y
     (old * old).sum().backward()
     np.testing.assert_array_equal(y.grad.numpy(), [10, 12])

@@ -107,14 +107,12 @@ class LinearCrossEntropy(TensorTupleOp):
 
     def gradient(self, out_grad, node):
         _, dhidden, dweight = node.realize_cached_data()
-        if out_grad[0]._source is ALL_ONES:  # a loss is most often the root
-            return Tensor.make_const(dhidden), Tensor.make_const(dweight), None
         upstream = out_grad[0].realize_cached_data().astype(dhidden.dtype, copy=False)
         return Tensor.make_const(dhidden * upstream), Tensor.make_const(dweight * upstream), None
 
     def consuming_gradient(self, out_grad, node, output):
         _, *grads = output
-        if out_grad[0]._source is not ALL_ONES:
+        if out_grad[0]._source is not ALL_ONES:  # a loss is most often the root
             for g in grads:
                 g.mul_in_place(out_grad[0].realize_cached_data())
         return *[Tensor.make_const(g) for g in grads], None
