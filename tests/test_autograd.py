@@ -334,6 +334,15 @@ def test_no_grad_detach_and_retain_grad(host):
         (x * x).backward(leaf([1.0, 2.0], host))
 
 
+def test_a_retained_gradient_is_nobody_elses(host):
+    x, out_grad = leaf([1.0, 2.0], host), leaf([1.0, 1.0], host)
+    y = (x + 1).retain_grad()
+    z = (y + 1).retain_grad()
+    z.backward(out_grad)
+    y.grad[0] = 7.0
+    assert all(g.numpy().tolist() == [1, 1] for g in (x.grad, z.grad, out_grad))
+
+
 def micro_batches(host, count=4):
     rng = np.random.default_rng(0)
     return [leaf(rng.standard_normal((6, 5)), host, requires_grad=False) for _ in range(count)]
@@ -463,6 +472,16 @@ def test_a_loss_whose_gradients_forward_made_can_be_differentiated_again(host):
     assert all(np.array_equal(w.grad.numpy(), f) for w, f in zip(weights, first))
 
 
+def test_gradients_of_a_loss_that_is_kept_are_not_what_it_keeps(host):
+    h, w = leaf([[1.0, -2.0], [0.5, 1.5]], host), leaf([[1.0, 2.0, 0.0], [0.0, -1.0, 1.0]], host)
+    loss = ops.linear_cross_entropy(h, w, ndl.Tensor([2, 0], device=host, dtype="int32", requires_grad=False))
+    loss.backward(retain_graph=True)
+    first = [h.grad.numpy(), w.grad.numpy()]
+    loss.backward(leaf([2.0], host), accumulate=True)
+    for x, g in zip((h, w), first):
+        np.testing.assert_allclose(x.grad.numpy(), g * 3, rtol=1e-6)
+
+
 def test_lazy_mode(host):
     autograd.LAZY_MODE = True
     try:
@@ -473,6 +492,22 @@ def test_lazy_mode(host):
         assert x.grad.item() == 7 and y.item() == 12
     finally:
         autograd.LAZY_MODE = False
+
+
+def test_what_is_put_off_is_computed_from_what_was_there(host, monkeypatch):
+    monkeypatch.setattr(autograd, "LAZY_MODE", True)
+    model, x = nn.Linear(3, 2, device=host), leaf(np.ones((4, 3)), host)
+    loss = ops.exp(model(x)).sum()
+    late = ops.exp(model(x))
+    loss.backward()
+    SGD(model.parameters()).step()
+    assert np.isfinite(loss.item())
+    with pytest.raises(GraphError, match="changed in place"):
+        late.numpy()
+    y = x * 2
+    x.data = x.data * 3
+    with pytest.raises(GraphError, match="changed in place"):
+        y.numpy()
 
 
 def test_recomputing_an_op_that_writes_into_its_result(host):
@@ -489,16 +524,6 @@ def test_recomputing_an_op_that_writes_into_its_result(host):
 def test_setitem_with_gradient(host):
     x, y = leaf(np.zeros((2, 3)), host), leaf([5.0, 6.0], host)
     old = x * 2
-def test_gradients_of_a_loss_that_is_kept_are_not_what_it_keeps(host):
-    h, w = leaf([[1.0, -2.0], [0.5, 1.5]], host), leaf([[1.0, 2.0, 0.0], [0.0, -1.0, 1.0]], host)
-    loss = ops.linear_cross_entropy(h, w, ndl.Tensor([2, 0], device=host, dtype="int32", requires_grad=False))
-    loss.backward(retain_graph=True)
-    first = [h.grad.numpy(), w.grad.numpy()]
-    loss.backward(leaf([2.0], host), accumulate=True)
-    for x, g in zip((h, w), first):
-        np.testing.assert_allclose(x.grad.numpy(), g * 3, rtol=1e-6)
-
-
     old[:, 1] = y
     (old * old).sum().backward()
     np.testing.assert_array_equal(y.grad.numpy(), [10, 12])

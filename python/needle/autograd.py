@@ -369,7 +369,6 @@ class Value:
             for x in inputs:
                 in_nodes.append(x._node or x._as_node())
             node = Node(op, tuple(in_nodes), True, value)
-            node.time = node.born
             node.spec = spec_of(out) if isinstance(out, tuple) else (out._shape, out._dtype, out._device)
             segment = current_segment()
             if segment is not None:

@@ -21,15 +21,14 @@ class Node:
 
     spec: (shape, dtype, device) of the value, known also when the array is gone; a tuple of those for tuple ops.
     readers: gradients that have not run yet and will read ``array``; at 0 it is not kept.
-    born: tick of the write clock when the node was made, after its inputs.
-    time: tick when the value was computed, 0 before; an input written later must not be used to recompute.
+    born: tick of the write clock when the node was made, after its inputs; one that was written later must not be used to compute.
     live_handle: gives the handle, or None when that has gone.
     segment: the innermost Segment that all readers are in, which is where ``array`` is dropped and brought back.
     site: where it was made, for needle.memory; None unless that was asked for.
     """
 
     __slots__ = (
-        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "born", "time", "live_handle", "segment", "site",
+        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "born", "live_handle", "segment", "site",
         "__weakref__",
     )  # fmt: skip
 
@@ -42,7 +41,6 @@ class Node:
         self.requires_grad = requires_grad
         self.released = False
         self.born = write_stamp()
-        self.time = 0
         self.live_handle = weakref.ref(handle)
         self.segment: Segment | None = None
         self.site: Any = None
@@ -193,13 +191,14 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
                 uses[n] -= 1
                 if not uses[n]:
                     del fresh[n]
-        if node.time:
-            _check_unchanged(node, arrays)
+        _check_unchanged(node, arrays)
         value = fresh[node] = recompute(node, arrays)
-        if node.time:
-            _date_back(value, node.time)
-        else:
-            node.time, node.spec = write_stamp(), spec_of(value)
+        _date_back(value, node.born)
+        if node.spec is None:  # lazy mode: the first time
+            node.spec = spec_of(value)
+            handle = node.live_handle()
+            if handle is not None:
+                handle._data = value
         kept = node in asked or not node.op.recomputes_output  # type: ignore[union-attr]
         if kept and node.readers and (node.segment is None or node.segment.open):
             node.array = value
@@ -207,7 +206,7 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
 
 
 def _date_back(value: Any, time: int) -> None:
-    """Gives a recomputed value the age of the first one: an op that writes into its own result must not make it look changed."""
+    """Gives a computed value the age of its node: an op that writes into its own result must not make it look changed."""
     for part in value if isinstance(value, tuple) else (value,):
         if part.last_write > time:
             part.last_write = time
@@ -252,10 +251,10 @@ def shape_of(node: Node) -> tuple[int, ...]:
 def _check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
     for index, array in enumerate(arrays):
         for part in array if isinstance(array, tuple) else (array,):
-            if part.last_write > node.time:
+            if part.last_write > node.born:
                 raise GraphError(
                     f"[recompute] input {index} of {node.op and node.op.name}, shape {part.shape}, was changed in place "
-                    "after it was used, and a value computed from it is needed again (call backward before changing it, or "
+                    "after it was used, and a value computed from it is needed (call backward before changing it, or "
                     "keep the graph with retain_graph=True)"
                 )
 

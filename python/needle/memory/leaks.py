@@ -125,7 +125,7 @@ def find(before: int | None, ends: list[int]) -> list[Leak]:
     # node, which its traceback may keep.
     handles = [x for x in gc.get_objects() if issubclass(type(x), Value) and getattr(x, "_node", None) is not None]
     handles = [x for x in handles if x.op is not None]
-    is_old = lambda n: n.op is not None and (before is None or n.time <= before)  # noqa: E731
+    is_old = lambda n: n.op is not None and (before is None or n.born <= before)  # noqa: E731
     leads: set[Node] = set()  # to an old node: that, and what is above it
     for node in _under(handles):
         if is_old(node) or not leads.isdisjoint(node.inputs):
@@ -137,8 +137,8 @@ def find(before: int | None, ends: list[int]) -> list[Leak]:
     found = []
     for name, held in groups.items():
         nodes = [n for n in _under(held) if is_old(n)]
-        site = sites.of_node(max((x._as_node() for x in held), key=attrgetter("time")))
-        steps = len({bisect_left(ends, n.time) for n in nodes}) if ends else 0
+        site = sites.of_node(max((x._as_node() for x in held), key=attrgetter("born")))
+        steps = len({bisect_left(ends, n.born) for n in nodes}) if ends else 0
         nbytes = _bytes([n.array for n in nodes] + [x._data for x in held])
         found.append(Leak(name, site.place if site else "", steps, nbytes, len(held)))
     return sorted(found, key=lambda leak: -leak.nbytes)
