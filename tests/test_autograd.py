@@ -4,6 +4,7 @@ import copy
 import gc
 import math
 import pickle
+import threading
 
 import numpy as np
 import pytest
@@ -508,6 +509,23 @@ def test_what_is_put_off_is_computed_from_what_was_there(host, monkeypatch):
     x.data = x.data * 3
     with pytest.raises(GraphError, match="changed in place"):
         y.numpy()
+
+
+def test_threads_that_use_a_leaf_at_once_agree_on_its_node(host, monkeypatch):
+    x, results, threads = leaf([3.0], host), [], []
+
+    def made(op, inputs, requires_grad, handle):
+        if op is None and not threads:
+            threads.append(threading.Thread(target=lambda: results.append(x * 5)))
+            threads[0].start()
+            threads[0].join(0.2)
+        return graph.Node(op, inputs, requires_grad, handle)
+
+    monkeypatch.setattr(autograd, "Node", made)
+    y = x * 2
+    threads[0].join()
+    (y * results[0]).backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [60.0])
 
 
 def test_recomputing_an_op_that_writes_into_its_result(host):

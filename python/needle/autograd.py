@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from copy import deepcopy
 from functools import wraps
 from inspect import isgeneratorfunction
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ _grad_enabled = ContextVar("grad_enabled", default=True)
 _segment: ContextVar[Segment | None] = ContextVar("segment", default=None)  # the innermost rematerialize() that is being run
 # While an autocast region is open: (op, inputs) -> the inputs, cast as ``op.autocast`` says.
 _autocast: ContextVar[Callable[[Op, Sequence[Any]], Sequence[Any]] | None] = ContextVar("autocast", default=None)
+
+_first_use = RLock()
 
 # Called with each new node while needle.memory wants to know where graphs are made; sets its ``site``.
 _node_made: Callable[[Node], None] | None = None
@@ -235,11 +238,11 @@ class Value:
 
     def _as_node(self) -> Node:
         """This value's node; a leaf gets one when a graph first needs it."""
-        node = self._node
-        if node is None:
-            node = Node(None, (), self._requires_grad, self)
-            node.array = self._data
-        return node
+        if self._node is None:
+            with _first_use:  # threads that use it at once must agree on its node
+                if self._node is None:
+                    Node(None, (), self._requires_grad, self)
+        return self._node  # type: ignore[return-value]
 
     @classmethod
     def _of(cls, node: Node) -> Value:

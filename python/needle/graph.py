@@ -35,7 +35,7 @@ class Node:
     def __init__(self, op: Op | None, inputs: tuple[Node, ...], requires_grad: bool, handle: Value):
         self.op = op
         self.inputs = inputs
-        self.array: Any = None
+        self.array: Any = handle._data if op is None else None
         self.spec: Any = None
         self.readers = 0
         self.requires_grad = requires_grad
