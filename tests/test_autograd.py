@@ -256,6 +256,22 @@ def test_a_leaf_that_was_used_can_stop_requiring_a_gradient_and_start_again(host
     assert w.grad is None
 
 
+def test_a_leaf_that_is_frozen_for_a_while_is_a_constant_in_what_is_made_meanwhile(host):
+    """As the discriminator of a GAN while its generator learns."""
+    x, w = leaf([2.0], host), leaf([3.0], host)
+    before = (x * w).sum()
+    w.requires_grad = False
+    meanwhile = (x * w).sum()
+    w.requires_grad = True
+    meanwhile.backward()
+    assert x.grad.numpy() == [3.0] and w.grad is None
+    before.backward(retain_graph=True)
+    assert w.grad.numpy() == [2.0]
+    for k in (1, 2):
+        (before + meanwhile + (x * w * 5).sum()).backward(accumulate=k == 2)
+        assert w.grad.numpy() == [12.0 * k]
+
+
 def test_gradients_are_of_their_category_and_what_follows_is_not(host):
     w = leaf(np.ones(100), host)
     (w * 2).sum().backward()

@@ -292,11 +292,13 @@ class Value:
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
-        if self.op is not None and not wanted:
-            raise GraphError("[requires_grad] only a leaf can stop requiring a gradient (use detach)")
-        self._requires_grad = bool(wanted)
-        if self._node is not None:
-            self._node.requires_grad = bool(wanted)
+        wanted = bool(wanted)
+        if self._node is not None and self._node.requires_grad != wanted:
+            if self.op is not None and not wanted:
+                raise GraphError("[requires_grad] only a leaf can stop requiring a gradient (use detach)")
+            self.realize_cached_data()
+            self._node = None  # graphs that have it keep it as it was for them
+        self._requires_grad = wanted
 
     @property
     def cached_data(self):

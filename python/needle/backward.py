@@ -38,11 +38,13 @@ def set_gradients(
     found = run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate)
     # Memory that a leaf has been given already; 0 is borrowed memory, which has no number of its own.
     given = {0} if out_grad is None else {0, out_grad.realize_cached_data().serial}
+    done: set[Tensor] = set()
     for leaf, grad in found.items():
         handle = leaf.live_handle()
-        if not isinstance(handle, Tensor) or grad is handle._grad:  # the sum has been made there
+        if not isinstance(handle, Tensor) or not handle._requires_grad or grad is handle._grad:  # the sum has been made there
             continue
-        if accumulate and handle._grad is not None:
+        # A leaf that stopped requiring a gradient for a while has a node from before and one from after.
+        if (accumulate or handle in done) and handle._grad is not None:
             grad = _accumulated(handle._grad, grad, create_graph)
         elif not create_graph:
             array = grad.realize_cached_data()
@@ -55,6 +57,7 @@ def set_gradients(
             grad = Tensor.make_const(array)
             grad._source = _GradientSource(source or weakref.ref(root), leaf, out_grad, own)
         handle._grad = grad if grad._source is not ALL_ONES else grad.detach()
+        done.add(handle)
 
 
 class _GradientSource:
@@ -124,8 +127,10 @@ def _sums_so_far(leaves: Iterable[Node]) -> dict[Node, _Owned]:
     found = {}
     for leaf in leaves:
         handle = leaf.live_handle()
-        have = handle._grad if isinstance(handle, Tensor) else None
-        if have is not None and have._node is None and getattr(have._source, "in_place", False):
+        have = handle._grad if isinstance(handle, Tensor) and handle._requires_grad else None
+        if have is None or have._node is not None or have._spec() != spec_of(leaf.array):  # the leaf may have moved since
+            continue
+        if getattr(have._source, "in_place", False):
             have._source = _Summed()
             found[leaf] = _Owned(have)
     return found
