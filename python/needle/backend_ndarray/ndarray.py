@@ -324,6 +324,8 @@ class NDArray:
             raise ShapeError(f"[{op}] {self._shape} is a part of its memory, or strided (accepted: a compact array)")
         if not isinstance(other, NDArray):
             other = full((), other, self._dtype, self._device)
+        if other._device != self._device:
+            raise DeviceError(f"[{op}] arrays are on different devices: {self._device} and {other._device}")
         other = other.astype(self._dtype, copy=False).broadcast_to(self._shape)
         if other._handle is self._handle and self._overlaps(other):
             other = other.copy()
