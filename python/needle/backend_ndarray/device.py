@@ -148,10 +148,9 @@ class BackendDevice:
     def one_hot(self, n: int, i: Any, dtype: str = "float32"):
         """(*i.shape, n): 1 where the last index equals ``i``, made on the device. raises: IndexError for an i outside 0..n-1."""
         from . import kernels
-        from .ndarray import NDArray
+        from .ndarray import asarray
 
-        ids = i if isinstance(i, NDArray) else NDArray(np.asarray(i), device=self, dtype="int32")
-        return kernels.one_hot(ids, n, dtype or "float32")
+        return kernels.one_hot(asarray(i, self), n, dtype or "float32")
 
     def empty(self, shape, dtype: str | None = "float32"):
         """An uninitialised array."""

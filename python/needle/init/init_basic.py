@@ -57,8 +57,6 @@ def one_hot(n: int, i, device=None, dtype="float32", requires_grad=False) -> Ten
     """(*i.shape, n) with 1 at the ids ``i`` (a Tensor), made on the device. raises: IndexError for an id outside 0..n-1."""
     device = as_device(device)
     ids = i.realize_cached_data() if isinstance(i, Tensor) else i
-    if isinstance(i, Tensor) and i.device != device:
-        ids = ids.to(device)
     return Tensor.make_const(device.one_hot(n, ids, dtype=dtype), requires_grad=requires_grad)
 
 
