@@ -387,7 +387,8 @@ def _check_update(op: str, param: NDArray, grad: NDArray, *states: NDArray) -> N
     _check(op, param, grad, *states, floating=False)
     if not dt.is_float(param._dtype):
         raise DTypeError(f"[{op}] param is {param._dtype} (accepted: floating)")
-    if any(array.size != param.size for array in (grad, *states)):
+    size = param.size
+    if any(array.size != size for array in (grad, *states)):
         shapes = " and ".join(str(state._shape) for state in states)
         raise ShapeError(f"[{op}] sizes differ: param is {param._shape}, grad is {grad._shape}, its state {shapes or 'nothing'}")
 
@@ -434,8 +435,12 @@ def unscale(grads: Iterable[NDArray], factor: float) -> NDArray:
 
 def sumsq(x: NDArray, axis: int | None = None) -> NDArray:
     """Sum of squares along an axis, or (1,) that of all elements, float32 or float64."""
-    sums = x._reduce("reduce_sumsq", axis, axis is None, dt.accumulator(x._dtype))
-    return sums.reshape((1,)) if axis is None else sums
+    wide = dt.accumulator(x._dtype)
+    if axis is not None:
+        return x._reduce("reduce_sumsq", axis, False, wide)
+    out = _new((1,), wide, x._device)  # asked for each parameter at each step
+    x._device.reduce_sumsq(x.contiguous_handle(), out._handle, 1, x.size, 1)
+    return out
 
 
 # --- attention over a block layout ---

@@ -684,8 +684,8 @@ class MatMul(_InputRead):
         if b.requires_grad:
             if b.ndim == 2 and a.ndim > 2:  # one large product instead of a batch of them and a sum
                 a, out_grad = _rows(a), _rows(out_grad)
-            if b.ndim == 2:
-                grad_b = _product_into(transpose(a), out_grad, sums[1])
+            if b.ndim == 2 and sums[1] is not None:
+                grad_b = _product_into(transpose(a).realize_cached_data(), out_grad.realize_cached_data(), sums[1])
             else:
                 grad_b = unbroadcast(matmul(transpose(a), out_grad), b.shape)
         return grad_a, grad_b
@@ -718,11 +718,16 @@ def _rows(x: Tensor) -> Tensor:
     return reshape(x, (math.prod(x.shape[:-1]), x.shape[-1]))
 
 
-def _product_into(a: Tensor, b: Tensor, out: NDArray | None) -> Tensor | None:
+def _array_rows(x: NDArray) -> NDArray:
+    """The same of an array."""
+    return (x if x._contiguous else x.copy()).reshape((math.prod(x.shape[:-1]), x.shape[-1]))
+
+
+def _product_into(a: NDArray, b: NDArray, out: NDArray | None) -> Tensor | None:
     """a @ b; where it can be added to ``out``, that is done instead, without an array for it, and None comes back."""
-    if out is None or out._dtype != a.dtype or a.dtype != b.dtype:
-        return matmul(a, b)
-    _matmul(a.realize_cached_data(), b.realize_cached_data(), out=out, accumulate=True)
+    if out is None or not out._dtype == a._dtype == b._dtype:
+        return Tensor.make_const(_matmul(a, b))
+    _matmul(a, b, out=out, accumulate=True)
     return None
 
 
@@ -744,11 +749,16 @@ class Linear(_InputRead):
         return self.accumulate_gradient(out_grad, node, (None, None, None))
 
     def accumulate_gradient(self, out_grad, node, sums):
-        x, weight, bias = node.inputs
-        rows = _rows(out_grad)
-        grad_x = matmul(out_grad, transpose(weight)) if x.requires_grad else None
-        grad_w = _product_into(transpose(_rows(x)), rows, sums[1]) if weight.requires_grad else None
-        grad_b = reshape(summation(rows, 0), bias.shape) if bias.requires_grad else None
+        x, weight, bias = node.inputs  # on arrays: the ops would take as long as a small product
+        dy = out_grad.realize_cached_data()
+        rows = _array_rows(dy)
+        grad_x = grad_w = grad_b = None
+        if x.requires_grad:
+            grad_x = Tensor.make_const(_matmul(dy, weight.realize_cached_data().T))
+        if weight.requires_grad:
+            grad_w = _product_into(_array_rows(x.realize_cached_data()).T, rows, sums[1])
+        if bias.requires_grad:
+            grad_b = Tensor.make_const(rows.sum(0).reshape(bias.shape))
         return grad_x, grad_w, grad_b
 
     @staticmethod
