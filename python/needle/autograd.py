@@ -130,9 +130,9 @@ class Op:
     gradients that themselves need a graph.
 
     makes_gradients: ``gradient`` gives arrays that are new and that nothing else holds, so that others are added to them in place.
-    An op may offer ``accumulate_gradient(out_grad, node, sums)``: ``gradient``, but what would be added to ``sums[i]``, an array or
-    None per input, may be added there, and None given for it; and ``consuming_gradient(out_grad, node, output)``, used when
-    nobody else holds the arrays of its output or will read them: it may write into them, and give them away.
+    An op may offer ``accumulate_gradient(out_grad, node, sums)`` instead of ``gradient``: what would be added to ``sums[i]``, an
+    array or None per input, may be added there, and None given for it; and ``consuming_gradient(out_grad, node, output)``, used
+    when nobody else holds the arrays of its output or will read them: it may write into them, and give them away.
     """
 
     reads_inputs: bool | tuple[int, ...] = True
@@ -163,7 +163,9 @@ class Op:
 
         node: the op's output; ``node.inputs`` and ``node.input_shapes`` are what it was made of.
         """
-        raise NotImplementedError(f"[{self.name}] has no gradient")
+        if self.accumulate_gradient is None:
+            raise NotImplementedError(f"[{self.name}] has no gradient")
+        return self.accumulate_gradient(out_grad, node, [None] * len(node.inputs))
 
     def gradient_as_tuple(self, out_grad: Any, node: Any) -> tuple:
         """``gradient``, as a tuple in any case."""

@@ -10,10 +10,9 @@ from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..errors import ShapeError
 from ._reads import _NoRead
-from .ops_index import where
 from .ops_logarithmic import softmax
-from .ops_mathematic import matmul
-from .ops_shape import broadcast_to, concatenate, permute, stack, transpose
+from .ops_mathematic import broadcast_to, matmul, where
+from .ops_shape import concatenate, permute, stack, transpose
 from .ops_tuple import tuple_get_item
 
 

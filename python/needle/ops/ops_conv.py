@@ -1,10 +1,12 @@
-"""Convolution."""
+"""Convolution, and dilation."""
 
 from __future__ import annotations
 
 from ..autograd import Tensor
+from ..backend_ndarray.ndarray import full
 from ..errors import ShapeError
-from ._reads import _InputRead
+from ._reads import _InputRead, _NoRead
+from .ops_index import _Embed
 from .ops_shape import flip, pad, permute, reshape, transpose
 
 
@@ -96,3 +98,53 @@ def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
     padding: zeros on each side of H and W; the default is the course's. raises: ShapeError.
     """
     return Conv(stride, padding)(a, b)
+
+
+class Dilate(_NoRead):
+    """``dilation`` zeros after every element along ``axes``; axes the array does not have are ignored."""
+
+    def __init__(self, axes, dilation: int):
+        self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        self.dilation = dilation
+        if dilation < 0:
+            raise ShapeError(f"[dilate] dilation is {dilation} (accepted: at least 0)")
+
+    def compute(self, a):
+        every = _every(self.axes, self.dilation, a.ndim)
+        out = full([n * (part.step or 1) for n, part in zip(a.shape, every)], 0, a.dtype, a.device)
+        out[every] = a
+        return out
+
+    def gradient(self, out_grad, node):
+        return undilate(out_grad, self.axes, self.dilation)
+
+
+def _every(axes, dilation: int, ndim: int) -> tuple[slice, ...]:
+    return tuple(slice(None, None, dilation + 1) if i in axes or i - ndim in axes else slice(None) for i in range(ndim))
+
+
+def dilate(a: Tensor, axes, dilation: int) -> Tensor:
+    """``dilation`` zeros after every element along ``axes``; axes that a does not have are ignored."""
+    return Dilate(axes, dilation)(a)
+
+
+class UnDilate(_NoRead):
+    """Every (dilation + 1)-th element along ``axes``: undoes dilate."""
+
+    def __init__(self, axes, dilation: int):
+        self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        self.dilation = dilation
+        if dilation < 0:
+            raise ShapeError(f"[undilate] dilation is {dilation} (accepted: at least 0)")
+
+    def compute(self, a):
+        return a[_every(self.axes, self.dilation, a.ndim)].compact()
+
+    def gradient(self, out_grad, node):
+        shape = node.inputs[0].shape  # of lengths that need be no multiples of dilation + 1
+        return _Embed(shape, _every(self.axes, self.dilation, len(shape)))(out_grad)
+
+
+def undilate(a: Tensor, axes, dilation: int) -> Tensor:
+    """Every (dilation + 1)-th element along ``axes``, from the first on: undoes dilate."""
+    return UnDilate(axes, dilation)(a)

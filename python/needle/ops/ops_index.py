@@ -6,13 +6,12 @@ import math
 
 import numpy as np
 
-from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
+from ..autograd import NDArray, Tensor, TensorOp, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full
-from ..backend_ndarray.ndarray import where as _where
-from ..errors import DTypeError, ShapeError, type_name
+from ..errors import ShapeError
 from ._reads import _NoRead
-from .ops_mathematic import _tensor_or_number, matmul, unbroadcast
+from .ops_mathematic import matmul, unbroadcast
 from .ops_shape import reshape
 
 
@@ -149,9 +148,6 @@ class Embedding(TensorOp):
     def compute(self, weight, ids):
         return kernels.embedding(weight, ids)
 
-    def gradient(self, out_grad, node):
-        return self.accumulate_gradient(out_grad, node, (None, None))
-
     def accumulate_gradient(self, out_grad, node, sums):
         weight, ids = node.inputs
         dy, into = out_grad.realize_cached_data(), sums[0]
@@ -171,33 +167,4 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
 
     raises: IndexError for an id outside 0..V-1 (on a GPU at the next synchronisation), ShapeError.
     """
-    check_tensors("embedding", weight, ids)
-    if weight.ndim != 2:
-        raise ShapeError(f"[embedding] weight is {weight.shape} (accepted: (vocabulary, features))")
     return Embedding()(weight, ids)
-
-
-class Where(TensorOp):
-    """condition ? a : b, broadcasting; the gradient goes to the one that was taken."""
-
-    reads_inputs = (0,)
-    reads_output = False
-
-    def compute(self, condition, a, b):
-        return _where(condition, a, b)
-
-    def gradient(self, out_grad, node):
-        condition, a, b = node.inputs
-        zero = Tensor.make_const(full((), 0, out_grad.dtype, out_grad.device))
-        grad_a = unbroadcast(where(condition, out_grad, zero), a.shape) if a.requires_grad else None
-        grad_b = unbroadcast(where(condition, zero, out_grad), b.shape) if b.requires_grad else None
-        return None, grad_a, grad_b
-
-
-def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a where condition is not zero, else b; the three broadcast. A number widens the other as in ``+``; two are float32."""
-    if not isinstance(condition, Tensor):
-        raise DTypeError(f"[where] condition is of type {type_name(condition)} (accepted: a Tensor)")
-    device = condition.device
-    dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), device.default_float)
-    return Where()(condition, *[_tensor_or_number(x, dtype, device) for x in (a, b)])

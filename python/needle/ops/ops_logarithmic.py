@@ -7,9 +7,8 @@ import math
 from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.shapes import normalize_axes, normalize_axis, reduced_shape
-from .ops_index import where
-from .ops_mathematic import exp, summation
-from .ops_shape import broadcast_to, reshape, transpose
+from .ops_mathematic import broadcast_to, exp, summation, where
+from .ops_shape import reshape, transpose
 
 
 def _last(x: NDArray, axes: tuple[int, ...]) -> NDArray:

@@ -1,4 +1,4 @@
-"""Elementwise ops, sums and matrix products."""
+"""Elementwise ops, broadcasting, sums and matrix products."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from ..autograd import (
 )
 from ..backend_ndarray.ndarray import full
 from ..backend_ndarray.ndarray import matmul as _matmul
+from ..backend_ndarray.ndarray import where as _where
 from ..backend_ndarray.shapes import normalize_axes, reduced_shape
 from ..backend_selection import Device
 from ..errors import DTypeError, ShapeError, type_name
 from ._reads import _InputRead, _NoRead, _OutputRead
-from .ops_shape import broadcast_to, reshape, transpose
+from .ops_shape import reshape, transpose
 
 
 def unbroadcast(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -40,10 +41,26 @@ def unbroadcast(grad: Tensor, shape: tuple[int, ...]) -> Tensor:
     return reshape(summation(grad, axes) if axes else grad, shape)
 
 
+class BroadcastTo(_NoRead):
+    """The array repeated along axes of length 1 and new leading axes."""
+
+    def __init__(self, shape):
+        self.shape = shape
+
+    def compute(self, a):
+        return a.broadcast_to(self.shape)
+
+    def gradient(self, out_grad, node):
+        return unbroadcast(out_grad, node.inputs[0].shape)
+
+
+def broadcast_to(a: Tensor, shape) -> Tensor:
+    """a repeated to ``shape`` along axes of length 1 and new leading axes. raises: ShapeError if it does not fit."""
+    return a if isinstance(a, Tensor) and a.shape == shape else BroadcastTo(shape)(a)
+
+
 def _shared(x: Tensor, share: NDArray) -> Tensor:
     """x * share, and 0 where share is 0: what was not taken has no part in an infinite slope, as sqrt has it at 0."""
-    from .ops_index import where
-
     weight = Tensor.make_const(share)
     return where(weight, x * weight, 0)
 
@@ -535,6 +552,32 @@ def minimum(a: Tensor | float, b: Tensor | float) -> Tensor:
     return _extremum(Minimum(), a, b)
 
 
+class Where(TensorOp):
+    """condition ? a : b, broadcasting; the gradient goes to the one that was taken."""
+
+    reads_inputs = (0,)
+    reads_output = False
+
+    def compute(self, condition, a, b):
+        return _where(condition, a, b)
+
+    def gradient(self, out_grad, node):
+        condition, a, b = node.inputs
+        zero = Tensor.make_const(full((), 0, out_grad.dtype, out_grad.device))
+        grad_a = unbroadcast(where(condition, out_grad, zero), a.shape) if a.requires_grad else None
+        grad_b = unbroadcast(where(condition, zero, out_grad), b.shape) if b.requires_grad else None
+        return None, grad_a, grad_b
+
+
+def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
+    """a where condition is not zero, else b; the three broadcast. A number widens the other as in ``+``; two are float32."""
+    if not isinstance(condition, Tensor):
+        raise DTypeError(f"[where] condition is of type {type_name(condition)} (accepted: a Tensor)")
+    device = condition.device
+    dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), device.default_float)
+    return Where()(condition, *[_tensor_or_number(x, dtype, device) for x in (a, b)])
+
+
 class Clip(_InputRead):
     """The nearest value from low to high; either may be None."""
 
@@ -671,9 +714,6 @@ class MatMul(_InputRead):
     def compute(self, a, b):
         return _matmul(a, b)
 
-    def gradient(self, out_grad, node):
-        return self.accumulate_gradient(out_grad, node, (None, None))
-
     def accumulate_gradient(self, out_grad, node, sums):
         a, b = node.inputs
         if a.ndim == 1 or b.ndim == 1:
@@ -744,9 +784,6 @@ class Linear(_InputRead):
             raise ShapeError(f"[linear] bias is {bias.shape}, weight is {weight.shape} (accepted: ({out.shape[-1]},))")
         out.add_in_place(bias if bias.ndim == 1 else bias.compact().reshape((bias.size,)))
         return out
-
-    def gradient(self, out_grad, node):
-        return self.accumulate_gradient(out_grad, node, (None, None, None))
 
     def accumulate_gradient(self, out_grad, node, sums):
         x, weight, bias = node.inputs  # on arrays: the ops would take as long as a small product

@@ -6,8 +6,8 @@ from .. import dtype as dt
 from ..autograd import Tensor, TensorTuple, TensorTupleOp
 from ..backend_ndarray import kernels
 from ..errors import ShapeError
-from .ops_mathematic import mean, sqrt
-from .ops_shape import broadcast_to, reshape
+from .ops_mathematic import broadcast_to, mean, sqrt
+from .ops_shape import reshape
 from .ops_tuple import tuple_get_item
 
 

@@ -15,26 +15,6 @@ from ._reads import _NoRead
 from .ops_tuple import make_tuple
 
 
-class BroadcastTo(_NoRead):
-    """The array repeated along axes of length 1 and new leading axes."""
-
-    def __init__(self, shape):
-        self.shape = shape
-
-    def compute(self, a):
-        return a.broadcast_to(self.shape)
-
-    def gradient(self, out_grad, node):
-        from .ops_mathematic import unbroadcast
-
-        return unbroadcast(out_grad, node.inputs[0].shape)
-
-
-def broadcast_to(a: Tensor, shape) -> Tensor:
-    """a repeated to ``shape`` along axes of length 1 and new leading axes. raises: ShapeError if it does not fit."""
-    return a if isinstance(a, Tensor) and a.shape == shape else BroadcastTo(shape)(a)
-
-
 class Reshape(_NoRead):
     """The same elements in row-major order under another shape; one length may be -1."""
 
@@ -113,58 +93,6 @@ class Flip(_NoRead):
 def flip(a: Tensor, axes=None) -> Tensor:
     """The elements in reverse order along ``axes``: an int, several, or None for all."""
     return Flip(axes)(a)
-
-
-class Dilate(_NoRead):
-    """``dilation`` zeros after every element along ``axes``; axes the array does not have are ignored."""
-
-    def __init__(self, axes, dilation: int):
-        self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
-        self.dilation = dilation
-        if dilation < 0:
-            raise ShapeError(f"[dilate] dilation is {dilation} (accepted: at least 0)")
-
-    def compute(self, a):
-        every = _every(self.axes, self.dilation, a.ndim)
-        out = full([n * (part.step or 1) for n, part in zip(a.shape, every)], 0, a.dtype, a.device)
-        out[every] = a
-        return out
-
-    def gradient(self, out_grad, node):
-        return undilate(out_grad, self.axes, self.dilation)
-
-
-def _every(axes, dilation: int, ndim: int) -> tuple[slice, ...]:
-    return tuple(slice(None, None, dilation + 1) if i in axes or i - ndim in axes else slice(None) for i in range(ndim))
-
-
-def dilate(a: Tensor, axes, dilation: int) -> Tensor:
-    """``dilation`` zeros after every element along ``axes``; axes that a does not have are ignored."""
-    return Dilate(axes, dilation)(a)
-
-
-class UnDilate(_NoRead):
-    """Every (dilation + 1)-th element along ``axes``: undoes dilate."""
-
-    def __init__(self, axes, dilation: int):
-        self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
-        self.dilation = dilation
-        if dilation < 0:
-            raise ShapeError(f"[undilate] dilation is {dilation} (accepted: at least 0)")
-
-    def compute(self, a):
-        return a[_every(self.axes, self.dilation, a.ndim)].compact()
-
-    def gradient(self, out_grad, node):
-        from .ops_index import _Embed
-
-        shape = node.inputs[0].shape  # of lengths that need be no multiples of dilation + 1
-        return _Embed(shape, _every(self.axes, self.dilation, len(shape)))(out_grad)
-
-
-def undilate(a: Tensor, axes, dilation: int) -> Tensor:
-    """Every (dilation + 1)-th element along ``axes``, from the first on: undoes dilate."""
-    return UnDilate(axes, dilation)(a)
 
 
 class Pad(_NoRead):
