@@ -237,14 +237,17 @@ class _Moments(_Grouped):
         self.m: dict[Tensor, NDArray] = {}
         self.v: dict[Tensor, NDArray] = {}
 
-    def _begin(self, scale: NDArray | None = None) -> tuple[list[_Update], NDArray]:
-        """Begins a step: what it updates, and the gradients' ``scale``, (1,), a 1 where there is none."""
+    def _update(self, beta1: float, beta2: float, decoupled: bool, scale: NDArray | None = None) -> None:
+        """One step. decoupled: weight decay is not added to the gradient. scale: (1,), of the gradients; default 1."""
         updates = self._updates()
         if scale is None:
             scale = full((1,), 1, "float32", self.params[0].device)
         self._make_states(updates)
         self.t += 1
-        return updates, scale
+        for group, p, w, g in updates:
+            decay = group["weight_decay"]
+            l2, decay = (0.0, decay) if decoupled else (decay, 0.0)
+            kernels.adam_step(w, g, self.m[p], self.v[p], scale, group["lr"], beta1, beta2, self.eps, l2, decay, self.t)
 
     def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         return {**super().state_dict(names), "t": np.array(self.t)}
@@ -272,11 +275,7 @@ class Adam(_Moments):
         self.beta1, self.beta2 = beta1, beta2
 
     def step(self) -> None:
-        updates, scale = self._begin()
-        for group, p, w, g in updates:
-            kernels.adam_step(
-                w, g, self.m[p], self.v[p], scale, group["lr"], self.beta1, self.beta2, self.eps, group["weight_decay"], 0.0, self.t
-            )
+        self._update(self.beta1, self.beta2, decoupled=False)
 
 
 class AdamW(_Moments):
@@ -315,9 +314,5 @@ class AdamW(_Moments):
         self._scale = None
 
     def step(self) -> None:
-        updates, scale = self._begin(self._scale)
-        for group, p, w, g in updates:
-            kernels.adam_step(
-                w, g, self.m[p], self.v[p], scale, group["lr"], *self.betas, self.eps, 0.0, group["weight_decay"], self.t
-            )
+        self._update(*self.betas, decoupled=True, scale=self._scale)
         self._scale = None

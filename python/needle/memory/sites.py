@@ -24,7 +24,7 @@ from ..backend_ndarray.device import BackendDevice, all_devices, meta
 from ..errors import OutOfMemoryError
 from ..graph import Node
 from ..nn.nn_basic import Module, Parameter
-from ..optim import SGD, Adam, AdamW, Optimizer
+from ..optim import SGD, Optimizer, _Moments
 
 LARGE_BYTES = 8 << 20  # pieces so large are few and slow to make, beside which reading the stack costs little
 
@@ -61,7 +61,7 @@ class Site(NamedTuple):
 
     @property
     def what(self) -> str:
-        """``MatMul``, ``gradient of MatMul``, ``AdamW.step``, or the function's name."""
+        """``MatMul``, ``gradient of MatMul``, ``AdamW``, or the function's name."""
         if self.phase == "backward" and self.op:
             return f"gradient of {self.op}"
         if self.phase == "recompute":
@@ -147,7 +147,7 @@ _TELLING: dict[int, _Tell] = {
         (graph.recompute, _from_node("recompute")),
         (backward.set_gradients, _from_backward),
         (Module.__call__, _from_module),
-        *((f, _from_optimizer) for f in (SGD.step, Adam.step, AdamW.step, Optimizer._make_states)),
+        *((f, _from_optimizer) for f in (SGD.step, _Moments._update, Optimizer._make_states)),
     )
 }
 _is_core: dict[str, bool] = {}
@@ -232,11 +232,9 @@ def watch(device: BackendDevice, limit: int = 0) -> None:
 
 
 def _apply(device: BackendDevice) -> None:
-    if device.mod is None:
-        return
     limit = _limits.get(device, 0)
     smallest = min(LARGE_BYTES, limit // 1024) if limit else LARGE_BYTES
-    device.mod.set_site_hook(_hook, 0 if device in _tracing or _failed is not None else smallest)
+    device.set_site_hook(_hook, 0 if device in _tracing or _failed is not None else smallest)
 
 
 def trace_all(device: BackendDevice, wanted: bool) -> None:
