@@ -326,9 +326,6 @@ def _fitting(grad: Tensor, dtype: str) -> Tensor:
 
 def _tuple_gradient(grads: dict, node: Node) -> Any:
     """The gradient of a tuple-valued node out of its items': a TensorTuple, or a list with None where the op takes that."""
-    whole = grads.pop(node, None)
-    if whole is not None:  # backward was called on the tuple's own seed
-        return whole
     specs = node.spec or spec_of(realize(node))
     items = []
     for i in range(len(specs)):

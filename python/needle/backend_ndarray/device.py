@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import DeviceError
 from . import cublaslt
+from .host_memory import DATA
 
 caches: list[Callable[[], None]] = []  # each empties one that holds device memory
 when_loaded: Callable[[BackendDevice], None] | None = None  # told of each device that is used for the first time: needle.memory
@@ -135,7 +136,6 @@ class BackendDevice:
         return self._drawn(np.random.rand, shape, dtype)
 
     def _drawn(self, draw: Callable, shape: tuple[int, ...], dtype: str):
-        from .host_memory import DATA
         from .ndarray import NDArray, empty
 
         if self.name == "meta":  # a plan of a large model makes no numbers

@@ -102,7 +102,7 @@ class NDArray:
                 raise ShapeError(f"[view] shape {shape} and strides {self._strides} differ in length")
             self._contiguous = is_contiguous(shape, self._strides)
         if handle is None:
-            handle = _allocate(device, math.prod(shape), dtype or "float32")
+            handle = device.require().Array(math.prod(shape), dtype or "float32")
         self._handle = handle
         self._dtype = handle.dtype
         first, last = reach(shape, self._strides, offset)
@@ -250,8 +250,7 @@ class NDArray:
     def _copy_to(self, device: BackendDevice, dtype: str) -> NDArray:
         if device == self._device:
             return self._converted(dtype)
-        source = self.astype(dtype)
-        return _from_values(source.numpy(), device, dtype)
+        return _from_values(self.astype(dtype, copy=False).numpy(), device, dtype)
 
     def _converted(self, dtype: str) -> NDArray:
         """A new contiguous array with these elements in ``dtype``."""
@@ -540,19 +539,15 @@ class NDArray:
             if to_float and not dt.is_float(dtype):
                 dtype = device.default_float
             a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
-        function = getattr(device.mod, op)
-        if a._shape == b._shape:
-            if a._contiguous and b._contiguous:
-                out = _like(a, "bool" if to_bool else a._dtype)
-                if a._offset == 0 == b._offset:
-                    function(a._handle, b._handle, out._handle)
-                    return out
-            else:
-                out = _new(a._shape, "bool" if to_bool else a._dtype, device)
-        else:
+        function, dtype = getattr(device.mod, op), "bool" if to_bool else a._dtype
+        if a._shape != b._shape:
             shape = broadcast_shape(a._shape, b._shape, op)
             a, b = a.broadcast_to(shape), b.broadcast_to(shape)
-            out = _new(shape, "bool" if to_bool else a._dtype, device)
+        elif a._contiguous and b._contiguous and a._offset == 0 == b._offset:
+            out = _new(a._shape, dtype, device, a._strides)
+            function(a._handle, b._handle, out._handle)
+            return out
+        out = _new(a._shape, dtype, device)
         function(a._handle, a._strides, a._offset, b._handle, b._strides, b._offset, out._handle, out._shape)
         return out
 
@@ -804,35 +799,14 @@ class NDArray:
         return other if other is NotImplemented else matmul(other, self)
 
 
-def _allocate(device: BackendDevice, size: int, dtype: str):
-    try:
-        return device.Array(size, dtype)
-    except AttributeError:
-        device.require()
-        raise
-
-
-def _new(shape: tuple[int, ...], dtype: str, device: BackendDevice) -> NDArray:
-    """An uninitialised contiguous array: NDArray.make for those who have checked their arguments."""
+def _new(shape: tuple[int, ...], dtype: str, device: BackendDevice, strides: tuple[int, ...] | None = None) -> NDArray:
+    """An uninitialised contiguous array: NDArray.make for those who have checked their arguments. strides: if they are at hand."""
     self = NDArray.__new__(NDArray)
     self._shape = shape
-    self._strides = compact_strides(shape)
+    self._strides = strides or compact_strides(shape)
     self._offset = 0
     self._device = device
     self._handle = device.Array(math.prod(shape), dtype)
-    self._dtype = dtype
-    self._contiguous = True
-    return self
-
-
-def _like(a: NDArray, dtype: str) -> NDArray:
-    """_new(a.shape, dtype, a.device) for a contiguous ``a``, whose strides it takes over."""
-    self = NDArray.__new__(NDArray)
-    self._shape = a._shape
-    self._strides = a._strides
-    self._offset = 0
-    self._device = device = a._device
-    self._handle = device.Array(math.prod(a._shape), dtype)
     self._dtype = dtype
     self._contiguous = True
     return self
