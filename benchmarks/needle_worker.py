@@ -65,16 +65,16 @@ def pythia_step(
     return _case(step, where, blocks=layout.nnz_total, density=layout.density)
 
 
-def _causal_layout(seq_len: int, density: float, block: int = 64) -> BlockLayout:
+def _causal_layout(seq_len: int, density: float) -> BlockLayout:
     """The diagonal, and of each row's other causal blocks the nearest, as many as make ``density`` of all up to that row."""
     if density == 1:
-        return dense_layout(seq_len, seq_len, block)
-    n = seq_len // block
+        return dense_layout(seq_len, seq_len, 64)
+    n = seq_len // 64
     mask = np.zeros((n, n), bool)
     for i in range(n):
         wanted = round(density * (i + 1) * (i + 2) / 2) - mask.sum()
         mask[i, i + 1 - max(1, wanted) : i + 1] = True
-    return BlockLayout(mask, block, causal=True)
+    return BlockLayout(mask, 64, causal=True)
 
 
 def generation(

@@ -5,12 +5,13 @@ import shlex
 import sys
 from pathlib import Path
 
-_CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421, 155: 0xFFFD}
+# What a terminal would obey, as pictures (U+2400 and on).
+CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421, 155: 0xFFFD}
 
 
 def printable(text: str) -> str:
     """What a model wrote, for stdout: on a terminal control characters are shown, not obeyed."""
-    return text.translate(_CONTROLS) if sys.stdout.isatty() else text
+    return text.translate(CONTROLS) if sys.stdout.isatty() else text
 
 
 def command(*arguments: object) -> str:

@@ -23,6 +23,7 @@ from needle.backend_ndarray.host_memory import CATEGORIES
 from needle.errors import DataError
 from needle.files import write_whole
 from needle.memory.picture import COLOURS
+from pythia_app import CONTROLS
 
 METRICS, PAGE = "metrics.jsonl", "report.html"
 MOST_POINTS, MOST_SAMPLES, MOST_CHARACTERS, MOST_CELLS = 1000, 32, 4000, 128
@@ -306,5 +307,5 @@ def _samples(history: History) -> str:
 
 
 def _visible(text: str) -> str:
-    """For HTML; control characters as their pictures (U+2400 and on)."""
-    return html.escape(re.sub(r"[\x00-\x08\x0b-\x1f]", lambda c: chr(0x2400 + ord(c[0])), text).replace("\x7f", "\u2421"))
+    """For HTML."""
+    return html.escape(text.translate(CONTROLS))

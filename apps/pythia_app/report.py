@@ -17,6 +17,7 @@ from pythia_app.config_file import CONFIG
 from pythia_app.events import Events
 from pythia_app.page import METRICS, About
 
+PRINTED_EVERY_STEPS = 10
 DRAWN_EVERY_SECONDS, DRAWN_SHARE = 20.0, 0.01  # at most so often, and of the time at most so much
 
 
@@ -42,8 +43,8 @@ class Reporter:
     rows also go to event files in ``folder / "tensorboard"``.
     """
 
-    def __init__(self, folder: Path, about: About, first: int = 0, every: int = 10, tensorboard: bool = False):
-        self.folder, self.path, self.about, self.first, self.every = folder, folder / METRICS, about, first, every
+    def __init__(self, folder: Path, about: About, first: int = 0, tensorboard: bool = False):
+        self.folder, self.path, self.about, self.first = folder, folder / METRICS, about, first
         self.tensorboard = tensorboard
         self._events: Events | None = None
         self._live: Any = None
@@ -108,7 +109,7 @@ class Reporter:
         )
         if self._live is not None:
             self._live.update(line)
-        elif row["step"] % self.every == 0 or row["step"] in (1, self.about.steps):
+        elif row["step"] % PRINTED_EVERY_STEPS == 0 or row["step"] in (1, self.about.steps):
             print(line, flush=True)
         self.draw()
 

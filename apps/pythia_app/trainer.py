@@ -43,8 +43,8 @@ def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
 
 
 def planned_run(options) -> tuple[int, int, int, str]:
-    """What a plan is told of the run beside the model. More than two micro-batches in a step hold no more than two."""
-    return options.batch_size, options.seq_len, min(options.accumulation_steps, 2), options.precision
+    """What a plan is told of the run beside the model."""
+    return options.batch_size, options.seq_len, options.accumulation_steps, options.precision
 
 
 class StopRequest:

@@ -80,8 +80,7 @@ def run_plan(options: argparse.Namespace) -> int:
     config = PythiaConfig.named(options.model, vocab_size=options.vocab_size, max_seq_len=options.seq_len)
     if options.sparse:
         config = config.with_sparse(options.pattern, options.block_size, options.window)
-    # More than two micro-batches in a step hold no more than two.
-    shape = (options.batch_size, options.seq_len, min(options.accumulation_steps, 2), options.precision)
+    shape = (options.batch_size, options.seq_len, options.accumulation_steps, options.precision)
     config = checkpointed(config, layers_or_bytes(options.checkpoint_layers), *shape)
     attention = f"{options.pattern if options.sparse else 'dense'} attention"
     found = memory.plan(plannable(config, *shape))

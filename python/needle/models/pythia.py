@@ -135,11 +135,11 @@ class PythiaConfig:
 
 
 @device_cache(maxsize=16)
-def rotary_tables(positions: int, rotary_width: int, base: float, device, dtype: str = "float32"):
-    """(cos, sin), each (positions, rotary_width / 2): angles position * base^(-2 i / rotary_width)."""
+def rotary_tables(positions: int, rotary_width: int, base: float, device):
+    """(cos, sin), each (positions, rotary_width / 2) float32: angles position * base^(-2 i / rotary_width)."""
     frequency = base ** (-np.arange(0, rotary_width, 2) / rotary_width)
     angle = np.arange(positions)[:, None] * frequency[None, :]
-    return NDArray(np.cos(angle), device=device, dtype=dtype), NDArray(np.sin(angle), device=device, dtype=dtype)
+    return NDArray(np.cos(angle), device, "float32"), NDArray(np.sin(angle), device, "float32")
 
 
 class _Affine(Module):

@@ -62,8 +62,9 @@ def train_step(
 
 def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, precision: str = "fp32") -> Build:
     """The ``build`` of ``needle.memory.plan`` for training with AdamW: what ``train_step`` allocates, with ids that are all
-    zero.
+    zero. More than two micro-batches in a step hold no more than two, and are taken for two.
     """
+    count = min(accumulation_steps, 2)
 
     def build(device: BackendDevice):
         model = Pythia(config, device=device)
@@ -72,7 +73,7 @@ def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_
         zeros = np.zeros((batch_size, seq_len), np.int32)
         batch = lambda: tuple(Tensor(zeros, device=device, dtype="int32", requires_grad=False) for _ in range(2))  # noqa: E731
         source = iter(batch, None)
-        return lambda: train_step(model, optimizer, source, accumulation_steps, precision=precision, scaler=scaler)
+        return lambda: train_step(model, optimizer, source, count, precision=precision, scaler=scaler)
 
     return build
 
