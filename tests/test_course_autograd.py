@@ -162,6 +162,7 @@ def test_fields_of_a_value(ab):
 
 def test_what_a_tensor_is_made_of(device):
     a = Tensor(A, device=device, unknown_keyword=1)
+    assert Tensor(a, dtype=np.float32).cached_data is a.cached_data
     assert Tensor(a).cached_data is a.cached_data and Tensor(a, device=ndl.cpu_numpy()).device == ndl.cpu_numpy()
     for source in (A, A.tolist(), ndl.NDArray(A, device=device), a, A.astype("float64")):
         t = Tensor(source, device=device)

@@ -469,7 +469,7 @@ class Tensor(Value):
     ):
         if isinstance(array, Tensor):
             device = array.device if device is None else as_device(device)
-            dtype = dtype or array.dtype
+            dtype = array.dtype if dtype is None else dt.name_of(dtype)
             data = array.realize_cached_data()
             if device != array.device or dtype != array.dtype:
                 data = NDArray(data, device=device, dtype=dtype)
