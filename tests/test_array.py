@@ -168,6 +168,17 @@ def test_sums_in_place(device):
     assert y.numpy().tolist() == [0, 2, 4, 6]
 
 
+def test_overlap_in_borrowed_memory():
+    """Two arrays over one memory do not know of each other; the CPU would write a part before another thread has read it."""
+    for other in (from_dlpack, np.from_dlpack):
+        a = NDArray(np.arange(200000), device=ndl.cpu())
+        b = from_dlpack(other(a))
+        b[1:] = a[:-1]
+        np.testing.assert_array_equal(a.numpy(), np.r_[0, np.arange(199999)])
+        a[::-1] = b
+        np.testing.assert_array_equal(b.numpy(), np.r_[0, np.arange(199999)][::-1])
+
+
 def test_comparisons_with_nan(device):
     a, b = np.array([1, np.nan, np.nan, -0.0], np.float32), np.array([np.nan, np.nan, 1, 0.0], np.float32)
     x, y = NDArray(a, device=device), NDArray(b, device=device)

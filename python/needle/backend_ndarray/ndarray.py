@@ -326,7 +326,7 @@ class NDArray:
         if other._device != self._device:
             raise DeviceError(f"[{op}] arrays are on different devices: {self._device} and {other._device}")
         other = other.astype(self._dtype, copy=False).broadcast_to(self._shape)
-        if other._handle is self._handle and self._overlaps(other):
+        if self._overlaps(other):
             other = other.copy()
         getattr(self._device.require(), op)(
             self._handle, self._strides, self._offset, other._handle, other._strides, other._offset, self._handle, self._shape
@@ -357,11 +357,19 @@ class NDArray:
         return NDArray.make(shape, strides, self._device, self._handle, self._offset)
 
     def _overlaps(self, other: NDArray) -> bool:
-        """Whether this view and another one of the same buffer may share elements without being the same view."""
-        if (self._offset, self._shape, self._strides) == (other._offset, other._shape, other._strides):
+        """Whether this view and another may share elements without being the same view."""
+        if self._handle is not other._handle and self.serial and other.serial:  # 0 is borrowed memory, which may be anybody's
             return False
-        (first, last), (other_first, other_last) = (reach(x._shape, x._strides, x._offset) for x in (self, other))
-        return first <= other_last and other_first <= last
+        (start, stop), (other_start, other_stop) = self._addresses(), other._addresses()
+        if start == other_start and (self._shape, self._strides, self._dtype) == (other._shape, other._strides, other._dtype):
+            return False
+        return start < other_stop and other_start < stop
+
+    def _addresses(self) -> tuple[int, int]:
+        """Of the first byte, and behind the last one."""
+        first, last = reach(self._shape, self._strides, self._offset)
+        itemsize, base = dt.ROWS[self._dtype].itemsize, self._handle.ptr()
+        return base + first * itemsize, base + (last + 1) * itemsize
 
     def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None) -> NDArray:
         """``make`` on this memory, for those who have checked their arguments."""
@@ -496,7 +504,7 @@ class NDArray:
                 source = other.to(self._device)
             else:
                 source = NDArray(other, device=self._device, dtype="float32" if self._dtype == "bfloat16" else self._dtype)
-            if source._handle is self._handle and view._overlaps(source):
+            if view._overlaps(source):
                 source = source.copy()
             if source._shape != view._shape:
                 if source.size == view.size:
