@@ -289,7 +289,8 @@ def hub(folder):
                 answer = [{"type": "file", "path": f.name, "size": f.stat().st_size, "oid": f.name} for f in files]
                 body = json.dumps(answer).encode()
             elif path.startswith(f"/api/models/{repository}/revision/"):
-                answer = {"id": repository, "sha": commit, "siblings": [{"rfilename": f.name} for f in files]}
+                needed = {"private": False, "downloads": 0, "likes": 0, "tags": []}  # by huggingface_hub 0.20
+                answer = {"id": repository, "sha": commit, "siblings": [{"rfilename": f.name} for f in files], **needed}
                 body = json.dumps(answer).encode()
             else:
                 body, headers, status = b'{"error": "none"}', {"X-Error-Code": "RepoNotFound"}, 404
