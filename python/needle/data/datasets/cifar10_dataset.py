@@ -11,9 +11,9 @@ import numpy as np
 from ...errors import DataError
 from ..data_basic import Dataset
 
-_MAKERS = {
-    "numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype", "_codecs.encode",
-}  # fmt: skip
+_MAKERS = {"numpy.ndarray", "numpy.dtype", "_codecs.encode"} | {
+    f"numpy.{core}.{maker}" for core in ("core", "_core") for maker in ("multiarray._reconstruct", "numeric._frombuffer")
+}
 
 
 class _Unpickler(pickle.Unpickler):
