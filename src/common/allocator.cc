@@ -137,8 +137,9 @@ void* Allocator::take(int64_t bytes) {
       release_cached(top + top / 32 + kHeadroom - size);
     }
     ptr = source_.allocate(size);
-    if (ptr == nullptr && !cached_.empty()) {
+    if (ptr == nullptr) {  // what is kept may lie in the way, here or at the source
       release_cached(0);
+      source_.trim();
       ptr = source_.allocate(size);
     }
     if (ptr == nullptr) throw OutOfMemory(bytes, stats_);
