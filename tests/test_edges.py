@@ -667,6 +667,14 @@ def test_cells_take_states_of_one_shape(device):
                 cell(wrong)
 
 
+def test_an_op_asked_for_its_gradient_by_another_shape_than_its_output(device):
+    """Kernels take the sizes from what forward saved: they would read what lies behind the gradient."""
+    x, row, small = (leaf(np.ones(shape), device) for shape in ((4, 5), 5, (2, 1)))
+    for y, grad in ((ops.softmax(x), small), (ops.LayerNorm()(x, row, row), [small, None, None])):
+        with pytest.raises(ShapeError, match=r"\] the gradient of the output is \(2, 1\) \(accepted: \(4, 5\), the output's\)"):
+            y.op.gradient_as_tuple(grad, y)
+
+
 def test_gradients_that_do_not_fit(device):
     class First(ndl.autograd.TensorOp):
         def compute(self, a):

@@ -168,13 +168,13 @@ class Op:
         return self.accumulate_gradient(out_grad, node, [None] * len(node.inputs))
 
     def gradient_as_tuple(self, out_grad: Any, node: Any) -> tuple:
-        """``gradient``, as a tuple in any case."""
+        """``gradient``, as a tuple in any case. raises: ShapeError for another shape than the output's, which kernels rely on."""
+        given, shapes = ((out_grad,), (node.shape,)) if isinstance(node, Tensor) else (out_grad, node.shapes)
+        for grad, shape in zip(given, shapes):
+            if grad is not None and grad.shape != shape:
+                raise ShapeError(f"[{self.name}] the gradient of the output is {grad.shape} (accepted: {shape}, the output's)")
         result = self.gradient(out_grad, node)
-        if isinstance(result, tuple):
-            return result
-        if isinstance(result, list):
-            return tuple(result)
-        return (result,)
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
 
     @property
     def name(self) -> str:

@@ -278,7 +278,8 @@ def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, kee
             sums = [have.tensor._data if isinstance(have, _Owned) else None for have in map(grads.get, inputs)]
             parts = op.accumulate_gradient(grad, value, sums)
         else:
-            parts = op.gradient_as_tuple(grad, value)
+            parts = op.gradient(grad, value)
+            parts = parts if isinstance(parts, (tuple, list)) else (parts,)
     if len(parts) != len(inputs):
         raise GraphError(f"[backward] {op.name}.gradient gave {len(parts)} gradients for {len(inputs)} inputs")
     for n, part in zip(inputs, parts):

@@ -31,7 +31,7 @@ def _workspace(shape: tuple[int, ...], dtype: str, device) -> NDArray:
     return out
 
 
-def _check(op: str, *arrays: NDArray, floating: bool = True) -> NDArray:
+def _check(op: str, *arrays: NDArray, floating: bool = True) -> None:
     first = arrays[0]
     for x in arrays:
         if not isinstance(x, NDArray):
@@ -43,7 +43,6 @@ def _check(op: str, *arrays: NDArray, floating: bool = True) -> NDArray:
         if floating and x._dtype != first._dtype:
             raise DTypeError(f"[{op}] dtypes differ: {first._dtype} and {x._dtype} (cast one of them)")
     first._device.require()
-    return first
 
 
 def _check_layout(op: str, layout: BlockLayout) -> None:
@@ -70,34 +69,30 @@ def _rows_cols(op: str, x: NDArray) -> tuple[int, int]:
 # --- softmax family, over the last axis ---
 
 
+def _by_rows(op: str, function: str, *arrays: NDArray) -> NDArray:
+    """The device's ``function`` of the rows of arrays of one shape; an array of that shape."""
+    _check(op, *arrays)
+    x = arrays[0]
+    rows, cols = _rows_cols(op, x)
+    out = _new(x._shape, x._dtype, x._device)
+    getattr(x._device, function)(*[a.contiguous_handle() for a in arrays], out._handle, rows, cols)
+    return out
+
+
 def softmax(x: NDArray) -> NDArray:
-    _check("softmax", x)
-    rows, cols = _rows_cols("softmax", x)
-    y = _new(x._shape, x._dtype, x._device)
-    x._device.softmax_forward(x.contiguous_handle(), y._handle, rows, cols)
-    return y
+    return _by_rows("softmax", "softmax_forward", x)
 
 
 def softmax_backward(y: NDArray, dy: NDArray) -> NDArray:
-    rows, cols = _rows_cols("softmax", y)
-    dx = _new(y._shape, y._dtype, y._device)
-    y._device.softmax_backward(y.contiguous_handle(), dy.contiguous_handle(), dx._handle, rows, cols)
-    return dx
+    return _by_rows("softmax", "softmax_backward", y, dy)
 
 
 def log_softmax(x: NDArray) -> NDArray:
-    _check("log_softmax", x)
-    rows, cols = _rows_cols("log_softmax", x)
-    y = _new(x._shape, x._dtype, x._device)
-    x._device.log_softmax_forward(x.contiguous_handle(), y._handle, rows, cols)
-    return y
+    return _by_rows("log_softmax", "log_softmax_forward", x)
 
 
 def log_softmax_backward(y: NDArray, dy: NDArray) -> NDArray:
-    rows, cols = _rows_cols("log_softmax", y)
-    dx = _new(y._shape, y._dtype, y._device)
-    y._device.log_softmax_backward(y.contiguous_handle(), dy.contiguous_handle(), dx._handle, rows, cols)
-    return dx
+    return _by_rows("log_softmax", "log_softmax_backward", y, dy)
 
 
 def logsumexp(x: NDArray) -> NDArray:

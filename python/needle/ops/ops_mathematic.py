@@ -81,11 +81,7 @@ _ADD = EWiseAdd()  # ops without parameters hold no state: one object serves eve
 
 def add(a: Tensor, b: Tensor) -> Tensor:
     """a + b, elementwise; the two broadcast."""
-    try:  # what _ADD(a, b) does, with a call less
-        return Tensor.make_from_op(_ADD, (a, b))
-    except (AttributeError, TypeError):
-        check_tensors(_ADD.name, a, b)
-        raise
+    return _ADD(a, b)
 
 
 class AddScalar(_NoRead):
@@ -123,11 +119,7 @@ _MULTIPLY = EWiseMul()
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """a * b, elementwise; the two broadcast."""
-    try:  # what _MULTIPLY(a, b) does, with a call less
-        return Tensor.make_from_op(_MULTIPLY, (a, b))
-    except (AttributeError, TypeError):
-        check_tensors(_MULTIPLY.name, a, b)
-        raise
+    return _MULTIPLY(a, b)
 
 
 class MulScalar(_NoRead):
