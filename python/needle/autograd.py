@@ -496,10 +496,7 @@ class Tensor(Value):
 
     def _spec(self) -> tuple:
         """(shape, dtype, device), without bringing back a dropped array."""
-        data = self._data
-        if data is not None:
-            return data._shape, data._dtype, data._device
-        return (self._node and self._node.spec) or spec_of(self.realize_cached_data())
+        return (self._data is None and self._node and self._node.spec) or spec_of(self.realize_cached_data())
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -510,7 +507,8 @@ class Tensor(Value):
     @property
     def dtype(self) -> str:
         """The dtype by name, as "float32"."""
-        return self._spec()[1]
+        data = self._data
+        return data._dtype if data is not None else self._spec()[1]
 
     @property
     def device(self) -> Device:
