@@ -37,14 +37,19 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def as_shape(shape: Any, least: int = 0) -> tuple[int, ...]:
     """The length, or the lengths, as a tuple. raises: ShapeError for one that is no whole number of at least ``least``."""
     try:
-        lengths = (operator.index(shape),) if hasattr(shape, "__index__") else tuple([operator.index(n) for n in shape])
+        lengths = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))
     except TypeError:
         raise ShapeError(f"[shape] {shape!r} is no shape (accepted: a whole number, or several)") from None
+    _check_lengths(lengths, least)
+    return lengths
+
+
+@lru_cache(maxsize=4096)
+def _check_lengths(lengths: tuple[int, ...], least: int) -> None:
     if lengths and min(lengths) < least:
         raise ShapeError(f"[shape] {lengths} has a length below {least}")
     if math.prod([n or 1 for n in lengths]) >= 2**63:  # also of an empty array: its strides are int64
         raise ShapeError(f"[shape] {lengths} has 2**63 elements or more")
-    return lengths
 
 
 @lru_cache(maxsize=1024)
