@@ -675,6 +675,13 @@ def test_an_op_asked_for_its_gradient_by_another_shape_than_its_output(device):
             y.op.gradient_as_tuple(grad, y)
 
 
+def test_linear_takes_one_matrix(device):
+    """A batch of them, or a vector, went as far as backward, which failed."""
+    for x, weight, bias in (((2, 3, 4), (2, 4, 5), 5), ((3, 4), 4, 3), ((3, 4), (4, 5), 1)):
+        with pytest.raises(ShapeError, match=r"\[linear\] weight is .*, bias is .* \(accepted: \(in, out\), \(out,\)\)"):
+            ops.linear(*(leaf(np.ones(shape), device) for shape in (x, weight, bias)))
+
+
 def test_gradients_that_do_not_fit(device):
     class First(ndl.autograd.TensorOp):
         def compute(self, a):

@@ -771,9 +771,9 @@ class Linear(_InputRead):
     reads_inputs = (0, 1)
 
     def compute(self, x, weight, bias):
+        if weight.ndim != 2 or bias.size != weight.shape[1]:
+            raise ShapeError(f"[linear] weight is {weight.shape}, bias is {bias.shape} (accepted: (in, out), (out,))")
         out = _matmul(x, weight)
-        if bias.size != out.shape[-1]:
-            raise ShapeError(f"[linear] bias is {bias.shape}, weight is {weight.shape} (accepted: ({out.shape[-1]},))")
         out.add_in_place(bias if bias.ndim == 1 else bias.compact().reshape((bias.size,)))
         return out
 
