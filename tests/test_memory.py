@@ -494,6 +494,30 @@ def test_a_step_that_a_plan_cannot_take_is_told_where_it_ran(plan):
     assert ".item() and .numpy() give NaN" in caught.value.__notes__[0]
 
 
+def test_a_plan_says_where_a_run_may_go_another_way():
+    def build(device, careful=True):
+        w = nn.Parameter(ndl.init.ones(64, 64, device=device))
+        optimizer = Adam([w])
+
+        def step():
+            loss = ops.relu(w).sum()
+            if careful and not np.isfinite(loss.numpy()).all():
+                return
+            loss.backward()
+            optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+
+        return step
+
+    p = memory.plan(build)
+    assert p.peak_bytes < memory.plan(build, device="cpu").peak_bytes
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "if careful and" in text)
+    assert p.reads == [f"test_memory.py:{line}"] and f"values were read at test_memory.py:{line}" in str(p)
+    careless = memory.plan(lambda device: build(device, careful=False))
+    assert not careless.reads and "values" not in str(careless)
+    assert memory.plan(build, device="cpu").reads == []
+
+
 @pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
 def test_a_build_that_is_none(plan, cpu):
     def overlooks_the_device(device):

@@ -5,6 +5,8 @@ It has every function of the reference backend; a kernel here does nothing, sinc
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .. import dtype as dt
@@ -39,8 +41,19 @@ def num_threads() -> int:
     return 1
 
 
+_when_read: Callable[[], None] | None = None  # a plan listens
+
+
+def on_read(listener: Callable[[], None] | None) -> None:
+    """Has ``listener`` called, None: no longer, whenever somebody asks for values."""
+    global _when_read
+    _when_read = listener
+
+
 def to_numpy(a, shape, strides, offset):
     """NaN, or zero for dtypes without one: there is nothing to read."""
+    if _when_read is not None:
+        _when_read()
     np_dtype = dt.to_numpy(a.dtype)
     return np.full(shape, np.nan if dt.is_float(a.dtype) else 0, np_dtype)
 

@@ -4,22 +4,28 @@ exactly the allocations of a real run."""
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
 
+from .. import autograd
+from ..backend_ndarray import ndarray
 from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
 from ..backend_selection import as_device
 from ..errors import ShapeError, type_name
+from . import sites
 from .accounting import peak
 from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
 Build = Callable[[BackendDevice], Callable[[], Any]]
+_READING = {autograd.__file__, ndarray.__file__}  # whoever calls these wants the values
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,8 @@ class Plan:
 
     peak_bytes: the most that is live. peak_step, peak_op, peak_module, peak_place: the moment of it: number of the step (from 1; 0
     while building), op, module and line. by_category, by_module: bytes live then. holders: who holds them, the largest first.
-    step_bytes: what is live between steps. trace: all of it, event by event.
+    step_bytes: what is live between steps. trace: all of it, event by event. reads: the places in the program where values were
+    read, which a plan does not have: it got NaN or 0 there, and what it decides by them may go another way in a real run.
     """
 
     device: str
@@ -43,6 +50,7 @@ class Plan:
     holders: list[Holder]
     step_bytes: int
     trace: trace
+    reads: list[str]
 
     @property
     def where(self) -> str:
@@ -57,7 +65,11 @@ class Plan:
         return module_table(by_module(self.holders, depth))
 
     def __str__(self) -> str:
-        return f"{self.table()}\n{self.where}"
+        said = f"{self.table()}\n{self.where}"
+        if self.reads:
+            places = ", ".join(self.reads)
+            said += f"\nvalues were read at {places}, where a plan has NaN or 0: a run that decides by them may take more or less"
+        return said
 
 
 def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> Plan:
@@ -68,7 +80,8 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
     raises: TypeError if ``build`` returns no function; ShapeError if nothing was made on ``meta``.
     """
     device = meta() if device is None else as_device(device)
-    with _alone(device), trace(device) as t:
+    reads: dict[str, None] = {}
+    with _alone(device), _reads_noted(reads), trace(device) as t:
         step = _built(build, device)
         for i in range(steps):
             t.mark(f"step {i + 1}")
@@ -93,11 +106,12 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
         holders=holders,
         step_bytes=live - base,
         trace=t,
+        reads=list(reads),
     )
 
 
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
-    """``plan(...).peak_bytes`` by the allocator's own counters, without a trace."""
+    """``plan(...).peak_bytes`` by the allocator's own counters, without a trace, and without a word of ``Plan.reads``."""
     device = meta() if device is None else as_device(device)
     with _alone(device), peak(device) as found:
         step = _built(build, device)
@@ -118,6 +132,25 @@ def _check_used(peak: int, device: BackendDevice) -> None:
     """A build that overlooks its argument runs elsewhere, for real, and would seem to need nothing."""
     if not peak and device == meta():
         raise ShapeError(f"[plan] nothing was made on {device} (accepted: a build that makes all on the device it is given)")
+
+
+@contextmanager
+def _reads_noted(places: dict[str, None]):
+    """Puts into ``places`` where the program reads values of ``meta``. Needle's own code decides as in a run without trouble."""
+
+    def note() -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename in _READING:
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(sites.NEEDLE):
+            places[sites.Site(frame.f_code.co_filename, frame.f_lineno, "").place] = None
+
+    mod = meta().require()
+    mod.on_read(note)
+    try:
+        yield
+    finally:
+        mod.on_read(None)
 
 
 @contextmanager

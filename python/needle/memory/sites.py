@@ -28,8 +28,8 @@ from ..optim import SGD, Optimizer, _Moments
 
 LARGE_BYTES = 8 << 20  # pieces so large are few and slow to make, beside which reading the stack costs little
 
-_CORE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MODELS = os.path.join(_CORE, "models") + os.sep  # written as a user would write them, and shown as the user's
+NEEDLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MODELS = os.path.join(NEEDLE, "models") + os.sep  # written as a user would write them, and shown as the user's
 
 
 class Site(NamedTuple):
@@ -158,7 +158,7 @@ def is_core(filename: str) -> bool:
     known = _is_core.get(filename)
     if known is None:
         full = os.path.abspath(filename)
-        known = _is_core[filename] = full.startswith(_CORE) and not full.startswith(_MODELS)
+        known = _is_core[filename] = full.startswith(NEEDLE) and not full.startswith(_MODELS)
     return known
 
 
