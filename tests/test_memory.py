@@ -921,6 +921,17 @@ def remembered(step):
     return relu_of_layer()
 
 
+def leak_function(check):
+    def remember(loss):
+        remember.losses.append(loss)
+
+    remember.losses = []
+    for _ in range(6):
+        remember(good_step())
+        check.step()
+    remember.losses = None  # it is its own closure
+
+
 def leak_cache(check):
     for step in range(6):
         remembered(step)
@@ -992,7 +1003,7 @@ def leak_objects_of_numpy(check):
 
 
 LEAKS = [
-    (leak_generator, "mean in the generator running_mean"), (leak_cache, "remembered"), (leak_class, "Shared.states"),
+    (leak_function, "remember.losses"), (leak_generator, "mean in the generator running_mean"), (leak_cache, "remembered"), (leak_class, "Shared.states"),
     (leak_callbacks, "later"), (leak_inside, "a kept traceback"), (leak_total, "total"), (leak_list, "history"), (leak_containers, "history"), (leak_attribute, "Recurrent.states"),
     (leak_closure, "y in the closure of <lambda>"), (leak_traceback, "out in failing, kept by a traceback"),
 ]  # fmt: skip
@@ -1030,6 +1041,35 @@ def test_each_leak_has_its_own_name(with_layer, run, names):
     with memory.LeakCheck(warn=False) as check:
         run(check)
     assert set(check.found) == names
+
+
+def view_of_a_parameter():
+    return layer.weight.reshape((-1,))
+
+
+def dropped_out():
+    return nn.Dropout(0.5)(layer(ndl.Tensor(np.ones((64, 16)))))
+
+
+def with_its_gradient():
+    y = relu_of_layer().retain_grad()
+    (y * y).sum().backward()
+    return y
+
+
+@pytest.mark.parametrize("make", [good_step, relu_of_layer, view_of_a_parameter, dropped_out, with_its_gradient])
+def test_the_bytes_of_a_leak_are_those_that_come_free(with_layer, cpu, make):
+    """Those of the model's own parameters are none; data, masks and gradients that nothing else has are some."""
+    good_step()  # makes the layer's gradients
+    before, history = memory.stats(cpu).live, []
+    with memory.LeakCheck(warn=False) as check:
+        for _ in range(4):
+            history.append(make())
+            check.step()
+        found = {leak.name: leak.nbytes for leak in memory.leaks()}
+    assert found["history"] == memory.stats(cpu).live - before
+    history.clear()
+    assert memory.stats(cpu).live == before
 
 
 def test_objects_that_are_none_of_needles_are_not_asked_what_they_are(with_layer):

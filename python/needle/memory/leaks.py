@@ -123,14 +123,16 @@ def find(before: int | None, ends: list[int]) -> list[Leak]:
     """The leaks among nodes made before tick ``before`` of the write clock (None: all). ends: the ticks at which steps ended."""
     # By type alone: isinstance would ask each object of the program for its class. An op that failed has left a handle without a
     # node, which its traceback may keep.
-    handles = [x for x in gc.get_objects() if issubclass(type(x), Value) and getattr(x, "_node", None) is not None]
-    handles = [x for x in handles if x.op is not None]
+    values = [x for x in gc.get_objects() if issubclass(type(x), Value) and hasattr(x, "_node")]
+    handles = [x for x in values if x.op is not None]
     is_old = lambda n: n.op is not None and (before is None or n.born <= before)  # noqa: E731
     leads: set[Node] = set()  # to an old node: that, and what is above it
     for node in _under(handles):
         if is_old(node) or not leads.isdisjoint(node.inputs):
             leads.add(node)
     handles = [x for x in handles if x._node in leads]
+    owned = {id(x) for x in chain(handles, map(_grad_of, handles))}
+    needed = _pieces([x for x in values if id(x) not in owned], [])
     groups: dict[str, list[Value]] = {}
     for handle, name in zip(handles, names_of(handles)):
         groups.setdefault(name, []).append(handle)
@@ -139,7 +141,8 @@ def find(before: int | None, ends: list[int]) -> list[Leak]:
         nodes = [n for n in _under(held) if is_old(n)]
         site = sites.of_node(max((x._as_node() for x in held), key=attrgetter("born")))
         steps = len({bisect_left(ends, n.born) for n in nodes}) if ends else 0
-        nbytes = _bytes([n.array for n in nodes] + [x._data for x in held])
+        pieces = _pieces(held, nodes)
+        nbytes = sum(pieces[key] for key in pieces.keys() - needed)
         found.append(Leak(name, site.place if site else "", steps, nbytes, len(held)))
     return sorted(found, key=lambda leak: -leak.nbytes)
 
@@ -148,14 +151,20 @@ def _under(handles: list[Value]) -> list[Node]:
     return differentiable_order([x._as_node() for x in handles])
 
 
-def _bytes(values: list[Any]) -> int:
-    """Bytes of the different pieces of memory behind arrays (or tuples of arrays)."""
+def _grad_of(handle: Value) -> Value | None:
+    return getattr(handle, "_grad", None)
+
+
+def _pieces(handles: list[Value], nodes: list[Node]) -> dict[tuple[str, int], int]:
+    """Bytes of each piece of memory behind handles, their gradients, nodes, and what went into these with no graph: data, masks."""
     seen: dict[tuple[str, int], int] = {}
-    for value in values:
+    of_handles = (x._data for x in chain(handles, map(_grad_of, handles)) if x is not None)
+    of_inputs = (leaf.array for n in nodes for leaf in n.inputs if leaf.op is None)
+    for value in chain(of_handles, (n.array for n in nodes), of_inputs):
         for array in value if isinstance(value, tuple) else (value,):
             if isinstance(array, NDArray):
-                seen[repr(array.device), array.serial] = array.buffer_bytes
-    return sum(seen.values())
+                seen[array.device.name, array.serial] = array.buffer_bytes
+    return seen
 
 
 # --- who refers to it ---
@@ -302,7 +311,7 @@ def _paused_title(paused: Any) -> str:
 
 
 def _title(owner: Any) -> str:
-    return owner.__name__ if isinstance(owner, type) else type(owner).__name__
+    return owner.__name__ if isinstance(owner, (type, types.FunctionType)) else type(owner).__name__
 
 
 def _key(names: dict, item: Any) -> str:
