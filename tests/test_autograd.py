@@ -535,6 +535,28 @@ def test_threads_that_use_a_leaf_at_once_agree_on_its_node(host, monkeypatch):
     np.testing.assert_array_equal(x.grad.numpy(), [60.0])
 
 
+def test_what_is_dropped_while_it_is_recomputed_from(host):
+    """By the backward of another thread, or here of an op, that shares a part of the graph."""
+    meanwhile = []
+
+    class Copy(ops.ops_shape.Reshape):
+        def compute(self, a):
+            if len(meanwhile) == 2:
+                meanwhile.pop()()
+            return super().compute(a)
+
+    x = leaf([0.5, 1.0], host)
+    shared = ops.sin(x)
+    loss, other = ops.exp(Copy((2,))(shared) + shared).sum(), shared * shared
+    del shared
+    loss.backward()
+    first = x.grad.numpy()
+    meanwhile += [None, other.backward]
+    loss.backward()
+    assert len(meanwhile) == 1
+    np.testing.assert_array_equal(x.grad.numpy(), first)
+
+
 def test_a_gradient_of_a_leaf_that_has_moved_is_not_added_to(cpu):
     x = leaf([1.0, 2.0], cpu)
     for _ in range(2):

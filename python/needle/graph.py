@@ -167,6 +167,7 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
     """
     order: list[Node] = []
     uses: dict[Node, int] = {}  # by the ops computed here, and one for being wanted
+    values: dict[Node, Any] = {}  # what was there and what is computed, until its last use: another thread may drop the node's
     for target in wanted:
         uses[target] = uses.get(target, 0) + 1
         stack = [(target, iter(target.inputs))] if uses[target] == 1 else []
@@ -175,24 +176,25 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
             for n in inputs:
                 if n in uses:
                     uses[n] += 1
-                elif n.peek() is None:
-                    uses[n] = 1
+                    continue
+                uses[n] = 1
+                found = n.peek()
+                if found is None:
                     stack.append((n, iter(n.inputs)))
                     break
+                values[n] = found
             else:
                 order.append(node)
                 stack.pop()
     asked = set(wanted)
-    fresh: dict[Node, Any] = {}
     for node in order:
-        arrays = [fresh[n] if n in fresh else n.peek() for n in node.inputs]
+        arrays = [values[n] for n in node.inputs]
         for n in node.inputs:
-            if n in fresh:
-                uses[n] -= 1
-                if not uses[n]:
-                    del fresh[n]
+            uses[n] -= 1
+            if not uses[n]:
+                del values[n]
         _check_unchanged(node, arrays)
-        value = fresh[node] = recompute(node, arrays)
+        value = values[node] = recompute(node, arrays)
         _date_back(value, node.born)
         if node.spec is None:  # lazy mode: the first time
             node.spec = spec_of(value)
@@ -202,7 +204,7 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
         kept = node in asked or not node.op.recomputes_output  # type: ignore[union-attr]
         if kept and node.readers and (node.segment is None or node.segment.open):
             node.array = value
-    return [fresh[n] for n in wanted]
+    return [values[n] for n in wanted]
 
 
 def _date_back(value: Any, time: int) -> None:
