@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle import autograd, graph, nn, ops
+from needle import amp, autograd, graph, nn, ops
 from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
@@ -328,12 +328,6 @@ def test_no_grad_detach_and_retain_grad(host):
     x = leaf([2.0], host)
     with ndl.no_grad():
         assert (x * x).op is None
-    with pytest.raises(TypeError, match="is a generator"):
-
-        @ndl.no_grad()
-        def squares():
-            yield x * x
-
     y = (x * x).retain_grad()
     (y * 3).backward()
     assert y.grad.item() == 3 and x.grad.item() == 12
@@ -349,6 +343,22 @@ def test_no_grad_detach_and_retain_grad(host):
         x.detach().__mul__(2).backward()
     with pytest.raises(ShapeError, match="out_grad"):
         (x * x).backward(leaf([1.0, 2.0], host))
+
+
+@pytest.mark.parametrize("decorator", [ndl.no_grad(), ndl.enable_grad(), ndl.remat, amp.autocast("cpu")])
+def test_what_runs_after_its_call_is_not_decorated(decorator):
+    def generator(x):
+        yield x
+
+    async def coroutine(x):
+        return x
+
+    async def both(x):
+        yield x
+
+    for function in (generator, coroutine, both):
+        with pytest.raises(TypeError, match=rf"{function.__name__} is a generator or coroutine"):
+            decorator(function)
 
 
 def micro_batches(host, count=4):

@@ -23,7 +23,7 @@ from typing import Any
 
 from . import dtype as dt
 from . import ops
-from .autograd import NDArray, Op, Tensor, current_autocast, current_segment, is_grad_enabled, set_autocast
+from .autograd import NDArray, Op, Tensor, check_runs_in_its_call, current_autocast, current_segment, is_grad_enabled, set_autocast
 from .backend_ndarray import BackendDevice, as_device, kernels
 from .backend_ndarray.ndarray import write_stamp
 from .errors import CheckpointError, DeviceError, DTypeError, GraphError
@@ -77,6 +77,10 @@ class autocast(ContextDecorator):
 
     def __exit__(self, *exc: object) -> None:
         set_autocast(current_autocast().outer)
+
+    def __call__(self, function: Any) -> Any:
+        check_runs_in_its_call("autocast", function)
+        return super().__call__(function)
 
 
 def is_autocast_enabled(device_type: str | BackendDevice) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import wraps
-from inspect import isgeneratorfunction
+from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from threading import RLock
 from typing import Any
 
@@ -43,6 +43,16 @@ _first_use = RLock()
 _node_made: Callable[[Node], None] | None = None
 
 
+def check_runs_in_its_call(decorator: str, function: Callable) -> None:
+    """raises: TypeError for a generator or a coroutine, for which what holds during the call would do nothing."""
+    if isgeneratorfunction(function) or iscoroutinefunction(function) or isasyncgenfunction(function):
+        name = getattr(function, "__name__", type_name(function))
+        raise TypeError(
+            f"[{decorator}] {name} is a generator or coroutine, which runs after its call (accepted: a function, or {decorator} "
+            "inside of it)"
+        )
+
+
 class no_grad:
     """Context manager and decorator: ops inside, in this thread, record no graph."""
 
@@ -59,9 +69,7 @@ class no_grad:
         _grad_enabled.set(self._before.pop())
 
     def __call__(self, function: Callable) -> Callable:
-        if isgeneratorfunction(function):
-            name = type(self).__name__
-            raise TypeError(f"[{name}] {function.__name__} is a generator: it runs after its call (accepted: with {name}() in it)")
+        check_runs_in_its_call(type(self).__name__, function)
 
         @wraps(function)
         def wrapped(*args, **kwargs):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ..autograd import rematerialize
+from ..autograd import check_runs_in_its_call, rematerialize
 from .nn_basic import Module
 
 
@@ -21,6 +21,7 @@ def remat(function: Callable, *args: Any, **kwargs: Any) -> Any:
     raises: from backward, GraphError if a parameter was changed in place in between.
     source: Chen et al. 2016, arXiv:1604.06174.
     """
+    check_runs_in_its_call("remat", function)
     if args or kwargs:
         with rematerialize():
             return function(*args, **kwargs)
