@@ -675,6 +675,24 @@ def test_an_op_asked_for_its_gradient_by_another_shape_than_its_output(device):
             y.op.gradient_as_tuple(grad, y)
 
 
+def test_numbers_that_ops_and_clipping_cannot_use(device):
+    x = leaf(np.ones((2, 2)), device)
+    for make in (ops.dilate, ops.undilate):
+        for wrong in (1.5, -1):
+            with pytest.raises(ShapeError, match=rf"^\[{make.__name__}\] dilation is {wrong} \(accepted: a whole number"):
+                make(x, (0,), wrong)
+    for numbers in ((1.5, 0), (0, -1), (2**64, 0)):
+        with pytest.raises(ValueError, match=r"\[dropout\] seed is .* \(accepted: whole numbers, 0 to 2\*\*64 - 1\)"):
+            ops.dropout(x, 0.5, *numbers)
+    for kind in (SGD, AdamW):
+        optimizer = kind([x])
+        x.grad = x.detach()
+        for wrong in (-1.0, np.nan, "1"):
+            with pytest.raises(ValueError, match=r"\[clip_grad_norm\] max_norm is .* \(accepted: a number of at least 0\)"):
+                optimizer.clip_grad_norm(wrong)
+        assert float(optimizer.clip_grad_norm(np.inf)) == 2 and (x.grad.numpy() == 1).all()
+
+
 def test_linear_takes_one_matrix(device):
     """A batch of them, or a vector, went as far as backward, which failed."""
     for x, weight, bias in (((2, 3, 4), (2, 4, 5), 5), ((3, 4), 4, 3), ((3, 4), (4, 5), 1)):

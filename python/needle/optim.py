@@ -128,19 +128,22 @@ class Optimizer:
         return dict(zip(names, self.params))
 
     def clip_grad_norm(self, max_norm: float = 0.25) -> float:
-        """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before."""
-        norm = math.sqrt(_global_sumsq(self.params).item())
+        """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before. raises: ValueError."""
+        norm = math.sqrt(self._sumsq(max_norm).item())
         scale = min(1.0, max_norm / (norm + 1e-6))
         for p in self.params:  # also by 1: a plan, which has no norm, takes the memory of every step
             if p.grad is not None:
                 p.grad = Tensor.make_const(p.grad.realize_cached_data() * scale)
         return norm
 
-
-def _global_sumsq(params: Sequence[Tensor]) -> NDArray:
-    """The sum of the squares of all gradients, (1,), on the device; 0 where there is none."""
-    sums = [kernels.sumsq(p.grad.realize_cached_data()) for p in params if p.grad is not None]
-    return reduce(operator.add, sums) if sums else full((1,), 0, "float32", params[0].device)
+    def _sumsq(self, max_norm: Any) -> NDArray:
+        """The sum of the squares of all gradients, (1,), on the device; 0 where there is none. raises: ValueError for what is no
+        norm: with one below 0 steps would lead upwards.
+        """
+        if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
+            raise ValueError(f"[clip_grad_norm] max_norm is {max_norm!r} (accepted: a number of at least 0)")
+        sums = [kernels.sumsq(p.grad.realize_cached_data()) for p in self.params if p.grad is not None]
+        return reduce(operator.add, sums) if sums else full((1,), 0, "float32", self.params[0].device)
 
 
 def _of_all_groups(name: str) -> Any:
@@ -298,9 +301,9 @@ class AdamW(_Moments):
     def clip_grad_norm(self, max_norm: float = 1.0) -> NDArray:  # type: ignore[override]
         """Has the next ``step`` scale the gradients to a joint norm of at most ``max_norm``. Returns the norm, (1,), on the device.
 
-        Nothing is read back and the gradients are not touched.
+        Nothing is read back and the gradients are not touched. raises: ValueError.
         """
-        norm = _global_sumsq(self.params).sqrt()
+        norm = self._sumsq(max_norm).sqrt()
         self._scale = (max_norm / (norm + 1e-6)).minimum(1.0).astype("float32", copy=False)
         return norm
 

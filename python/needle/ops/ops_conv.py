@@ -100,17 +100,24 @@ def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
     return Conv(stride, padding)(a, b)
 
 
-class Dilate(_NoRead):
-    """``dilation`` zeros after every element along ``axes``; axes the array does not have are ignored."""
-
+class _Dilation(_NoRead):
     def __init__(self, axes, dilation: int):
         self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
         self.dilation = dilation
-        if dilation < 0:
-            raise ShapeError(f"[dilate] dilation is {dilation} (accepted: at least 0)")
+        if not hasattr(dilation, "__index__") or dilation < 0:
+            raise ShapeError(f"[{self.name.lower()}] dilation is {dilation} (accepted: a whole number of at least 0)")
+
+    def _every(self, ndim: int) -> tuple[slice, ...]:
+        """Of a dilated array, the elements that were there."""
+        here = [i in self.axes or i - ndim in self.axes for i in range(ndim)]
+        return tuple(slice(None, None, self.dilation + 1 if dilated else None) for dilated in here)
+
+
+class Dilate(_Dilation):
+    """``dilation`` zeros after every element along ``axes``; axes the array does not have are ignored."""
 
     def compute(self, a):
-        every = _every(self.axes, self.dilation, a.ndim)
+        every = self._every(a.ndim)
         out = full([n * (part.step or 1) for n, part in zip(a.shape, every)], 0, a.dtype, a.device)
         out[every] = a
         return out
@@ -119,32 +126,22 @@ class Dilate(_NoRead):
         return undilate(out_grad, self.axes, self.dilation)
 
 
-def _every(axes, dilation: int, ndim: int) -> tuple[slice, ...]:
-    return tuple(slice(None, None, dilation + 1) if i in axes or i - ndim in axes else slice(None) for i in range(ndim))
-
-
 def dilate(a: Tensor, axes, dilation: int) -> Tensor:
-    """``dilation`` zeros after every element along ``axes``; axes that a does not have are ignored."""
+    """``dilation`` zeros after every element along ``axes``; axes that a does not have are ignored. raises: ShapeError."""
     return Dilate(axes, dilation)(a)
 
 
-class UnDilate(_NoRead):
+class UnDilate(_Dilation):
     """Every (dilation + 1)-th element along ``axes``: undoes dilate."""
 
-    def __init__(self, axes, dilation: int):
-        self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
-        self.dilation = dilation
-        if dilation < 0:
-            raise ShapeError(f"[undilate] dilation is {dilation} (accepted: at least 0)")
-
     def compute(self, a):
-        return a[_every(self.axes, self.dilation, a.ndim)].compact()
+        return a[self._every(a.ndim)].compact()
 
     def gradient(self, out_grad, node):
         shape = node.inputs[0].shape  # of lengths that need be no multiples of dilation + 1
-        return _Embed(shape, _every(self.axes, self.dilation, len(shape)))(out_grad)
+        return _Embed(shape, self._every(len(shape)))(out_grad)
 
 
 def undilate(a: Tensor, axes, dilation: int) -> Tensor:
-    """Every (dilation + 1)-th element along ``axes``, from the first on: undoes dilate."""
+    """Every (dilation + 1)-th element along ``axes``, from the first on: undoes dilate. raises: ShapeError."""
     return UnDilate(axes, dilation)(a)

@@ -17,8 +17,8 @@ class Dropout(_NoRead):
     def __init__(self, p: float, seed: int, offset: int):
         if not 0 <= p <= 1:
             raise ValueError(f"[dropout] p is {p} (accepted: 0 to 1)")
-        if not 0 <= seed < 2**64 or not 0 <= offset < 2**64:
-            raise ValueError(f"[dropout] seed is {seed}, offset is {offset} (accepted: 0 to 2**64 - 1)")
+        if any(not hasattr(n, "__index__") or not 0 <= n < 2**64 for n in (seed, offset)):
+            raise ValueError(f"[dropout] seed is {seed!r}, offset is {offset!r} (accepted: whole numbers, 0 to 2**64 - 1)")
         self.p, self.seed, self.offset = p, seed, offset
 
     def compute(self, x):
@@ -32,6 +32,6 @@ def dropout(x: Tensor, p: float, seed: int, offset: int = 0) -> Tensor:
     """x / (1 - p) with probability 1 - p, else 0: what ``nn.SeededDropout`` calls.
 
     p: 0 to 1. seed, offset: the same ones give the same mask on every device; a call uses ceil(x.size / 4) offsets.
-    raises: ValueError for another p, DTypeError for integers.
+    raises: ValueError for another p, seed or offset, DTypeError for integers.
     """
     return Dropout(p, seed, offset)(x)
