@@ -11,7 +11,7 @@ import pytest
 
 import needle as ndl
 from needle import amp, autograd, graph, nn, ops
-from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT
+from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT, OPTIMIZER_STATE
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.optim import SGD, Adam, AdamW
@@ -51,6 +51,7 @@ def test_a_module_and_its_optimizer_are_copied(host):
         assert q is kept and type(q) is type(p) and q.requires_grad and q.cached_data.category == p.cached_data.category
         np.testing.assert_array_equal(p.numpy(), q.numpy())
         np.testing.assert_array_equal(p.grad.numpy(), q.grad.numpy())
+        assert (q.grad.cached_data.category, copied_optimizer.m[q].category) == (GRADIENT, OPTIMIZER_STATE)
     copied_optimizer.step()
     assert all(np.array_equal(p.numpy(), values) for p, values in zip(model.parameters(), before))
     assert not all(np.array_equal(p.numpy(), values) for p, values in zip(copied.parameters(), before))
@@ -67,6 +68,9 @@ def test_a_copied_leaf_has_its_own_gradient(host):
     assert y.cached_data is x.cached_data and copy.copy(host) is host
     (x * x * y).backward()
     assert (x.grad.item(), y.grad.item()) == (18.0, 9.0)
+    (x * x).backward(create_graph=True)
+    z = copy.deepcopy(x)
+    assert z.grad.item() == 6.0 and z.grad.op is None and z.grad.cached_data.category == GRADIENT
 
 
 def test_what_is_no_tensor_is_named(host):

@@ -604,7 +604,8 @@ class Tensor(Value):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         """The same on a copy of the array: for ``copy.deepcopy`` of modules."""
-        return self._copied(deepcopy(self._data, memo), deepcopy(self._grad, memo))
+        grad = self._grad and self._grad.detach()  # of its history there can be no copy
+        return self._copied(deepcopy(self._data, memo), deepcopy(grad, memo))
 
     def _copied(self, data, grad: Tensor | None) -> Tensor:
         if self.op is not None:

@@ -270,7 +270,9 @@ class NDArray:
     __copy__ = copy
 
     def __deepcopy__(self, memo: dict) -> NDArray:
-        return self.copy()
+        made = self.copy()
+        made.category = self.category
+        return made
 
     def __reduce__(self):
         raise TypeError("[pickle] arrays are not pickled (accepted: .numpy(); files: needle.checkpoints)")
