@@ -615,6 +615,41 @@ def test_a_step_that_failed_can_be_made_again(host):
     assert params[0].item() < 1 and scaler.skipped_steps == 0
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_step_after_one_that_failed_has_its_gradients_unscaled(host, unscale, micro_batches):
+    w = nn.Parameter(np.ones(3), device=host)
+    opt, scaler = SGD([w], lr=0.5), amp.GradScaler()
+    step = opt.step
+
+    def whole_step():
+        opt.reset_grad()
+        for _ in range(micro_batches):
+            scaler.scale(w.sum() / micro_batches).backward(accumulate=True)
+        if unscale:
+            scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+
+    opt.step = lambda: (_ for _ in ()).throw(MemoryError)
+    for _ in range(2):
+        with pytest.raises(MemoryError):
+            whole_step()
+    opt.step = step
+    whole_step()
+    np.testing.assert_allclose(w.numpy(), np.full(3, 0.5), rtol=1e-6)
+
+
+def test_what_is_added_to_unscaled_gradients_is_no_reason_to_unscale_them_again(host):
+    w = nn.Parameter(np.ones(3), device=host)
+    opt, scaler = SGD([w]), amp.GradScaler()
+    scaler.scale(w.sum()).backward()
+    scaler.unscale_(opt)
+    scaler.scale(w.sum()).backward(accumulate=True)
+    with pytest.raises(GraphError, match="once"):
+        scaler.unscale_(opt)
+
+
 def test_float16_without_a_scale_loses_what_the_scale_keeps(host):
     """A gradient of 1e-8 is nothing in float16."""
     for enabled in (False, True):

@@ -205,7 +205,7 @@ class GradScaler:
         """
         if not self.enabled:
             return
-        if optimizer in self._flags:
+        if optimizer in self._stepped or self._is_unscaled(optimizer):
             raise GraphError("[unscale_] the gradients are unscaled already (accepted: once between two calls of update)")
         grads = []
         for p in optimizer.params:
@@ -220,6 +220,10 @@ class GradScaler:
             raise GraphError("[unscale_] no parameter has a gradient (call backward of the scaled loss first)")
         self._flags[optimizer] = kernels.unscale(grads, 1.0 / self._scale)
 
+    def _is_unscaled(self, optimizer: Any) -> bool:
+        """Whether its gradients are. Those straight from a backward are not, though others were before a step that failed."""
+        return optimizer in self._flags and all(p.grad is None or p.grad._source is None for p in optimizer.params)
+
     def step(self, optimizer: Any) -> None:
         """``optimizer.step()``, if all its gradients are finite."""
         if not self.enabled:
@@ -227,7 +231,7 @@ class GradScaler:
             return
         if optimizer in self._stepped:
             raise GraphError("[step] the optimizer's step is made already (accepted: once between two calls of update)")
-        if optimizer not in self._flags:
+        if not self._is_unscaled(optimizer):
             self.unscale_(optimizer)
         skipped = bool(self._flags[optimizer].numpy()[0])
         optimizer.skip_step() if skipped else optimizer.step()

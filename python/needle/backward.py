@@ -118,7 +118,7 @@ def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
     if create_graph:
         return have + grad
     total = _sum(have, grad, isinstance(grad._source, _Summed))
-    total._source = _Summed()
+    total._source = have._source and _Summed()  # on top of what no backward gave it is none of a backward's either
     return total
 
 
