@@ -124,13 +124,13 @@ def attention(
     return _case(step, where, blocks=layout.nnz_total)
 
 
-def product(kind: str, size: int, density: float, block: int = 64, device: str = "cpu", dtype: str = "float32") -> Case:
+def product(kind: str, size: int, density: float, device: str = "cpu", dtype: str = "float32") -> Case:
     """One of sdd, dsd, dds of (size, size) matrices, the sparse one with ``density`` of its blocks."""
     where = _device(device)
     rng = np.random.default_rng(0)
-    n = size // block
-    layout = BlockLayout(rng.permutation(n * n).reshape(n, n) < density * n * n, block)
-    blocks = _array(rng, (1, layout.nnz, block, block), where, dtype=dtype)
+    n = size // 64
+    layout = BlockLayout(rng.permutation(n * n).reshape(n, n) < density * n * n, 64)
+    blocks = _array(rng, (1, layout.nnz, 64, 64), where, dtype=dtype)
     a, b = (_array(rng, (1, size, size), where, dtype=dtype) for _ in range(2))
     calls = {
         "sdd": lambda: ops.sdd(a, b, layout), "dsd": lambda: ops.dsd(blocks, b, layout), "dds": lambda: ops.dds(a, blocks, layout)

@@ -155,7 +155,7 @@ def gemm(m: int, k: int, n: int, device: str = "cpu", dtype: str = "float32") ->
     return _case(step, device)
 
 
-def product(kind: str, size: int, density: float, block: int = 64, device: str = "cpu", dtype: str = "float32") -> Case:
+def product(kind: str, size: int, density: float, device: str = "cpu", dtype: str = "float32") -> Case:
     """The dense product that a block-sparse one of any ``kind`` and ``density`` is compared with."""
     return gemm(size, size, size, device, dtype)
 

@@ -152,13 +152,9 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
         if sparse["block"] not in BLOCK_SIZES:
             raise _wrong("block", sparse["block"], "multiples of 16 up to 128")
     try:
-        rest: dict[str, Any] = {
-            "rotary_fraction": float(fraction),
-            "rotary_base": float(base),
-            "eps": float(eps),
-            "dropout": float(dropout),
-        }
-        config = PythiaConfig(**sizes, **rest, **sparse)
+        config = PythiaConfig(
+            **sizes, rotary_fraction=float(fraction), rotary_base=float(base), eps=float(eps), dropout=float(dropout), **sparse
+        )
     except ShapeError as error:
         raise CheckpointError(f"[config.json] {error}") from None
     rotated = int(config.head_width * config.rotary_fraction)
