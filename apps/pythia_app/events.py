@@ -24,7 +24,8 @@ class Events:
 
         self._event, self._flush_at = Event, 0.0
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = EventsWriter(str(folder / "events"))
+        # Its name has only the second: a run that goes on in the same one would write over the file of the run before.
+        self._file = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
         self._put(first + 1, session_log=SessionLog(status=SessionLog.START))
 
     def add(self, row: dict[str, Any]) -> None:
