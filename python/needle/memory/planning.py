@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import autograd
-from ..backend_ndarray import ndarray
+from ..amp import GradScaler
 from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
 from ..backend_selection import as_device
 from ..errors import ShapeError, type_name
@@ -25,7 +24,6 @@ from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
 Build = Callable[[BackendDevice], Callable[[], Any]]
-_READING = {autograd.__file__, ndarray.__file__}  # whoever calls these wants the values
 
 
 @dataclass(frozen=True)
@@ -110,6 +108,10 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
     )
 
 
+# Below a plan's program there is none; a scaler decides as in a run without trouble.
+_ENDS = {plan.__code__, GradScaler.step.__code__}
+
+
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
     """``plan(...).peak_bytes`` by the allocator's own counters, without a trace, and without a word of ``Plan.reads``."""
     device = meta() if device is None else as_device(device)
@@ -136,14 +138,15 @@ def _check_used(peak: int, device: BackendDevice) -> None:
 
 @contextmanager
 def _reads_noted(places: dict[str, None]):
-    """Puts into ``places`` where the program reads values of ``meta``. Needle's own code decides as in a run without trouble."""
+    """Puts into ``places`` where the program has values of ``meta`` read."""
 
     def note() -> None:
         frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename in _READING:
+        while frame is not None and frame.f_code not in _ENDS:
+            if not frame.f_code.co_filename.startswith(sites.NEEDLE):
+                places[sites.Site(frame.f_code.co_filename, frame.f_lineno, "").place] = None
+                return
             frame = frame.f_back
-        if frame is not None and not frame.f_code.co_filename.startswith(sites.NEEDLE):
-            places[sites.Site(frame.f_code.co_filename, frame.f_lineno, "").place] = None
 
     mod = meta().require()
     mod.on_read(note)
