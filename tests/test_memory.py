@@ -661,6 +661,22 @@ def test_out_of_memory_is_explained(limited):
     assert caught.value.requested_bytes > 0
 
 
+@pytest.mark.parametrize("room, asked", [(3.5, "gradient of MatMul"), (4.5, "SGD"), (5.5, "SGD")])
+def test_gradients_are_held_in_the_name_of_their_layer(limited, room, asked):
+    """Where there is room for so many matrices: not for all gradients, for no clipped one beside them, for no state."""
+    width = 512
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False, device=limited) for _ in range(4)))
+    optimizer = SGD(model.parameters(), momentum=0.9)
+    memory.set_limit(memory.stats(limited).live + int(room * 4 * width**2), limited)
+    with pytest.raises(OutOfMemoryError) as caught:
+        model(ndl.Tensor(np.ones((4, width)), device=limited)).sum().backward()
+        optimizer.clip_grad_norm(1.0)
+        optimizer.step()
+    said = str(caught.value)
+    assert re.search(rf"asked by {asked} of modules\.\d", said) and "MiB  gradient  modules." in said
+    assert "MiB  gradient  -" not in said
+
+
 def test_advice_is_true_wherever_the_step_fails(limited):
     """In backward, where no graph is recorded, and inside remat and autocast; beside memory that is not of the run."""
 

@@ -110,16 +110,20 @@ _Tell = Callable[[FrameType, dict[str, Any]], None]  # puts what a frame tells b
 def _from_make(frame: FrameType, found: dict[str, Any]) -> None:
     if "op" not in found:
         op, inputs = _read(frame, "op", "inputs")
-        found["op"], found["phase"] = op.name, "forward"
-        found["parameter"] = next((id(x) for x in inputs if isinstance(x, Parameter)), 0)
+        found["op"], found["phase"], found["parameter"] = op.name, "forward", _parameter_of(inputs)
 
 
 def _from_node(phase: str) -> _Tell:
     def tell(frame: FrameType, found: dict[str, Any]) -> None:
         (node,) = _read(frame, "node")
         found["op"], found["phase"], found["forward"] = node.op.name, phase, of_node(node)
+        found["parameter"] = _parameter_of(n.live_handle() for n in node.inputs)
 
     return tell
+
+
+def _parameter_of(inputs: Iterable[Any]) -> int:
+    return next((id(x) for x in inputs if isinstance(x, Parameter)), 0)
 
 
 def _from_backward(frame: FrameType, found: dict[str, Any]) -> None:
@@ -147,7 +151,7 @@ _TELLING: dict[int, _Tell] = {
         (graph.recompute, _from_node("recompute")),
         (backward.set_gradients, _from_backward),
         (Module.__call__, _from_module),
-        *((f, _from_optimizer) for f in (SGD.step, _Moments._update, Optimizer._make_states)),
+        *((f, _from_optimizer) for f in (SGD.step, _Moments._update, Optimizer._make_states, Optimizer.clip_grad_norm)),
     )
 }
 _is_core: dict[str, bool] = {}
