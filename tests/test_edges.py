@@ -1064,9 +1064,10 @@ def test_a_sequential_is_a_sequence():
 
 def test_dropout_of_everything(device):
     np.testing.assert_array_equal(nn.Dropout(1.0)(leaf([1, 2], device)).numpy(), [0, 0])
-    for p in (-0.1, 1.5):
-        with pytest.raises(ValueError, match="0 to 1"):
-            nn.Dropout(p)
+    for layer in (nn.Dropout, nn.SeededDropout):
+        for p in (-0.1, 1.5):
+            with pytest.raises(ValueError, match=rf"^\[{layer.__name__}\] p is .* \(accepted: 0 to 1\)"):
+                layer(p)
 
 
 def test_shapes_of_sequences_and_images(device):

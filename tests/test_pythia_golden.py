@@ -102,7 +102,7 @@ def test_published_sizes(name, count):
     assert PythiaConfig.named(name.upper()) == PythiaConfig.named(f"pythia-{name}") == PythiaConfig.named(name)
 
 
-@pytest.mark.parametrize("name", ["width", "heads", "feed_forward", "vocab_size", "max_seq_len"])
+@pytest.mark.parametrize("name", ["layers", "width", "heads", "feed_forward", "vocab_size", "max_seq_len"])
 def test_a_model_of_no_size(name):
     with pytest.raises(ShapeError, match=rf"\[pythia\] {name} is 0 \(accepted: at least 1\)"):
         PythiaConfig(**{name: 0})

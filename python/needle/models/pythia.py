@@ -71,7 +71,7 @@ class PythiaConfig:
     checkpoint_layers: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
-        for name in ("width", "heads", "feed_forward", "vocab_size", "max_seq_len"):
+        for name in ("layers", "width", "heads", "feed_forward", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"[pythia] {name} is {getattr(self, name)} (accepted: at least 1)")
         if self.width % self.heads:

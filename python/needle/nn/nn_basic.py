@@ -328,7 +328,7 @@ class Dropout(Module):
     def __init__(self, p=0.5):
         super().__init__()
         if not 0 <= p <= 1:
-            raise ValueError(f"[Dropout] p is {p} (accepted: 0 to 1)")
+            raise ValueError(f"[{type(self).__name__}] p is {p} (accepted: 0 to 1)")
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
@@ -341,15 +341,15 @@ class Dropout(Module):
         return x * mask / (1 - self.p)
 
 
-class SeededDropout(Module):
+class SeededDropout(Dropout):
     """``ops.dropout`` in training. Masks depend on ``seed`` and ``drawn`` alone: a count of the numbers used so far, in fours.
 
     So they can be computed again on any device, and a run that is resumed goes on with the masks it would have had.
     """
 
     def __init__(self, p: float, seed: int = 0):
-        super().__init__()
-        self.p, self.seed, self.drawn = p, seed, 0
+        super().__init__(p)
+        self.seed, self.drawn = seed, 0
 
     def forward(self, x: Tensor) -> Tensor:
         check_tensors("SeededDropout", x)
