@@ -18,10 +18,12 @@ class Prefetch(Iterator):
     a resume.
 
     An error of ``source`` comes where its item would have come. ``close`` ends the thread and puts ``source`` where this iterator
-    is; a ``Prefetch`` that nobody holds any more ends its thread, too.
+    is; a ``Prefetch`` that nobody holds any more ends its thread, too. raises: ValueError for a depth below 1, which has no end.
     """
 
     def __init__(self, source: Any, depth: int = 2):
+        if depth < 1:
+            raise ValueError(f"[Prefetch] depth is {depth} (accepted: at least 1)")
         self.source, self.depth = source, depth
         self._state = source.state_dict()
         self._thread: threading.Thread | None = None
