@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle import amp, autograd, graph, nn, ops
+from needle import amp, autograd, backward, graph, nn, ops
 from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT, OPTIMIZER_STATE
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
@@ -547,6 +547,23 @@ def test_threads_that_use_a_leaf_at_once_agree_on_its_node(host, monkeypatch):
     threads[0].join()
     (y * results[0]).backward()
     np.testing.assert_array_equal(x.grad.numpy(), [60.0])
+
+
+def test_threads_that_accumulate_at_once_lose_nothing(host, monkeypatch):
+    x, threads, add = leaf([1.0], host), [], backward._sum
+
+    def summed(*args):
+        if not threads:
+            threads.append(threading.Thread(target=lambda: (x * 3).backward(accumulate=True)))
+            threads[0].start()
+            threads[0].join(0.2)
+        return add(*args)
+
+    x.grad = leaf([10.0], host)
+    monkeypatch.setattr(backward, "_sum", summed)
+    (x * 2).backward(accumulate=True)
+    threads[0].join()
+    assert x.grad.numpy() == [15.0]
 
 
 def test_what_is_dropped_while_it_is_recomputed_from(host):

@@ -13,6 +13,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import wraps
@@ -38,6 +39,7 @@ _segment: ContextVar[Segment | None] = ContextVar("segment", default=None)  # th
 _autocast: ContextVar[Callable[[Op, Sequence[Any]], Sequence[Any]] | None] = ContextVar("autocast", default=None)
 
 _first_use = RLock()
+_accumulating = RLock()  # one thread at a time adds to ``.grad``, or sums would be lost
 
 # Called with each new node while needle.memory wants to know where graphs are made; sets its ``site``.
 _node_made: Callable[[Node], None] | None = None
@@ -657,11 +659,12 @@ class Tensor(Value):
                 raise ShapeError(f"[backward] out_grad is {out_grad.shape} (accepted: {self.shape}, the shape of the tensor)")
             if out_grad.device != device:
                 raise DeviceError(f"[backward] out_grad is on {out_grad.device} (accepted: {device}, where the tensor is)")
-        before = device.set_current_category(GRADIENT)
-        try:
-            set_gradients(root, out_grad, retain_graph, accumulate, create_graph, source)
-        finally:
-            device.set_current_category(before)
+        with _accumulating if accumulate else nullcontext():
+            before = device.set_current_category(GRADIENT)
+            try:
+                set_gradients(root, out_grad, retain_graph, accumulate, create_graph, source)
+            finally:
+                device.set_current_category(before)
 
     # --- operators --------------------------------------------------------------------------------------------
 
