@@ -1,4 +1,5 @@
 // The CPU backend's module: its memory, the pool's size, and everything of bindings.h.
+#include <malloc.h>
 #include <sys/mman.h>
 
 #include <cstdlib>
@@ -39,6 +40,11 @@ class HostMemory : public MemorySource {
       std::free(ptr);
     else
       munmap(ptr, size_t(bytes));
+  }
+  void trim() override {
+#ifdef __GLIBC__
+    malloc_trim(0);  // whose free pages between blocks in use stay otherwise
+#endif
   }
 
  private:

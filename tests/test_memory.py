@@ -162,6 +162,15 @@ def test_the_parts_of_the_process_add_up(cpu):
     assert parts["arrays"] >= array.buffer_bytes
 
 
+def test_an_emptied_cache_leaves_nothing_between_small_arrays(cpu):
+    before = memory.process(cpu)["rss"]
+    arrays = [ndl.init.ones(25_000, device=cpu) for _ in range(1000)]
+    del arrays[1::2]
+    del arrays[1::2]
+    memory.empty_cache(cpu)
+    assert memory.process(cpu)["rss"] - before < 50e6  # of 100 MB
+
+
 def test_amounts_of_memory_are_read():
     assert (
         memory.parse_bytes("16GiB") == 16 << 30
