@@ -1,5 +1,6 @@
 """needle.memory: accounts, traces, plans, explanations and leaks."""
 
+import asyncio
 import collections
 import errno
 import functools
@@ -807,6 +808,63 @@ def test_what_functions_hold_is_free_although_the_traceback_is_kept(limited):
     memory.set_limit(None, limited)
     assert again[0]()[0].shape == (1000, 100)  # what can still be called has lost nothing
     assert error.__traceback__ is not None
+
+
+def test_a_model_that_is_replaced_is_free_although_the_traceback_is_kept(limited):
+    """The frames have the function that failed, and what has caught the error returns later."""
+
+    def made(width):
+        model = nn.Linear(width, width, device=limited)
+        return lambda rows: model(ndl.init.ones(rows, width, device=limited)).shape
+
+    def caught(step):
+        model = nn.Linear(100, 100, device=limited)
+        try:
+            step(1000)
+        except OutOfMemoryError as error:
+            return error, model.in_features
+
+    base = memory.stats(limited).live
+    memory.set_limit(base + 300_000, limited)
+    step = made(100)
+    error, _ = caught(step)
+    assert step(2) == (2, 100) and memory.stats(limited).live > base
+    step = made(10)
+    assert memory.stats(limited).live == base + 4 * (10 * 10 + 10) and error.__traceback__ is not None
+
+
+@pytest.mark.parametrize("kind", ["generator", "coroutine"])
+def test_what_waits_after_it_has_caught_an_error_goes_on(limited, kind):
+    errors = []
+
+    def rows():
+        for n in (1000, 10):
+            try:
+                yield ndl.init.ones(n, 100, device=limited).shape
+            except OutOfMemoryError as error:
+                errors.append(error)
+                yield None
+
+    async def tries():
+        for n in (1000, 10):
+            try:
+                return ndl.init.ones(n, 100, device=limited).shape
+            except OutOfMemoryError as error:
+                errors.append(error)
+                await asyncio.sleep(0)
+
+    memory.set_limit(memory.stats(limited).live + 200_000, limited)
+    if kind == "generator":
+        found = rows()
+        assert next(found) is None and memory.stats(limited).live >= 0
+        assert next(found) == (10, 100)
+    else:
+        waiting = tries()
+        assert waiting.send(None) is None and memory.stats(limited).live >= 0
+        with pytest.raises(StopIteration) as returned:
+            waiting.send(None)
+        assert returned.value.value == (10, 100)
+    assert errors
 
 
 def test_functions_of_a_frame_that_goes_on_keep_their_closures(limited):

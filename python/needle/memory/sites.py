@@ -238,7 +238,7 @@ def watch(device: BackendDevice, limit: int = 0) -> None:
 def _apply(device: BackendDevice) -> None:
     limit = _limits.get(device, 0)
     smallest = min(LARGE_BYTES, limit // 1024) if limit else LARGE_BYTES
-    device.set_site_hook(_hook, 0 if device in _tracing or _failed is not None else smallest)
+    device.set_site_hook(_hook, 0 if device in _tracing or _returning else smallest)
 
 
 def trace_all(device: BackendDevice, wanted: bool) -> None:
@@ -258,35 +258,42 @@ def mark_nodes(wanted: bool) -> None:
 # --- after a failure ---
 
 _failed: weakref.ref[OutOfMemoryError] | None = None
+_returning = False  # frames of it may be about to return, as far as is known
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def remember_failure(error: OutOfMemoryError) -> None:
     """The frames of ``error``'s traceback hold arrays; they are let go when needle is next asked for memory."""
-    global _failed
-    _failed = weakref.ref(error)
+    global _failed, _returning
+    _failed, _returning = weakref.ref(error), True
     _apply_all()
 
 
 def free_failed_frames() -> None:
     """Clears the locals of those frames of the last OutOfMemoryError's traceback that have returned.
 
-    A notebook keeps the traceback of the last error, and its frames every array that the failed step had made.
+    A notebook keeps the traceback of the last error, and its frames every array that the failed step had made. The frame that
+    caught it returns later, and the functions of the others are let go when the program has others for them.
     """
-    global _failed
-    if _failed is None:
-        return
-    error = _failed()
+    global _failed, _returning
+    error = _failed() if _failed is not None else None
     if error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        for frame in frames:
             locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
-        over = {frame for frame, _ in traceback.walk_tb(error.__traceback__) if _cleared(frame)}
+        if frames and frames[0].f_code.co_flags & _SUSPENDED:
+            del frames[0]  # it may have caught the error and be waiting to go on: clearing it would end it
+        over = {frame for frame in frames if _cleared(frame)}
         before, emptied = -1, 0
         while emptied > before:  # the function of one may have been held by that of another
             before, emptied = emptied, _empty_functions(over)
         if sys.exc_info()[1] is error:  # on its way up: more frames may return before it is over
             return
-    _failed = None
-    _apply_all()
+    else:
+        _failed = None
+    if _returning:
+        _returning = False
+        _apply_all()
 
 
 def _cleared(frame: FrameType) -> bool:
