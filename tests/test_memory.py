@@ -25,7 +25,7 @@ from needle import amp, memory, nn, ops
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import empty
-from needle.errors import OutOfMemoryError, ShapeError
+from needle.errors import GraphError, OutOfMemoryError, ShapeError
 from needle.models import SIZES, Pythia, PythiaConfig, checkpointed, plannable, train_step
 from needle.optim import SGD, Adam, AdamW
 
@@ -1211,6 +1211,15 @@ def test_a_loop_without_a_leak_is_left_in_peace(with_layer, recwarn):
             total += good_step().item()
             assert check.step() == [] and len(check._ends) == 2  # however many steps there were
     assert not check.found and not [w for w in recwarn if issubclass(w.category, memory.LeakWarning)]
+
+
+def test_a_leak_check_out_of_its_context_says_so():
+    check = memory.LeakCheck()
+    for _ in range(2):
+        with pytest.raises(GraphError, match="with LeakCheck"):
+            check.step()
+        with check:
+            check.step()
 
 
 def test_the_search_for_leaks_leaves_nothing_behind(with_layer, cpu):

@@ -21,6 +21,7 @@ import numpy as np
 from ..autograd import Value
 from ..backend_ndarray.ndarray import write_stamp
 from ..backend_selection import NDArray
+from ..errors import GraphError
 from ..graph import Node, differentiable_order
 from . import sites
 from .units import readable
@@ -90,7 +91,9 @@ class LeakCheck:
         self._nodes.append(weakref.ref(node))
 
     def step(self) -> list[Leak]:
-        """The end of a step: what earlier ones left behind, the largest first."""
+        """The end of a step: what earlier ones left behind, the largest first. raises: GraphError outside of the context."""
+        if self not in _checks:
+            raise GraphError("[LeakCheck] step() outside of its context (accepted: inside `with LeakCheck() as check:`)")
         kept = [r for r in self._before if r() is not None]
         begin = self._ends[-1]
         if not kept:  # then no node is older than ``begin``
