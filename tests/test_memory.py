@@ -1222,6 +1222,14 @@ def test_a_leak_check_out_of_its_context_says_so():
             check.step()
 
 
+def test_a_graph_from_before_the_loop_is_none_of_its_leaks(with_layer):
+    tried = good_step()
+    with memory.LeakCheck(warn=False) as check:
+        assert memory.leaks() == []
+        leak_list(check)
+    assert set(check.found) == {"history"} and tried.op is not None
+
+
 def test_the_search_for_leaks_leaves_nothing_behind(with_layer, cpu):
     good_step()  # makes the layer's gradients
     gc.collect()

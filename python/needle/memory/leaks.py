@@ -123,12 +123,14 @@ def leaks() -> list[Leak]:
 
 
 def find(before: int | None, ends: list[int]) -> list[Leak]:
-    """The leaks among nodes made before tick ``before`` of the write clock (None: all). ends: the ticks at which steps ended."""
+    """The leaks among nodes made up to tick ``before`` of the write clock (None: all). ends: the ticks at which steps ended, the
+    first being when they began: what was made earlier is of none of them.
+    """
     # By type alone: isinstance would ask each object of the program for its class. An op that failed has left a handle without a
     # node, which its traceback may keep.
     values = [x for x in gc.get_objects() if issubclass(type(x), Value) and hasattr(x, "_node")]
     handles = [x for x in values if x.op is not None]
-    is_old = lambda n: n.op is not None and (before is None or n.born <= before)  # noqa: E731
+    is_old = lambda n: n.op is not None and (before is None or ends[0] < n.born <= before)  # noqa: E731
     leads: set[Node] = set()  # to an old node: that, and what is above it
     for node in _under(handles):
         if is_old(node) or not leads.isdisjoint(node.inputs):
