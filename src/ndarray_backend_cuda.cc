@@ -85,6 +85,8 @@ struct Device {
     cuda_check(cudaDeviceGetDefaultMemPool(&pool, id), "cudaDeviceGetDefaultMemPool");
     cuda_check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep_all),
                "cudaMemPoolSetAttribute");
+    // Before any array: afterwards there may be no room, and what needs it is no array's maker.
+    cuda_check(cudaMalloc(&scratch, size_t(scratch_bytes)), "cudaMalloc");
     cuda_check(cudaMalloc(&flag, sizeof(ErrorFlag)), "cudaMalloc");
     cuda_check(cudaMemsetAsync(flag, 0, sizeof(ErrorFlag), stream), "cudaMemsetAsync");
     void* pinned = nullptr;
@@ -173,10 +175,7 @@ int64_t scratch_bytes() { return device().scratch_bytes; }
 Scratch scratch(int64_t bytes) {
   Device& d = device();
   if (bytes > d.scratch_bytes) throw std::logic_error("more scratch memory asked than there is");
-  std::unique_lock<std::mutex> right(d.scratch_mutex);
-  if (d.scratch == nullptr)
-    cuda_check(cudaMalloc(&d.scratch, size_t(d.scratch_bytes)), "cudaMalloc");
-  return {d.scratch, std::move(right)};
+  return {d.scratch, std::unique_lock<std::mutex>(d.scratch_mutex)};
 }
 
 void copy_on_device(void* to, const void* from, int64_t bytes) {

@@ -902,6 +902,26 @@ def test_a_step_that_runs_out_in_the_optimizer_has_changed_nothing(limited, make
         assert optimizer.t == 1
 
 
+def test_a_full_gpu_has_room_for_what_its_kernels_leave_for_one_another():
+    usable("cuda_sim")
+    said = in_root(
+        "-c",
+        f"""
+import resource
+import needle as ndl
+x = ndl.init.ones(2000, 200, device="cuda_sim")
+x.numpy()
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + {6 << 20},) * 2)
+try:
+    ndl.init.ones(8 << 20, device="cuda_sim")
+except ndl.errors.OutOfMemoryError:
+    print(x.sum().item())
+""",
+    )
+    assert said == "400000.0\n"
+
+
 # --- leaks ---
 
 layer = None
