@@ -1100,8 +1100,9 @@ class Log:
 def leak_objects_of_numpy(check):
     """Which the collector does not look into, nor into a dict of nothing else."""
     log, rows = Log(6), np.empty(6, object)
+    table, masked = np.zeros(6, [("step", int), ("of", [("loss", object)])]), np.ma.array(np.empty(6, object))
     for i in range(6):
-        log.losses[i], rows[i] = good_step(), good_step()
+        log.losses[i], rows[i], table["of"]["loss"][i], masked.data[i] = (good_step() for _ in range(4))
         check.step()
 
 
@@ -1136,7 +1137,7 @@ def test_a_leak_is_found_and_named(with_layer, run, name):
     [
         (leak_of_two_in_a_closure, {"first in the closure of <lambda>", "second in the closure of <lambda>"}),
         (leak_chain, {"newest"}),
-        (leak_objects_of_numpy, {"Log.losses", "rows"}),
+        (leak_objects_of_numpy, {"Log.losses", "rows", "table", "masked"}),
     ],
 )
 def test_each_leak_has_its_own_name(with_layer, run, names):

@@ -234,7 +234,16 @@ def names_of(targets: list[Any]) -> list[str]:
 
 
 def _held_by(r: Any) -> Iterable:
-    return r.flat if type(r) is np.ndarray else gc.get_referents(r)
+    held = gc.get_referents(r)
+    return chain(held, _elements(r)) if issubclass(type(r), np.ndarray) else held
+
+
+def _elements(array: np.ndarray) -> Iterable:
+    """The objects in an array, also those in its fields, which numpy does not tell the collector."""
+    array = np.asarray(array)  # not as a subclass has them
+    if array.dtype.names:
+        return chain.from_iterable(_elements(array[name]) for name in array.dtype.names)
+    return array.flat if array.dtype.hasobject else ()
 
 
 def _unknown_to_the_collector(running: list[tuple[str, Any]]) -> list[Any]:
