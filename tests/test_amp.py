@@ -262,6 +262,21 @@ def test_casts_go_with_the_graph(cpu):
     assert cpu.memory_stats()["live"] - before == 40_000  # the gradient
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_a_region_around_a_loop_keeps_no_batch(cpu, training):
+    """Which requires a gradient unless told otherwise, as a parameter does."""
+    w, live = tensor((100, 100), cpu), set()
+    with amp.autocast(cpu):
+        for _ in range(4):
+            if training:
+                (tensor((20, 100), cpu) @ w).sum().backward()
+            else:
+                with ndl.no_grad():
+                    tensor((20, 100), cpu) @ w
+            live.add(cpu.memory_stats()["live"])
+    assert len(live) == 1
+
+
 @pytest.mark.parametrize("low", LOW)
 def test_checkpointed_layers_keep_no_casts_and_give_the_same_bits(cpu, low):
     found = []

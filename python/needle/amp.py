@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ContextDecorator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from . import dtype as dt
 from . import ops
@@ -97,8 +98,9 @@ def get_autocast_dtype(device_type: str | BackendDevice) -> str | None:
 class _Region:
     """One entering of an ``autocast``, called with each op.
 
-    outer: the region around it. dtypes: device type -> what products on it are lowered to; absent: nothing is. casts: (parameter,
-    dtype) -> (its cast, the array that was cast, when); one for all regions within the outermost, which goes with that.
+    outer: the region around it. dtypes: device type -> what products on it are lowered to; absent: nothing is. casts: leaf ->
+    dtype -> (its cast, the array that was cast, when); one for all regions within the outermost, which goes with that. It keeps no
+    leaf: one may be a batch.
     """
 
     __slots__ = ("outer", "dtypes", "cache_enabled", "casts")
@@ -106,7 +108,8 @@ class _Region:
     def __init__(self, outer: _Region | None, device_type: str, dtype: str | None, cache_enabled: bool):
         self.outer, self.cache_enabled = outer, cache_enabled
         self.dtypes: dict[str, str] = {} if outer is None else {**outer.dtypes}
-        self.casts: dict[tuple[Tensor, str], tuple[Tensor, NDArray, int]] = {} if outer is None else outer.casts
+        self.casts: WeakKeyDictionary[Tensor, dict[str, tuple[Tensor, NDArray, int]]]
+        self.casts = WeakKeyDictionary() if outer is None else outer.casts
         self.dtypes.pop(device_type, None)
         if dtype is not None:
             self.dtypes[device_type] = dtype
@@ -132,15 +135,15 @@ class _Region:
         if not (self.cache_enabled and x.requires_grad and x.is_leaf()):
             return ops.astype(x, low)
         segment = current_segment()
-        casts = self.casts if segment is None else segment.casts
+        casts = (self.casts if segment is None else segment.casts).setdefault(x, {})
         array = x.realize_cached_data()
-        kept = casts.get((x, low))
+        kept = casts.get(low)
         if kept is not None:
             cast, source, time = kept
             if source is array and array.last_write <= time and cast.requires_grad == is_grad_enabled():
                 return cast
         cast = ops.astype(x, low)
-        casts[x, low] = cast, array, write_stamp()
+        casts[low] = cast, array, write_stamp()
         return cast
 
 

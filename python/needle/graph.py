@@ -104,7 +104,7 @@ class Segment:
         self.boundary: dict[Node, None] = {}
         self.armed = self.active = True
         self.open = False
-        self.casts: dict = {}
+        self.casts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def leave(self) -> None:
         """Its forward is over."""
