@@ -6,7 +6,7 @@ sys.path[:0] = ["python", "apps", "."]
 import numpy as np  # noqa: E402
 
 import needle as ndl  # noqa: E402
-from needle import nn  # noqa: E402
+from needle import memory, nn  # noqa: E402
 
 assert ndl.backend_selection.BACKEND == "np" and repr(ndl.cpu()) == "needle.cpu()" and not hasattr(ndl, "cuda")
 device = ndl.cpu()
@@ -70,4 +70,28 @@ z = np.exp(h @ W2.numpy())
 g = (z / z.sum(1, keepdims=True) - np.eye(4)[y]) / 50
 np.testing.assert_allclose(N2.numpy(), W2.numpy() - 0.2 * h.T @ g)
 np.testing.assert_allclose(N1.numpy(), W1.numpy() - 0.2 * X.T @ ((h > 0) * (g @ W2.numpy().T)))
+
+
+def build(device):
+    model = nn.Sequential(nn.Linear(16, 8, device=device), nn.ReLU(), nn.Linear(8, 4, device=device))
+    optimizer = ndl.optim.Adam(model.parameters())
+
+    def step():
+        optimizer.reset_grad()
+        nn.SoftmaxLoss()(model(ndl.Tensor(X, device=device)), ndl.Tensor(y, device=device)).backward()
+        optimizer.step()
+
+    return step
+
+
+assert memory.peak_bytes(build) == memory.peak_bytes(build, device=device)  # float64 and all
+kept = build(device)
+assert memory.process()["arrays"] >= memory.stats().live > 0
+memory.set_limit(memory.stats().live + 8 * 50 * 16, device)
+try:
+    kept()
+except MemoryError as error:
+    assert "largest holders" in str(error) and "modules.0" in str(error), error
+else:
+    raise AssertionError
 print("np backend: all held")

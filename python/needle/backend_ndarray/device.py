@@ -139,7 +139,7 @@ class BackendDevice:
         from .ndarray import NDArray, empty
 
         if self.name == "meta":  # a plan of a large model makes no numbers
-            out = empty(shape, dtype, self)
+            out = empty(shape, self.default_float if self.numpy_semantics else dtype, self)
             out.category = DATA  # as what comes from numpy
             return out
         values = np.asarray(draw(*shape))
@@ -199,8 +199,10 @@ def cpu_numpy() -> BackendDevice:
 
 @lru_cache(maxsize=None)
 def meta() -> BackendDevice:
-    """Shapes, dtypes and byte counts without data; reading values gives NaN, or 0 where a dtype has none."""
-    return BackendDevice("meta", "ndarray_backend_meta")
+    """Shapes, dtypes and byte counts without data, those of the default device; reading values gives NaN, or 0 where a dtype has
+    none.
+    """
+    return BackendDevice("meta", "ndarray_backend_meta", default_device().numpy_semantics)
 
 
 # What the names of devices mean. The course's NEEDLE_BACKEND=np has a ``cpu`` of its own, and no other.

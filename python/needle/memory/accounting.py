@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..backend_ndarray.device import BackendDevice, cpu, cpu_numpy, drop_device_caches
+from ..backend_ndarray.device import BackendDevice, drop_device_caches
 from ..backend_ndarray.host_memory import CATEGORIES
-from ..backend_selection import as_device
+from ..backend_selection import all_devices, as_device
 from . import sites
 from .units import parse_bytes, readable, table
 
@@ -151,7 +151,8 @@ def process(device: BackendDevice | None = None) -> dict[str, int]:
     found["rss"] = fields["VmRSS"]
     found["libraries"] = fields.get("RssFile", 0) + fields.get("RssShmem", 0)
     anonymous = found["rss"] - found["libraries"]
-    host = [d.require().memory_stats() for d in (cpu(), cpu_numpy()) if d.is_loaded]  # asking must not import a backend
+    used = [d for d in all_devices() if d.is_loaded]  # asking must not import a backend
+    host = [d.require().memory_stats() for d in used if d.name in ("cpu", "cpu_numpy")]
     found["arrays"] = min(sum(s["live"] for s in host), anonymous)
     found["cached"] = min(sum(s["reserved"] - s["live"] for s in host), anonymous - found["arrays"])
     found["rest"] = anonymous - found["arrays"] - found["cached"]

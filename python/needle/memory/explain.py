@@ -10,9 +10,9 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-from ..backend_ndarray.device import BackendDevice, all_devices, meta
+from ..backend_ndarray.device import BackendDevice, meta
 from ..backend_ndarray.host_memory import CATEGORIES
-from ..backend_selection import as_device
+from ..backend_selection import all_devices, as_device
 from ..errors import OutOfMemoryError
 from . import sites
 from .planning import Build, peak_bytes

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 from .. import autograd, backward, graph
 from ..backend_ndarray import device as device_module
-from ..backend_ndarray.device import BackendDevice, all_devices, meta
+from ..backend_ndarray.device import BackendDevice, meta
+from ..backend_selection import all_devices
 from ..errors import OutOfMemoryError
 from ..graph import Node
 from ..nn.nn_basic import Module, Parameter
