@@ -488,6 +488,15 @@ def test_a_plan_has_the_peak_of_the_counters():
         assert memory.plan(build).peak_bytes == memory.peak_bytes(build), (config, run)
 
 
+def test_networks_of_one_type_have_rows_of_their_own():
+    def build(device):
+        discriminator, generator = (nn.Sequential(nn.Linear(10, width, device=device)) for width in (1000, 10))
+        return lambda: discriminator(generator(ndl.init.ones(4, 10, device=device))).sum().backward()
+
+    rows = memory.plan(build).by_module
+    assert rows["Sequential.modules"]["parameter"] == 4 * 11_000 and rows["Sequential2.modules"]["parameter"] == 4 * 110
+
+
 def test_a_plan_says_where_the_peak_is():
     p = memory.plan(plannable(TINY, 2, 32))
     assert p.peak_step == 2 and p.peak_bytes == sum(p.by_category.values()) == sum(sum(r.values()) for r in p.by_module.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,7 +36,7 @@ class Holder:
 
 class ModuleNames:
     """Names for memory on a device: the dotted paths of the modules and parameters that are alive, as the outermost modules see
-    them.
+    them. Where there are several of these, paths begin with their type, and from its second on with a number, as they were made.
     """
 
     def __init__(self, device: BackendDevice):
@@ -46,10 +47,15 @@ class ModuleNames:
         self.modules: dict[int, str] = {}
         self.parameters: dict[int, str] = {}
         self.serials: dict[int, str] = {}
-        for root in roots:
-            prefix = type(root).__name__ + "." if len(roots) > 1 else ""
+        made: Counter[str] = Counter()
+        for root in sorted(roots, key=lambda m: min(p.realize_cached_data().serial for p in m.parameters())):
+            name = type(root).__name__
+            made[name] += 1
+            if made[name] > 1:
+                name += str(made[name])
+            prefix = name + "." if len(roots) > 1 else ""
             for path, module in _walk(root, ""):
-                self.modules.setdefault(id(module), (prefix + path).rstrip(".") or type(root).__name__)
+                self.modules.setdefault(id(module), (prefix + path).rstrip(".") or name)
             for path, p in root.named_parameters():
                 self.parameters.setdefault(id(p), prefix + path)
                 self.serials.setdefault(p.realize_cached_data().serial, prefix + path)
