@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -1207,13 +1208,30 @@ def test_objects_that_are_none_of_needles_are_not_asked_what_they_are(with_layer
     history.clear()
 
 
-def test_many_leaks_cost_one_search(with_layer, monkeypatch):
-    history = [lambda y=relu_of_layer(): y for _ in range(50)]  # noqa: B008
+def failed(y):
+    try:
+        raise ValueError("kept")
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "keep, name",
+    [
+        (lambda y: lambda y=y: y, "history"),
+        (lambda y: {"loss": y, "step": 1}, "history"),
+        (lambda y: types.SimpleNamespace(loss=[y]), "SimpleNamespace.loss"),
+        (failed, "y in failed, kept by a traceback"),
+    ],
+)
+def test_many_leaks_cost_one_search(with_layer, monkeypatch, keep, name):
+    gc.collect()  # errors of other tests that hold themselves
+    history = [keep(relu_of_layer()) for _ in range(50)]
     passes = []
-    for name in ("get_objects", "get_referrers"):
-        search = getattr(gc, name)
-        monkeypatch.setattr(gc, name, lambda *args, search=search: passes.append(1) or search(*args))
-    found = [leak for leak in memory.leaks() if leak.name == "history"]
+    for search_name in ("get_objects", "get_referrers"):
+        search = getattr(gc, search_name)
+        monkeypatch.setattr(gc, search_name, lambda *args, search=search: passes.append(1) or search(*args))
+    found = [leak for leak in memory.leaks() if leak.name == name]
     assert found[0].tensors == 50 and len(passes) < 25
     history.clear()
 

@@ -26,8 +26,9 @@ from ..graph import Node, differentiable_order
 from . import sites
 from .units import readable
 
-_DEPTH = 10  # objects between a name and a Tensor
+_DEPTH = 11  # objects between a name and a Tensor, dicts of attributes among them
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_PAUSES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _PAUSED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _NO_WAY = (type, types.ModuleType, types.FrameType, Node)  # too much leads to these, or nothing
 
@@ -138,6 +139,7 @@ def find(before: int | None, ends: list[int]) -> list[Leak]:
     handles = [x for x in handles if x._node in leads]
     owned = {id(x) for x in chain(handles, map(_grad_of, handles))}
     needed = _pieces([x for x in values if id(x) not in owned], [])
+    del values  # it would be on the way to names
     groups: dict[str, list[Value]] = {}
     for handle, name in zip(handles, names_of(handles)):
         groups.setdefault(name, []).append(handle)
@@ -185,12 +187,12 @@ def names_of(targets: list[Any]) -> list[str]:
     hidden = _unknown_to_the_collector(running)
     called = {id(value): name for name, value in running}
     del running
-    owners: dict[int, Any] = {}
+    titles: dict[int, str] = {}  # of objects, by the id of the dict of their attributes
     names: dict[int, str] = {}  # of objects on the way up, by id, as all here is
-    holders: dict[int, list[int]] = {}  # those that have no name for them
+    parts: dict[int, list[int]] = {}  # of those that have no name for them
     in_frames: set[int] = set()
     on_the_way = {id(x): x for x in targets}
-    ours = {id(targets), id(on_the_way), id(owners), id(hidden)}
+    ours = {id(targets), id(on_the_way), id(hidden)}
     level, seen = set(on_the_way), set(on_the_way)
     for _ in range(_DEPTH):
         names.update((key, called[key]) for key in level & called.keys())
@@ -204,7 +206,10 @@ def names_of(targets: list[Any]) -> list[str]:
                 continue
             for key in hits:
                 item = on_the_way[key]
-                name = _name_in(r, item, owners)
+                if type(item) is dict and _owns(r, item):
+                    titles[key] = _title(r)
+                    continue
+                name = _name_in(r, item)
                 if isinstance(r, types.FrameType):
                     in_frames.add(key)
                 if name:
@@ -215,22 +220,31 @@ def names_of(targets: list[Any]) -> list[str]:
                     names.update((cell, f"{n} in the closure of {r.__name__}") for cell, n in cells if cell in seen)
                 elif not isinstance(r, _NO_WAY):
                     on_the_way[id(r)] = r
-                    holders.setdefault(key, []).append(id(r))
+                    parts.setdefault(id(r), []).append(key)
                     above.add(id(r))
         level = above - seen
         seen |= above
+    for key, title in titles.items():
+        keys = {id(value): name for name, value in on_the_way[key].items()}
+        for part in parts[key]:
+            names.setdefault(part, f"{title}.{keys.get(part, '')}")
+    nearest = _handed_down(names, parts)
+    in_a_traceback = _handed_down(dict.fromkeys(in_frames, "a kept traceback"), parts)
+    return [nearest.get(id(x)) or in_a_traceback.get(id(x)) or f"a {type(x).__name__} that no name leads to" for x in targets]
 
-    def nearest(key: int) -> str:
-        passed, row = {key}, [key]
-        while row:
-            found = [names[k] for k in row if k in names]
-            if found:
-                return next((name for name in found if name.isidentifier()), found[0])
-            row = list(dict.fromkeys(h for k in row for h in holders.get(k, ()) if h not in passed))
-            passed.update(row)
-        return "a kept traceback" if passed & in_frames else ""
 
-    return [nearest(id(x)) or f"a {type(x).__name__} that no name leads to" for x in targets]
+def _handed_down(names: dict[int, str], parts: dict[int, list[int]]) -> dict[int, str]:
+    """``names``, and of what has none that of the nearest that has it as a part of its own, or as one of a part's."""
+    known, row = dict(names), list(names)
+    while row:
+        below: dict[int, str] = {}
+        for key in row:
+            for part in parts.get(key, ()):
+                if part not in known and not below.get(part, "").isidentifier():
+                    below[part] = known[key] if part not in below or known[key].isidentifier() else below[part]
+        known.update(below)
+        row = list(below)
+    return known
 
 
 def _held_by(r: Any) -> Iterable:
@@ -282,15 +296,15 @@ def _running_locals() -> list[tuple[str, Any]]:
     return found
 
 
-def _name_in(r: Any, item: Any, owners: dict[int, Any]) -> str:
-    """What ``r`` calls ``item``, if r has names for things: globals, an object, a class, a generator, a returned frame. owners: of
-    dicts that were asked for before, by id.
-    """
+def _name_in(r: Any, item: Any) -> str:
+    """What ``r`` calls ``item``, if r has names for things: globals, an object, a generator, a returned frame."""
     if isinstance(r, types.FrameType):
         key = _key(sites.locals_of(r), item)
         if not key or sites.is_core(r.f_code.co_filename):
             return ""
-        paused = next((o for o in gc.get_referrers(r) if isinstance(o, _PAUSED)), None)  # from Python 3.11 on it has no such frame
+        paused = None  # from Python 3.11 on such an object has no frame that could be seen here
+        if r.f_code.co_flags & _PAUSES:
+            paused = next((o for o in gc.get_referrers(r) if isinstance(o, _PAUSED)), None)
         return f"{key} in {_paused_title(paused) if paused is not None else f'{r.f_code.co_name}, kept by a traceback'}"
     if isinstance(r, _PAUSED):
         frame = next((found for name in ("gi_frame", "cr_frame", "ag_frame") if (found := getattr(r, name, None))), None)
@@ -298,11 +312,7 @@ def _name_in(r: Any, item: Any, owners: dict[int, Any]) -> str:
         return f"{key} in {_paused_title(r)}" if key else ""
     if type(r) is dict:
         module = sys.modules.get(str(r.get("__name__")))
-        if module is not None and vars(module) is r:
-            return _key(r, item)
-        if id(r) not in owners:
-            owners[id(r)] = next((o for o in gc.get_referrers(r) if _owns(o, r)), None)
-        return f"{_title(owners[id(r)])}.{_key(r, item)}" if owners[id(r)] is not None else ""
+        return _key(r, item) if module is not None and vars(module) is r else ""
     if isinstance(r, (*_CONTAINERS, Value, Node, NDArray, np.ndarray, weakref.ref, types.CellType)):
         return ""
     attributes = dict(getattr(r, "__dict__", {}))
