@@ -498,6 +498,24 @@ def test_networks_of_one_type_have_rows_of_their_own():
     assert rows["Sequential.modules"]["parameter"] == 4 * 11_000 and rows["Sequential2.modules"]["parameter"] == 4 * 110
 
 
+def test_what_a_module_made_for_its_call_takes_is_that_of_the_one_around_it():
+    class Layer(nn.Module):
+        def __init__(self, device):
+            super().__init__()
+            self.inner = nn.Linear(10, 10, device=device)
+
+        def forward(self, x):
+            return nn.Dropout(0.5)(nn.ReLU()(self.inner(x)))
+
+    def build(device):
+        model = nn.Sequential(Layer(device), Layer(device))
+        return lambda: model(ndl.init.ones(1000, 10, device=device)).sum().backward()
+
+    rows = memory.plan(build).by_module
+    assert rows["modules.0"]["activation"] > 40_000 and rows["modules.1"]["activation"] > 2 * 40_000
+    assert sum(rows[""].values()) <= 40_000 + 8  # what comes in
+
+
 def test_a_plan_says_where_the_peak_is():
     p = memory.plan(plannable(TINY, 2, 32))
     assert p.peak_step == 2 and p.peak_bytes == sum(p.by_category.values()) == sum(sum(r.values()) for r in p.by_module.values())

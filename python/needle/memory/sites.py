@@ -37,8 +37,8 @@ class Site(NamedTuple):
     """A place where memory is asked for.
 
     file, line, function: the innermost frame outside needle's core. op: the op that computes, if one does; phase: ``forward``,
-    ``backward``, ``recompute``, ``optimizer`` or "". module, parameter: ids of the innermost Module that was called and of a
-    parameter that is involved, 0 if there is none. forward: for a gradient, where its op was called.
+    ``backward``, ``recompute``, ``optimizer`` or "". modules, parameter: ids of the Modules that were called, the innermost
+    first, and of a parameter that is involved, 0 if there is none. forward: for a gradient, where its op was called.
     """
 
     file: str
@@ -46,7 +46,7 @@ class Site(NamedTuple):
     function: str
     op: str = ""
     phase: str = ""
-    module: int = 0
+    modules: tuple[int, ...] = ()
     parameter: int = 0
     forward: Site | None = None
 
@@ -139,8 +139,7 @@ def _from_optimizer(frame: FrameType, found: dict[str, Any]) -> None:
 
 
 def _from_module(frame: FrameType, found: dict[str, Any]) -> None:
-    if "module" not in found:
-        (found["module"],) = _read(frame, "self")
+    found.setdefault("modules", []).extend(map(id, _read(frame, "self")))
 
 
 # What the frames of some of needle's functions tell, by id(code): the hash of a code object is that of all that is in it.
@@ -180,9 +179,8 @@ def calling(frame: FrameType | None) -> Site:
             user = frame
         frame = frame.f_back
     file, line, function = (user.f_code.co_filename, user.f_lineno, user.f_code.co_name) if user else ("", 0, "")
-    module = found.get("module")
     where = (file, line, function, found.get("op", ""), found.get("phase", ""))
-    return Site(*where, id(module) if module is not None else 0, found.get("parameter", 0), found.get("forward"))
+    return Site(*where, tuple(found.get("modules", ())), found.get("parameter", 0), found.get("forward"))
 
 
 def number(found: Site) -> int:

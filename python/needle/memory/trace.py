@@ -65,7 +65,8 @@ class ModuleNames:
         name = self.serials.get(serial) or self.parameters.get(site.parameter, "")
         if not name and site.forward is not None:
             return self.of(0, site.forward)
-        return name.rpartition(".")[0] or name or self.modules.get(site.module, "")
+        called = (self.modules[m] for m in site.modules if m in self.modules)  # one made for its call is gone by then
+        return name.rpartition(".")[0] or name or next(called, "")
 
 
 def _walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
