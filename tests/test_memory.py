@@ -853,12 +853,12 @@ def test_a_model_that_is_replaced_is_free_although_the_traceback_is_kept(limited
             return error, model.in_features
 
     base = memory.stats(limited).live
+    step, other = made(100), made(100)
     memory.set_limit(base + 300_000, limited)
-    step = made(100)
-    error, _ = caught(step)
+    errors = [caught(step)[0], caught(other)[0]]
     assert step(2) == (2, 100) and memory.stats(limited).live > base
-    step = made(10)
-    assert memory.stats(limited).live == base + 4 * (10 * 10 + 10) and error.__traceback__ is not None
+    step = other = made(10)
+    assert memory.stats(limited).live == base + 4 * (10 * 10 + 10) and errors[0].__traceback__ is not None
 
 
 @pytest.mark.parametrize("kind", ["generator", "coroutine"])

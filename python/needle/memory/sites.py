@@ -256,27 +256,27 @@ def mark_nodes(wanted: bool) -> None:
 
 # --- after a failure ---
 
-_failed: weakref.ref[OutOfMemoryError] | None = None
-_returning = False  # frames of it may be about to return, as far as is known
+_failed: weakref.WeakSet[OutOfMemoryError] = weakref.WeakSet()
+_returning = False  # frames of theirs may be about to return, as far as is known
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def remember_failure(error: OutOfMemoryError) -> None:
     """The frames of ``error``'s traceback hold arrays; they are let go when needle is next asked for memory."""
-    global _failed, _returning
-    _failed, _returning = weakref.ref(error), True
+    global _returning
+    _failed.add(error)
+    _returning = True
     _apply_all()
 
 
 def free_failed_frames() -> None:
-    """Clears the locals of those frames of the last OutOfMemoryError's traceback that have returned.
+    """Clears the locals of those frames of OutOfMemoryErrors' tracebacks that have returned.
 
     A notebook keeps the traceback of the last error, and its frames every array that the failed step had made. The frame that
     caught it returns later, and the functions of the others are let go when the program has others for them.
     """
-    global _failed, _returning
-    error = _failed() if _failed is not None else None
-    if error is not None:
+    global _returning
+    for error in list(_failed):
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         for frame in frames:
             locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
@@ -286,11 +286,7 @@ def free_failed_frames() -> None:
         before, emptied = -1, 0
         while emptied > before:  # the function of one may have been held by that of another
             before, emptied = emptied, _empty_functions(over)
-        if sys.exc_info()[1] is error:  # on its way up: more frames may return before it is over
-            return
-    else:
-        _failed = None
-    if _returning:
+    if _returning and sys.exc_info()[1] not in _failed:  # else it is on its way up: more frames may return before it is over
         _returning = False
         _apply_all()
 
