@@ -5,6 +5,7 @@ import collections
 import errno
 import functools
 import gc
+import importlib.util
 import os
 import re
 import subprocess
@@ -774,6 +775,18 @@ def test_advice_that_fails_takes_nothing_from_the_rest(limited):
     with pytest.raises(OutOfMemoryError) as caught, memory.advise(broken):
         Pythia(TINY, device=limited)
     assert "asked by" in str(caught.value) and "no more could be said: KeyError" in str(caught.value)
+
+
+def test_a_device_of_ones_own_is_explained_as_well():
+    spec = importlib.util.find_spec("needle.backend_ndarray.ndarray_backend_numpy")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module._allocator.device_name = "own"
+    own = ndl.backend_ndarray.BackendDevice("own", module)
+    model = nn.Linear(100, 100, device=own)
+    memory.set_limit(memory.stats(own).live + 100_000, own)
+    with pytest.raises(OutOfMemoryError, match=r"largest holders:(.|\n)*activation"):
+        model(model(ndl.init.ones(200, 100, device=own)))
 
 
 def test_one_request_larger_than_the_device(limited):

@@ -10,9 +10,9 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-from ..backend_ndarray.device import BackendDevice, meta
+from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES
-from ..backend_selection import all_devices, as_device
+from ..backend_selection import as_device
 from ..errors import OutOfMemoryError
 from . import sites
 from .planning import Build, peak_bytes
@@ -34,7 +34,7 @@ class advise:
         self.build_for, self.changes, self.steps = build_for, list(changes), steps
         # A failure may come in the middle of backward, where no graph is recorded, or in a region of autocast or remat.
         self._context = copy_context()
-        self._before = {d: d.require().memory_stats()["allocations"] for d in all_devices() if d.is_loaded}
+        self._before = {d: d.require().memory_stats()["allocations"] for d in sites.used_devices()}
 
     def __enter__(self) -> advise:
         _advisers.append(self)
@@ -98,7 +98,7 @@ def _container_limits() -> Iterator[int]:
 def explain(error: OutOfMemoryError, message: str) -> str:
     """``message`` with all that is known about it, a line each."""
     global _explaining
-    device = next((d for d in [*all_devices(), meta()] if d.name == error.stats.get("device") and d.is_loaded), None)
+    device = next((d for d in sites.used_devices() if d.name == error.stats.get("device")), None)
     if device is None or _explaining:
         return message
     _explaining, lines = True, [message]

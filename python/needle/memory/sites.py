@@ -326,10 +326,14 @@ def _unshared(found: Iterable[Any]) -> list[Any]:
     return alone
 
 
+def used_devices() -> list[BackendDevice]:
+    """Those that have been used, also such as needle does not know by name."""
+    return [d for d in dict.fromkeys([*all_devices(), meta(), *_limits]) if d.is_loaded]
+
+
 def _apply_all() -> None:
-    for device in [*all_devices(), meta()]:
-        if device.is_loaded:
-            _apply(device)
+    for device in used_devices():
+        _apply(device)
 
 
 device_module.when_loaded = watch
