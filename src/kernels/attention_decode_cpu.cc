@@ -14,7 +14,7 @@ namespace needle::cpu {
 namespace {
 
 constexpr int64_t kMaxHead = 256, kMaxBlock = 128;
-constexpr int64_t kTaskElements = 256 << 10;  // of a cache, below which a task is not worth it
+constexpr int64_t kTaskElements = 32 << 10;  // of the keys, below which a task is not worth it
 
 // y += factor * x
 template <class T, class A = accum_t<T>>
@@ -69,15 +69,18 @@ void attention_decode(const Array& q, const Dims& q_strides, const Array& k, con
                                 " and " + std::to_string(kMaxBlock) + ")");
   const int32_t *position = positions.data<int32_t>(), *rows = row_ptr.data<int32_t>(),
                 *blocks = col_idx.data<int32_t>();
-  for (int64_t b = 0; b < B; ++b)
+  int64_t longest = 0;
+  for (int64_t b = 0; b < B; ++b) {
+    longest = std::max<int64_t>(longest, position[b] + 1);
     if (position[b] < 0 || position[b] >= S)
       throw std::out_of_range("[attention_decode] position " + std::to_string(position[b]) +
                               " of sequence " + std::to_string(b) + " is outside the cache (0.." +
                               std::to_string(S - 1) + ")");
+  }
   const int64_t lines = ceil_div(S, block);
   dispatch_float(q.dtype(), "attention_decode", [&](auto tag) {
     using E = typename decltype(tag)::type;
-    parallel_ranges(B * H, 1 + kTaskElements / (S * D + 1), [&](int64_t begin, int64_t end) {
+    parallel_ranges(B * H, 1 + kTaskElements / (longest * D + 1), [&](int64_t begin, int64_t end) {
       for (int64_t head = begin; head < end; ++head) {
         const int64_t b = head / H, h = head % H, at = position[b];
         E *keys = key_cache.data<E>() + head * S * D,
