@@ -147,6 +147,22 @@ def test_a_product_goes_where_it_fits(device):
             matmul(a, a.T, out=wrong)
 
 
+@pytest.mark.parametrize("n", [5, 300])
+def test_a_product_goes_where_its_operands_are(device, n):
+    values = np.random.default_rng(0).integers(-3, 4, (2, n, n)).astype(np.float32)
+    x, y = values
+    for write, wanted in (
+        (lambda a: matmul(a[0:1], a[1:2], out=a[0:1]), x @ y),
+        (lambda a: matmul(a[0:1], a[1:2].permute((0, 2, 1)), out=a[1:2]), x @ y.T),
+        (lambda a: matmul(a[0:1], a[0:1], out=a[0:1], accumulate=True), x @ x + x),
+        (lambda a: matmul(a, a[1:2], out=a), values @ y),
+    ):
+        a = array(values, device)
+        before = a.last_write
+        np.testing.assert_array_equal(write(a).numpy().reshape(np.shape(wanted)), wanted)
+        assert a.last_write > before  # as after every other write in place
+
+
 def test_iterating_over_a_view(device):
     x = np.arange(6.0).reshape(2, 3)
     for view, wanted in ((array(x, device).permute((1, 0)), x.T), (array(x, device)[:, ::-2], x[:, ::-2])):

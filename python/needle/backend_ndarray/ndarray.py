@@ -358,14 +358,20 @@ class NDArray:
         """The same memory seen with any shape and strides, from the same offset. raises: ShapeError if it ends before that."""
         return NDArray.make(shape, strides, self._device, self._handle, self._offset)
 
-    def _overlaps(self, other: NDArray) -> bool:
-        """Whether this view and another may share elements without being the same view."""
-        if self._handle is not other._handle and self.serial and other.serial:  # 0 is borrowed memory, which may be anybody's
+    def _shares(self, other: NDArray) -> bool:
+        """Whether this view and another may share elements."""
+        mine, others = self._handle, other._handle
+        if mine is not others and mine.serial and others.serial:  # 0 is borrowed memory, which may be anybody's
             return False
         (start, stop), (other_start, other_stop) = self._addresses(), other._addresses()
-        if start == other_start and (self._shape, self._strides, self._dtype) == (other._shape, other._strides, other._dtype):
-            return False
         return start < other_stop and other_start < stop
+
+    def _overlaps(self, other: NDArray) -> bool:
+        """Whether this view and another may share elements without being the same view."""
+        return self._shares(other) and not (
+            (self._shape, self._strides, self._dtype) == (other._shape, other._strides, other._dtype)
+            and self._addresses() == other._addresses()
+        )
 
     def _addresses(self) -> tuple[int, int]:
         """Of the first byte, and behind the last one."""
@@ -895,6 +901,12 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
     batch = broadcast_shape(a._shape[:-2], b._shape[:-2], "matmul")
     m, k, n = a._shape[-2], a._shape[-1], b._shape[-1]
     full_shape = (*batch, m, n)
+    if out is not None:
+        if out._shape != full_shape or not out._contiguous:
+            raise ShapeError(f"[matmul] out is {out._shape} with strides {out._strides} (accepted: {full_shape}, contiguous)")
+        a = a.copy() if a._shares(out) else a  # out is written before all of them is read
+        b = b.copy() if b._shares(out) else b
+        out.mark_written()
     if batch and len(b._shape) == 2 and a._contiguous:  # one large product instead of many
         m, batch = math.prod(a._shape[:-1]), ()
         a = a._view((m, k), (k, 1))
@@ -905,8 +917,6 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
         b = b.broadcast_to(batch + (k, n))
     if out is None:
         out, accumulate = _new(full_shape, a._dtype, a._device), False
-    elif out._shape != full_shape or not out._contiguous:
-        raise ShapeError(f"[matmul] out is {out._shape} with strides {out._strides} (accepted: {full_shape}, contiguous)")
     a._device.require().matmul(
         a._handle, a._offset, a._strides[:-2], lda, trans_a, b._handle, b._offset, b._strides[:-2], ldb, trans_b,
         out.contiguous_handle(), batch, m, k, n, accumulate,
