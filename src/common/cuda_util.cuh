@@ -23,6 +23,7 @@ __device__ inline void report_bad_id(ErrorFlag* flag, BadId op, int64_t value, i
 // --- launch shapes -------------------------------------------------------------------------------
 
 // Enough blocks to fill the device, no more: kernels loop over what is left (a grid-stride loop).
+// At least one, as a launch must have: arrays without elements are no case of their own.
 inline unsigned blocks_for(int64_t work_items) {
   const int64_t cap = int64_t(multiprocessors()) * 16;
   return unsigned(work_items < 1 ? 1 : work_items < cap ? work_items : cap);

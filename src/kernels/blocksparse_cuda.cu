@@ -184,7 +184,6 @@ void run(const SparseArguments<typename Product::T>& g) {
                         : mode == Mode::dsd ? g.m / g.block
                                             : g.n / g.block;
   const int64_t tiles = g.batch * lines * rows * cols;
-  if (tiles == 0) return;
   const LaunchConfig config = grid_of(blocks_for(tiles), Product::kThreads);
   if constexpr (TensorCores) {
     launch<BlockSparseMatmulKernelMma<mode, Product>>(config, g, tiles);

@@ -152,7 +152,6 @@ __global__ void one_hot_kernel(const Id* ids, T* out, int64_t n, int64_t depth, 
 
 void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
                        int64_t vocab, int64_t dim) {
-  if (n * dim == 0) return;
   dispatch_float(weight.dtype(), "embedding", [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = 16 / int(sizeof(T));
@@ -176,7 +175,6 @@ void embedding_forward(const Array& weight, const Array& ids, const Array& out, 
 void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
                         const Array& workspace, int64_t n, int64_t vocab, int64_t dim,
                         bool accumulate) {
-  if (vocab * dim == 0) return;
   int32_t* ends = workspace.data<int32_t>();
   int32_t* positions = ends + vocab + 1;
   fill(workspace.view(0, vocab + 1), Scalar{0, 0});
@@ -202,7 +200,6 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
 }
 
 void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth) {
-  if (n * depth == 0) return;
   dispatch_any(out.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     dispatch_ids(ids, "one_hot", [&](auto id_tag) {

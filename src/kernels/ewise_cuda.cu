@@ -173,7 +173,6 @@ void binary(const char* name, const View* a, const View* b, Scalar number, const
 }
 
 void binary_by_name(BinaryOp op, const View* a, const View* b, Scalar number, const Array& out) {
-  if (out.size() == 0) return;
   switch (op) {
 #define NEEDLE_BINARY(name, kind, expression) \
   case BinaryOp::name:                        \
@@ -185,7 +184,6 @@ void binary_by_name(BinaryOp op, const View* a, const View* b, Scalar number, co
 }  // namespace
 
 void ewise_unary(UnaryOp op, const View& a, const Array& out) {
-  if (out.size() == 0) return;
   switch (op) {
 #define NEEDLE_UNARY(name, kind, expression) \
   case UnaryOp::name:                        \
@@ -208,7 +206,6 @@ void rscalar_binary(BinaryOp op, Scalar a, const View& b, const Array& out) {
 
 void where(const View& condition, const View& a, const View& b, const Array& out) {
   const int64_t n = out.size();
-  if (n == 0) return;
   const auto walk = make_walk<3>(
       a.shape,
       {{&condition.strides, condition.offset}, {&a.strides, a.offset}, {&b.strides, b.offset}});

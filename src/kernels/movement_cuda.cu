@@ -126,7 +126,6 @@ bool transpose_copy(const B* a, B* out, const Walk<2>& walk, int64_t n) {
 }  // namespace
 
 void fill(const Array& out, Scalar value) {
-  if (out.size() == 0) return;
   dispatch_any(out.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     launch<fill_kernel<T>>(grid_stride(out.size()), out.data<T>(), value.to<T>(), out.size());
@@ -134,7 +133,6 @@ void fill(const Array& out, Scalar value) {
 }
 
 void arange(const Array& out) {
-  if (out.size() == 0) return;
   dispatch_any(out.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     launch<arange_kernel<T>>(grid_stride(out.size()), out.data<T>(), out.size());
@@ -144,7 +142,6 @@ void arange(const Array& out) {
 void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,
                   const Dims& out_strides, int64_t out_offset, const Dims& shape) {
   const int64_t n = size_of(shape);
-  if (n == 0) return;
   auto walk = make_walk<2>(shape, {{&a_strides, a_offset}, {&out_strides, out_offset}});
   if (a.dtype() == out.dtype()) {
     dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
@@ -188,7 +185,6 @@ void strided_copy(const Array& a, const Dims& a_strides, int64_t a_offset, const
 void strided_fill(const Array& out, const Dims& strides, int64_t offset, const Dims& shape,
                   Scalar value) {
   const int64_t n = size_of(shape);
-  if (n == 0) return;
   const auto walk = make_walk<1>(shape, {{&strides, offset}});
   dispatch_any(out.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;

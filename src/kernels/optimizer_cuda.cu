@@ -46,7 +46,6 @@ __global__ void unscale_kernel(T* grad, accum_t<T> factor, int32_t* nonfinite, i
 
 void sgd_step(const Array& param, const Array& grad, const Array& u, double lr, double momentum,
               double weight_decay) {
-  if (param.size() == 0) return;
   dispatch_update(param.dtype(), grad.dtype(), "sgd_step", [&](auto tag, auto grad_tag) {
     using T = typename decltype(tag)::type;
     using G = typename decltype(grad_tag)::type;
@@ -60,7 +59,6 @@ void sgd_step(const Array& param, const Array& grad, const Array& u, double lr, 
 void adam_step(const Array& param, const Array& grad, const Array& m, const Array& v,
                const Array& grad_scale, double lr, double beta1, double beta2, double eps,
                double l2, double weight_decay, int64_t step) {
-  if (param.size() == 0) return;
   dispatch_update(param.dtype(), grad.dtype(), "adam_step", [&](auto tag, auto grad_tag) {
     using T = typename decltype(tag)::type;
     using G = typename decltype(grad_tag)::type;
@@ -73,7 +71,6 @@ void adam_step(const Array& param, const Array& grad, const Array& m, const Arra
 }
 
 void unscale(const Array& grad, double factor, const Array& nonfinite) {
-  if (grad.size() == 0) return;
   dispatch_float(grad.dtype(), "unscale", [&](auto tag) {
     using T = typename decltype(tag)::type;
     launch<unscale_kernel<T>>(grid_stride(grad.size()), grad.data<T>(), accum_t<T>(factor),
