@@ -141,26 +141,6 @@ template <class T>
 inline T m_sign(T x) {
   return x != x ? x : T(T(x > T(0)) - T(x < T(0)));  // NaN stays NaN
 }
-template <class T>
-inline T m_relu(T x) {
-  return x < T(0) ? T(0) : x;  // NaN stays NaN
-}
-template <class T>
-inline T m_maximum(T a, T b) {
-  return a > b || a != a ? a : b;  // NaN of either side wins
-}
-template <class T>
-inline T m_minimum(T a, T b) {
-  return a < b || a != a ? a : b;
-}
-template <class T>
-inline bool m_isinf(T x) {
-  return std::fabs(x) == std::numeric_limits<T>::infinity();
-}
-template <class T>
-inline bool m_isfinite(T x) {
-  return std::fabs(x) < std::numeric_limits<T>::infinity();
-}
 
 // Integer powers wrap around; a negative exponent gives the truncated reciprocal.
 template <class T>

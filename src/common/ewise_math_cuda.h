@@ -41,26 +41,6 @@ __device__ __forceinline__ T m_sign(T x) {
     return x != x ? x : T((x > T(0)) - (x < T(0)));  // NaN stays NaN
   }
 }
-template <class T>
-__device__ __forceinline__ T m_relu(T x) {
-  return x > T(0) || x != x ? x : T(0);
-}
-template <class T>
-__device__ __forceinline__ T m_maximum(T a, T b) {  // NaN of either side wins
-  return a != a ? a : b != b ? b : a > b ? a : b;
-}
-template <class T>
-__device__ __forceinline__ T m_minimum(T a, T b) {
-  return a != a ? a : b != b ? b : a < b ? a : b;
-}
-template <class T>
-__device__ __forceinline__ bool m_isinf(T x) {
-  return x == T(INFINITY) || x == T(-INFINITY);
-}
-template <class T>
-__device__ __forceinline__ bool m_isfinite(T x) {
-  return x - x == T(0);
-}
 
 __device__ __forceinline__ float m_pow(float a, float b) { return powf(a, b); }
 __device__ __forceinline__ double m_pow(double a, double b) { return ::pow(a, b); }

@@ -215,7 +215,7 @@ struct Power_half {  // pow(-inf, 1/2) is inf, pow(-0, 1/2) is 0
   static constexpr int kInputs = 1;
   template <class T>
   static T apply(T x) {
-    return m_isinf(x) ? std::fabs(x) : m_sqrt(x) + T(0);
+    return m_abs(x) == T(INFINITY) ? m_abs(x) : m_sqrt(x) + T(0);
   }
 };
 template <class C>
