@@ -143,23 +143,6 @@ class DeviceMemory : public MemorySource {
   }
 };
 
-std::string bad_id_text(const ErrorFlag& flag) {
-  const auto text = [&](const std::string& id, const char* position, const char* range) {
-    return id + std::to_string(flag.value) + position + std::to_string(flag.position) +
-           " is outside the " + range + " (0.." + std::to_string(flag.limit - 1) + ")";
-  };
-  switch (BadId(flag.code)) {
-    case BadId::cross_entropy:
-      return text("[cross_entropy] target ", " at position ", "classes");
-    case BadId::one_hot:
-      return text("[one_hot] id ", " at position ", "depth");
-    case BadId::attention_decode:
-      return text("[attention_decode] position ", " of sequence ", "cache");
-    default:
-      return text("[embedding] id ", " at position ", "vocabulary");
-  }
-}
-
 }  // namespace
 
 cudaStream_t stream() { return device().stream; }
@@ -207,7 +190,8 @@ void sync() {
     if (seen.code != int(BadId::none))
       cuda_check(cudaMemsetAsync(d.flag, 0, sizeof(ErrorFlag), d.stream), "sync");
   }
-  if (seen.code != int(BadId::none)) throw std::out_of_range(bad_id_text(seen));
+  if (seen.code != int(BadId::none))
+    throw std::out_of_range(bad_id_text(BadId(seen.code), seen.value, seen.position, seen.limit));
 }
 
 void copy_to_host(const Array& from, void* to) {

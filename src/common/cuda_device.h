@@ -5,6 +5,7 @@
 
 #include "backend.h"
 #include "cuda_api.h"
+#include "ids.h"
 
 namespace needle::NEEDLE_DEVICE {
 
@@ -28,10 +29,8 @@ void copy_on_device(void* to, const void* from, int64_t bytes);  // stream-order
 
 // An id outside its range, found by a kernel: the first one is kept and raised as IndexError at the
 // next sync.
-enum class BadId : int { none, embedding, one_hot, cross_entropy, attention_decode };
 struct ErrorFlag {
-  int code;
-  int reserved;
+  int code;  // a BadId, which atomicCAS does not take
   int64_t value, position, limit;
 };
 ErrorFlag* error_flag();

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../common/backend.h"
+#include "../common/ids.h"
 #include "../common/parallel.h"
 #include "../common/simd_cpu.h"
 
@@ -69,14 +70,9 @@ void attention_decode(const Array& q, const Dims& q_strides, const Array& k, con
                                 " and " + std::to_string(kMaxBlock) + ")");
   const int32_t *position = positions.data<int32_t>(), *rows = row_ptr.data<int32_t>(),
                 *blocks = col_idx.data<int32_t>();
+  check_ids(position, B, S, BadId::attention_decode);
   int64_t longest = 0;
-  for (int64_t b = 0; b < B; ++b) {
-    longest = std::max<int64_t>(longest, position[b] + 1);
-    if (position[b] < 0 || position[b] >= S)
-      throw std::out_of_range("[attention_decode] position " + std::to_string(position[b]) +
-                              " of sequence " + std::to_string(b) + " is outside the cache (0.." +
-                              std::to_string(S - 1) + ")");
-  }
+  for (int64_t b = 0; b < B; ++b) longest = std::max<int64_t>(longest, position[b] + 1);
   const int64_t lines = ceil_div(S, block);
   dispatch_float(q.dtype(), "attention_decode", [&](auto tag) {
     using E = typename decltype(tag)::type;

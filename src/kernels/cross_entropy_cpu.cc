@@ -4,25 +4,15 @@
 // A row whose target is ignore_index has loss 0 and gradient 0. Two reads of the logits forward,
 // one backward.
 #include "../common/backend.h"
-#include "../common/ids_cpu.h"
+#include "../common/ids.h"
 #include "../common/rows_cpu.h"
 
 namespace needle::cpu {
-namespace {
-
-template <class I>
-void check_targets(const I* targets, int64_t rows, int64_t cols, int64_t ignore_index) {
-  // An ignore_index among the classes needs no exception, and 0 stands for none.
-  check_ids(targets, rows, cols, "cross_entropy", "target", "classes", ignore_index);
-}
-
-}  // namespace
-
 void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss,
                            const Array& lse, int64_t rows, int64_t cols, int64_t ignore_index) {
   dispatch_ids(targets, "cross_entropy", [&](auto id_tag) {
     const auto* target = targets.data<typename decltype(id_tag)::type>();
-    check_targets(target, rows, cols, ignore_index);
+    check_ids(target, rows, cols, BadId::cross_entropy, ignore_index);
     dispatch_float(logits.dtype(), "cross_entropy", [&](auto tag) {
       using T = typename decltype(tag)::type;
       using A = accum_t<T>;
@@ -44,7 +34,7 @@ void cross_entropy_backward(const Array& logits, const Array& targets, const Arr
                             int64_t ignore_index) {
   dispatch_ids(targets, "cross_entropy", [&](auto id_tag) {
     const auto* target = targets.data<typename decltype(id_tag)::type>();
-    check_targets(target, rows, cols, ignore_index);
+    check_ids(target, rows, cols, BadId::cross_entropy, ignore_index);
     dispatch_float(logits.dtype(), "cross_entropy", [&](auto tag) {
       using T = typename decltype(tag)::type;
       using A = accum_t<T>;

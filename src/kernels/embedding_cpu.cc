@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "../common/backend.h"
-#include "../common/ids_cpu.h"
+#include "../common/ids.h"
 #include "../common/parallel.h"
 #include "../common/simd_cpu.h"
 
@@ -21,7 +21,7 @@ void embedding_forward(const Array& weight, const Array& ids, const Array& out, 
                        int64_t vocab, int64_t dim) {
   dispatch_ids(ids, "embedding", [&](auto id_tag) {
     const auto* id = ids.data<typename decltype(id_tag)::type>();
-    check_ids(id, n, vocab, "embedding", "id", "vocabulary");
+    check_ids(id, n, vocab, BadId::embedding);
     const int64_t row_bytes = dim * dtype_size(weight.dtype());
     const char* from = static_cast<const char*>(weight.ptr());
     char* to = static_cast<char*>(out.ptr());
@@ -39,7 +39,7 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
   int32_t* positions = first + vocab + 1;      // (n): positions by id, ascending within an id
   dispatch_ids(ids, "embedding", [&](auto id_tag) {
     const auto* id = ids.data<typename decltype(id_tag)::type>();
-    check_ids(id, n, vocab, "embedding", "id", "vocabulary");
+    check_ids(id, n, vocab, BadId::embedding);
     std::fill_n(first, vocab + 1, 0);
     for (int64_t i = 0; i < n; ++i) ++first[id[i] + 1];
     for (int64_t w = 0; w < vocab; ++w) first[w + 1] += first[w];
@@ -84,7 +84,7 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
 void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth) {
   dispatch_ids(ids, "one_hot", [&](auto id_tag) {
     const auto* id = ids.data<typename decltype(id_tag)::type>();
-    check_ids(id, n, depth, "one_hot", "id", "depth");
+    check_ids(id, n, depth, BadId::one_hot);
     dispatch_any(out.dtype(), [&](auto tag) {
       using T = typename decltype(tag)::type;
       T* to = out.data<T>();
