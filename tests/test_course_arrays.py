@@ -114,6 +114,9 @@ def test_products_and_reductions(device):
         np.testing.assert_array_equal(values_of(device, out, (m, p)), np.zeros((m, p)))
     np.testing.assert_array_equal(reduced(device, "reduce_max"), A.max(1))
     np.testing.assert_allclose(reduced(device, "reduce_sum"), A.sum(1), rtol=1e-6)
+    for name in ("max", "min", "argmax", "argmin"):
+        with pytest.raises(ValueError):
+            getattr(device, f"reduce_{name}")(device.Array(0), device.Array(3, "int64" if name[:3] == "arg" else "float32"), 0)
 
 
 def reduced(device, name):

@@ -389,10 +389,14 @@ inline void bind_reduce(py::module_& m) {
   };
   for (const auto& [name, op_] : rows) {
     const ReduceOp op = op_;
-    const auto run = [op](const Array& a, const Array& out, int64_t outer, int64_t reduce_size,
-                          int64_t inner) {
+    const bool of_nothing = op == ReduceOp::sum || op == ReduceOp::prod || op == ReduceOp::sumsq;
+    const auto run = [op, of_nothing](const Array& a, const Array& out, int64_t outer,
+                                      int64_t reduce_size, int64_t inner) {
       if (a.size() < outer * reduce_size * inner || out.size() < outer * inner)
         throw std::out_of_range("[reduce] an array is smaller than its shape says");
+      if (reduce_size == 0 && outer * inner > 0 && !of_nothing)
+        throw std::invalid_argument(
+            "[reduce] an axis of length 0 has no largest or smallest element");
       Unlocked unlocked(a.size());
       reduce(op, a, out, outer, reduce_size, inner);
     };

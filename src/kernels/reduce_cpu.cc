@@ -226,22 +226,11 @@ void reduce_arg(const S* x, int64_t* out, int64_t outer, int64_t n, int64_t inne
   });
 }
 
-const char* reduce_name(ReduceOp op) {
-  static const char* const names[] = {"reduce_sum",   "reduce_max",   "reduce_min",
-                                      "reduce_prod",  "reduce_sumsq", "reduce_argmax",
-                                      "reduce_argmin"};
-  return names[int(op)];
-}
-
 }  // namespace
 
 void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_t reduce,
             int64_t inner) {
   if (outer * inner == 0) return;
-  const bool needs_element = op != ReduceOp::sum && op != ReduceOp::prod && op != ReduceOp::sumsq;
-  if (reduce == 0 && needs_element)
-    throw std::invalid_argument(std::string("[") + reduce_name(op) +
-                                "] an axis of length 0 has no such element");
   dispatch_any(a.dtype(), [&](auto tag) {
     using S = typename decltype(tag)::type;
     using C = accum_t<S>;
@@ -273,9 +262,8 @@ void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_
       } else if (out.dtype() == a.dtype()) {
         run(out.data<S>());
       } else {
-        throw std::invalid_argument(std::string("[") + reduce_name(op) + "] out is " +
-                                    dtype_name(out.dtype()) + " for an input of " +
-                                    dtype_name(a.dtype()));
+        throw std::invalid_argument(std::string("[reduce] out is ") + dtype_name(out.dtype()) +
+                                    " for an input of " + dtype_name(a.dtype()));
       }
     }
   });
