@@ -202,6 +202,13 @@ def test_matmul_of_few_tiles_and_long_sums(dtype, k, parts):
     assert ran("matmul_sum_kernel") == [24 if parts > 1 else 0]
 
 
+def test_matmul_of_more_than_is_counted():
+    """Not run, but refused: an odd number of products, which cannot be cut into equal parts either."""
+    x, out, k = put(backend, [1], "int32"), backend.Array(1, "int32"), 2**31 + 1
+    with pytest.raises(ValueError, match=rf"^\[matmul\] an inner dimension of {k} has no kernel on this device"):
+        backend.matmul(x, 0, (), k, False, x, 0, (), 1, False, out, (), 1, k, 1, False)
+
+
 # --- ids ----------------------------------------------------------------------------------------------------------------
 
 

@@ -90,6 +90,9 @@ bool fits_tensor_cores(const MatmulArguments<T>& g) {
 // The largest tile that still gives every multiprocessor one.
 template <class T>
 void run(const MatmulArguments<T>& g) {
+  if (g.k > INT32_MAX)  // products count it in 32 bits
+    throw std::invalid_argument("[matmul] an inner dimension of " + std::to_string(g.k) +
+                                " has no kernel on this device (less than 2^31)");
   const bool wide = g.m > 64 && g.n > 64, medium = g.m > 32 && g.n > 32;
   if constexpr (sizeof(T) == 2) {
     if (fits_tensor_cores(g)) {
