@@ -436,6 +436,17 @@ def test_columns_that_are_no_whole_number_of_strips(device, dtype):
         np.testing.assert_array_equal(getattr(array(x, device, dtype), op)(axis=0).numpy(), getattr(x, op)(axis=0))
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FC00001, 0xFFFFFFFF], ids=hex)
+def test_attention_loses_no_nan_whatever_its_bits(device, bits):
+    x, v = np.random.default_rng(0).standard_normal((2, 1, 1, 40, 16)).astype(np.float32)
+    x.view(np.uint32)[0, 0, 3, 2] = bits
+    q, values, layout = array(x, device), array(v, device), BlockLayout(np.tri(2), 32, causal=True)
+    out, lse = kernels.attention(q, q, values, layout, 0.25)
+    for found in (out, lse, *kernels.attention_backward(values, q, q, values, out, lse, layout, 0.25)):
+        assert np.isnan(found.numpy()[0, 0, 3:].reshape(37, -1)).all(axis=1).all()
+    assert np.isfinite(out.numpy()[0, 0, :3]).all() and np.isfinite(lse.numpy()[0, 0, :3]).all()
+
+
 # --- gradients ---
 
 

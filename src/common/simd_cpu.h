@@ -179,16 +179,16 @@ NEEDLE_INLINE Vec<A> vexp(Vec<A> x) {
 }
 
 // e^x for x that are at most a little above 0, with less work: results too small for a normal
-// number are 0, and n is added to the exponent of e^r.
+// number are 0, and 2^n is applied at once: as a factor, of which NaN stays NaN whatever its bits.
 template <class A>
 NEEDLE_INLINE Vec<A> vexp_negative(Vec<A> x) {
   using C = ExpConstants<A>;
-  Mask<A> n_bits, bits;
-  Vec<A> series = exp_parts_of<A>(x, n_bits);
-  memcpy(&bits, &series, sizeof bits);
-  bits += n_bits << C::mantissa_bits;
-  memcpy(&series, &bits, sizeof bits);
-  return x < broadcast(C::normal) ? Vec<A>{} : series;
+  Mask<A> n_bits;
+  const Vec<A> series = exp_parts_of<A>(x, n_bits);
+  const Mask<A> power_bits = (n_bits + C::bias) << C::mantissa_bits;
+  Vec<A> power;
+  memcpy(&power, &power_bits, sizeof power);
+  return x < broadcast(C::normal) ? Vec<A>{} : series * power;
 }
 
 }  // namespace needle::cpu
