@@ -409,6 +409,9 @@ def test_loss_takes_classes_of_any_dtype(device):
     loss.backward()
     np.testing.assert_allclose(loss.numpy(), [wanted], rtol=1e-5)
     assert np.isfinite(logits.grad.numpy()).all()
+    for wrong in (-1, 3, -100, np.inf, -np.inf, -(2**31), 2**32):
+        with pytest.raises(IndexError):
+            nn.SoftmaxLoss()(logits, Tensor([0, 2, 1, wrong], device=device)).numpy()
 
 
 def test_normalization_keeps_its_statistics_out_of_the_graph(device):

@@ -253,7 +253,7 @@ class SoftmaxLoss(Module):
         check_tensors("SoftmaxLoss", logits, y)
         if logits.ndim != 2 or y.shape != logits.shape[:1]:
             raise ShapeError(f"[SoftmaxLoss] logits are {logits.shape}, y is {y.shape} (accepted: (N, C) and (N,))")
-        return ops.cross_entropy(logits, y, ignore_index=-(1 << 31))  # no class that anybody would give
+        return ops.cross_entropy(logits, y, ignore_index=-(1 << 63))  # no class, and not what infinity becomes as an int32
 
 
 class BatchNorm1d(Module):
