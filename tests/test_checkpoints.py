@@ -203,6 +203,19 @@ def test_the_last_k_and_the_best_are_kept(tmp_path):
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"checkpoints.json"}
 
 
+def test_losses_that_are_no_float(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    saved = folder.save(0, write(0))
+    for loss in (3, np.float32(2.5), np.array(2)):
+        folder.mark(saved, loss)
+        assert folder.held_out_loss(saved) == float(loss) and folder.newest() == (saved, [])
+    with pytest.raises(ValueError):
+        folder.mark(saved, float("nan"))
+    with pytest.raises(ValueError, match="step is -1"):
+        folder.save(-1, write(0))
+    assert folder.newest() == (saved, []) and folder.best() == saved
+
+
 def test_the_same_step_twice_and_an_older_one_later(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=2)
     folder.save(7, write(1))

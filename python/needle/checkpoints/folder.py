@@ -38,7 +38,10 @@ class CheckpointFolder:
         """``write`` puts the files of a checkpoint into a new folder, which is the newest checkpoint afterwards.
 
         raises: CheckpointError if there is no room; the checkpoints before are as they were then, as after any other exception.
+        ValueError for a step below 0.
         """
+        if step < 0:
+            raise ValueError(f"[checkpoint] step is {step} (accepted: at least 0)")
         entries, indexed = self._entries(), (self.path / INDEX).is_file()
         names = itertools.chain([f"step-{step:06d}"], (f"step-{step:06d}-{n}" for n in itertools.count(2)))
         target = next(self.path / name for name in names if not (self.path / name).exists())
@@ -61,11 +64,11 @@ class CheckpointFolder:
         return target
 
     def mark(self, checkpoint: Path, held_out_loss: float) -> None:
-        """Says how good a checkpoint is. raises: CheckpointError if that cannot be written."""
+        """Says how good a checkpoint is. raises: CheckpointError if that cannot be written; ValueError for NaN and infinities."""
         entries = self._entries()
         for entry in entries:
             if entry["name"] == checkpoint.name:
-                entry["held_out_loss"] = held_out_loss
+                entry["held_out_loss"] = float(held_out_loss)  # a whole number or one of numpy's would make no index
         try:
             self._write_index(entries)
         except OSError as error:
