@@ -897,6 +897,21 @@ def test_tensorboard_without_its_package(main, monkeypatch):
     assert code == 2 and len(lines) == 1 and "pip install tensorboardX" in lines[0]
 
 
+def test_without_the_package_of_config_yaml(main, tmp_path, monkeypatch):
+    """Said before the run has a folder."""
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    code, lines = main("--checkpoint_dir", tmp_path / "run")
+    assert code == 2 and len(lines) == 1 and "pip install PyYAML" in lines[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("app", ["train_pythia.py --plan", "generate.py --model none", "evaluate.py --model none --text none"])
+def test_the_apps_are_not_for_the_backend_of_homework(app):
+    name, *flags = app.split()
+    done = outside(sys.executable, f"apps/{name}", *flags, env={**os.environ, "NEEDLE_BACKEND": "np"})
+    assert done.returncode == 2 and done.stderr.startswith(f"{name}: error: [NEEDLE_BACKEND] is np"), done.stderr
+
+
 def test_the_plan_is_what_the_run_takes(text, tmp_path):
     """To the byte, with nothing made by planning; a limit of just that much is kept, and one byte less is refused at once."""
     shape = ("--sparse", "--batch_size", 2, "--accumulation_steps", 3)

@@ -44,7 +44,7 @@ def checked(values: dict[Any, Any], parser: argparse.ArgumentParser, where: str)
 
 def write(path: Path, options: argparse.Namespace, says: str) -> None:
     """All flags but the local ones, under a comment that ``says`` what they are of. raises: DataError."""
-    text = "".join(f"# {line}\n" for line in says.splitlines()) + _yaml().safe_dump(kept(options), sort_keys=False)
+    text = "".join(f"# {line}\n" for line in says.splitlines()) + yaml_package().safe_dump(kept(options), sort_keys=False)
     with files.write_whole(path) as file:
         file.write(text.encode())
 
@@ -72,7 +72,8 @@ def kept(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name not in LOCAL}
 
 
-def _yaml():
+def yaml_package():
+    """raises: DataError if it is missing."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -81,7 +82,7 @@ def _yaml():
 
 
 def _mapping(path: str) -> dict[Any, Any]:
-    yaml = _yaml()
+    yaml = yaml_package()
 
     class Loader(yaml.SafeLoader):
         """With an error for a key that comes twice."""

@@ -7,7 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from needle import files, meta
+from needle import files
+from needle.backend_ndarray import meta
 from needle.checkpoints import CheckpointFolder, read_folder
 from needle.data.text_tokenizer import TextTokenizer
 from needle.data.token_files import find_token_file

@@ -15,6 +15,7 @@ import needle as ndl
 from needle import files
 from needle.amp import PRECISIONS
 from needle.backend_ndarray.block_layout import BLOCK_SIZES
+from needle.backend_selection import BACKEND
 from needle.command_line import Parser, flag
 from needle.data.text_tokenizer import LARGEST_VOCABULARY
 from needle.errors import DataError, DeviceError, ShapeError
@@ -241,6 +242,8 @@ def check(options: argparse.Namespace) -> None:
 
 def device(name: str):
     """The device of that name, ready. raises: DeviceError if it is unknown or absent."""
+    if BACKEND != "nd":
+        raise DeviceError(f"[NEEDLE_BACKEND] is {BACKEND}, for the course's homework (accepted: nd, or not set)")
     if name == "auto":
         return ndl.cuda() if ndl.cuda().enabled() else ndl.cpu()
     if name not in DEVICES:
@@ -254,8 +257,9 @@ def run_folder(model: str, given: str | Path | None, saved: Path | None) -> Path
     """Where the run will write, after a trial that leaves no trace. given: the folder, if that is known. saved: the checkpoint that
     it goes on from.
 
-    raises: DataError if nothing can be written there, or if another run is there.
+    raises: DataError if nothing can be written there, if another run is there, or if there is no package to write config.yaml with.
     """
+    config_file.yaml_package()
     path = Path(given or f"runs/pythia-{model}-{time.strftime('%Y%m%d-%H%M%S')}")
     missing: list[Path] = []
     try:

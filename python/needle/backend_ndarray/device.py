@@ -38,10 +38,10 @@ def drop_device_caches() -> None:
 class BackendDevice:
     """A device by name. Equal by name, hashable; missing attributes are looked up in the module of its kernels.
 
-    mod: a module, or None for an absent device; or a module's name. That one is imported when first needed, so that naming a device
-    costs nothing and an absent one is a clear error only where it is used. numpy_semantics (the course's NEEDLE_BACKEND=np) keeps
-    numpy's dtypes and gives full reductions the shape ``()``; otherwise array-likes become float32 and full reductions have shape
-    ``(1,)``.
+    mod: a module, or None for an absent device; or the name of one in this package. That one is imported when first needed, so that
+    naming a device costs nothing and an absent one is a clear error only where it is used. numpy_semantics (the course's
+    NEEDLE_BACKEND=np) keeps numpy's dtypes and gives full reductions the shape ``()``; otherwise array-likes become float32 and
+    full reductions have shape ``(1,)``.
     """
 
     def __init__(self, name: str, mod: ModuleType | str | None, numpy_semantics: bool = False, label: str | None = None):
