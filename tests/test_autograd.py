@@ -621,7 +621,9 @@ def test_setitem_with_gradient(host):
 
 def test_setitem_broadcasts_as_numpy_does(host):
     """An int drops its axis before the value is broadcast."""
-    for index, shape in (((slice(None), slice(None), 1), (2, 1)), ((0, ..., 1), (3,)), ((..., -1), (1, 3)), ((None, 1), (3, 1))):
+    for index, shape in (
+        ((slice(None), slice(None), 1), (2, 1)), ((0, ..., 1), (3,)), ((..., -1), (1, 3)), ((None, 1), (3, 1)), (1, (1, 1, 4)),
+    ):  # fmt: skip
         zeros, value = np.zeros((2, 3, 4)), np.arange(1.0, np.prod(shape) + 1).reshape(shape)
         wanted = zeros.copy()
         wanted[index] = value

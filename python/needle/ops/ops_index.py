@@ -97,7 +97,8 @@ class SetItem(_NoRead):
     def gradient(self, out_grad, node):
         a, b = node.inputs
         part = getitem(out_grad, self.index)
-        part = reshape(part, b.shape) if part.size == b.size else unbroadcast(part, b.shape)
+        extra = max(0, b.ndim - part.ndim)  # axes of length 1 in front
+        part = reshape(unbroadcast(part, b.shape[extra:]), b.shape)
         zeros = Tensor.make_const(full(b.shape, 0, out_grad.dtype, out_grad.device))
         return SetItem(self.index)(out_grad, zeros), part
 
