@@ -427,7 +427,8 @@ def test_a_scaled_step_is_the_step_without(device):
     for enabled in (True, False):
         w = nn.Parameter(np.linspace(-1, 1, 12).reshape(3, 4), device=device)
         x = ndl.Tensor(np.arange(6).reshape(2, 3), device=device, requires_grad=False)
-        optimizer, scaler = AdamW([w], lr=0.1), amp.GradScaler(enabled=enabled)
+        unused = nn.Parameter(np.ones(2), device=device)  # has no gradient
+        optimizer, scaler = AdamW([w, unused], lr=0.1), amp.GradScaler(enabled=enabled)
         for _ in range(3):
             loss = ops.tanh(x @ w).sum()
             scaled = scaler.scale(loss)
@@ -598,7 +599,7 @@ def test_the_check_leaves_no_temporaries(cpu):
 @pytest.mark.parametrize("arguments, said", [
     ({"init_scale": 0}, "init_scale"), ({"init_scale": "cuda"}, "init_scale"), ({"growth_factor": 0.5}, "growth_factor"),
     ({"backoff_factor": 1.0}, "backoff_factor"), ({"growth_interval": 0}, "growth_interval"), ({"hysteresis": 0}, "hysteresis"),
-    ({"init_scale": np.nan}, "init_scale"),
+    ({"init_scale": np.nan}, "init_scale"), ({"min_scale": 0}, "min_scale"),
 ])  # fmt: skip
 def test_bad_scales(arguments, said):
     with pytest.raises(ValueError, match=said):

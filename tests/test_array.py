@@ -239,6 +239,9 @@ def test_interchange(host):
     assert ours.dtype == "int64" and ours.device == ndl.cpu()
     theirs[0, 1] = 50
     assert ours[0, 1].item() == 50
+    tensor = ndl.from_dlpack(theirs)
+    assert not tensor.requires_grad and np.shares_memory(np.from_dlpack(tensor), theirs)
+    assert tensor.__dlpack_device__() == ours.__dlpack_device__() == (1, 0)
     assert asarray(np.float64(3)).dtype == "float64" and asarray(theirs).dtype == "int64"
     half = NDArray(X, device=host, dtype="bfloat16")
     assert half.numpy().dtype.name == "bfloat16"

@@ -30,6 +30,11 @@ def test_backward_overwrites_and_accumulate_adds(host):
     for k in (2, 3, 4):
         (x * x).sum().backward(accumulate=True)
         np.testing.assert_array_equal(x.grad.numpy(), np.array([2, 4, 6]) * k)
+    for f in (lambda: x * x, lambda: x * 2):  # the first sum is of this backward's own parts, the second of two backwards alone
+        f().backward()
+        f().backward(accumulate=True)
+        with pytest.raises(GraphError, match="accumulated gradient has no history"):
+            x.grad.backward()
 
 
 def test_a_scalar_is_a_number_to_python(host):
@@ -170,6 +175,9 @@ def test_gradient_of_a_gradient(host):
     grad_x, grad_y = x.grad, y.grad
     grad_x.backward()
     assert x.grad.item() == 2 and y.grad.item() == 1 and grad_y.item() == 6 and out.item() == 36
+    (x * x).backward(y, create_graph=True)
+    x.grad.backward()  # 2 x y
+    assert x.grad.item() == 0 and y.grad.item() == 12
 
 
 def test_derivatives_of_any_order(host):
@@ -243,6 +251,12 @@ def test_changing_a_parameter_that_is_needed_again_is_refused(host):
     with pytest.raises(GraphError, match="changed in place"):
         y.backward()
     assert np.isfinite(y.item())  # what a live Tensor holds is still there
+    y = ops.exp(ops.tanh(x @ w)).sum()
+    y.backward(retain_graph=True)
+    first = w.grad.numpy()
+    w.realize_cached_data()[0, 0] = 6.0
+    y.backward()
+    np.testing.assert_array_equal(w.grad.numpy(), first)
 
 
 def test_a_leaf_that_was_used_can_stop_requiring_a_gradient_and_start_again(host):
@@ -333,7 +347,7 @@ def test_no_grad_detach_and_retain_grad(host):
     with ndl.no_grad():
         assert (x * x).op is None
     y = (x * x).retain_grad()
-    (y * 3).backward()
+    (y * 3).backward(accumulate=True)
     assert y.grad.item() == 3 and x.grad.item() == 12
     (y * 3).backward(accumulate=True)
     assert y.grad.item() == 6 and x.grad.item() == 24
@@ -347,6 +361,8 @@ def test_no_grad_detach_and_retain_grad(host):
         x.detach().__mul__(2).backward()
     with pytest.raises(ShapeError, match="out_grad"):
         (x * x).backward(leaf([1.0, 2.0], host))
+    x.backward()
+    assert x.grad.item() == 1
 
 
 @pytest.mark.parametrize("decorator", [ndl.no_grad(), ndl.enable_grad(), ndl.remat, amp.autocast("cpu")])
@@ -477,6 +493,10 @@ def test_a_gradient_that_something_else_holds_is_not_added_to(host):
     np.testing.assert_array_equal(x.grad.numpy(), [13.0, 14.0])
     used.sum().backward(accumulate=True)
     np.testing.assert_array_equal(y.grad.numpy(), [4.0, 6.0])  # x + the gradient as it was
+    pair = ops.fused_add_scalars(x, 1, 2)
+    (pair[0] * 3 + (pair[-2] + y)).backward()  # the item's first gradient is y's as well
+    np.testing.assert_array_equal(x.grad.numpy(), [4.0, 4.0])
+    np.testing.assert_array_equal(y.grad.numpy(), [1.0, 1.0])
     (x + y).sum().backward()  # one array for both
     (x * 2 + y).sum().backward(accumulate=True)
     np.testing.assert_array_equal(x.grad.numpy(), [3.0, 3.0])
@@ -617,6 +637,14 @@ def test_setitem_with_gradient(host):
     (old * old).sum().backward()
     np.testing.assert_array_equal(y.grad.numpy(), [10, 12])
     np.testing.assert_array_equal(x.grad.numpy()[:, 1], [0, 0])
+    new = x * 2
+    new[0], new[:, 2] = 7.0, np.array([3.0, 4.0])
+    new.backward()
+    np.testing.assert_array_equal(new.numpy(), [[7, 7, 3], [0, 0, 4]])
+    np.testing.assert_array_equal(x.grad.numpy(), [[0, 0, 0], [2, 2, 0]])
+    x.sum().backward(create_graph=True)
+    x.grad[0] = 9.0  # one element in memory for all
+    np.testing.assert_array_equal(x.grad.numpy()[:, 0], [9, 1])
 
 
 def test_setitem_broadcasts_as_numpy_does(host):
@@ -682,7 +710,9 @@ def test_sums_that_numpy_asks_for(host):
     for found, expected in ((np.sum(x), [10]), (np.mean(x), [2.5]), (np.sum(x, axis=0), [4, 6]), (x.mean(axis=1), [1.5, 3.5])):
         assert isinstance(found, ndl.Tensor)
         np.testing.assert_array_equal(found.numpy(), expected)
-    np.sum(x, axis=0, keepdims=True).backward()
+    total = np.sum(x, axis=0, keepdims=True)
+    total.backward()
+    assert total.shape == (1, 2)
     np.testing.assert_array_equal(x.grad.numpy(), np.ones((2, 2)))
     array = x.cached_data
     for found, expected in (

@@ -408,6 +408,7 @@ def test_the_state_of_an_optimizer():
     p = [nn.Parameter(ndl.ones(2)), nn.Parameter(ndl.ones(3))]
     optimizer = Adam(p)
     assert list(optimizer.state_dict()) == ["t"]
+    optimizer.load_state_dict(optimizer.state_dict())  # before the first step
     p[1].grad = ndl.ones(3)
     optimizer.step()
     state = optimizer.state_dict(["a", "b.c"])

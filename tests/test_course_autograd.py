@@ -242,6 +242,9 @@ def test_gradients_asked_of_an_op(ab, device):
     (pair,) = stacked.op.gradient_as_tuple(Tensor(np.stack([A, B]), device=device), stacked)
     assert isinstance(pair, ndl.TensorTuple)
     np.testing.assert_array_equal(pair.tuple()[1].numpy(), B)
+    item = ops.fused_add_scalars(a, 1, 2)[1]
+    (pair,) = item.op.gradient_as_tuple(Tensor(A, device=device), item)
+    np.testing.assert_array_equal([part.numpy() for part in pair], [0 * A, A])
 
 
 def test_tuples(ab):
@@ -251,6 +254,9 @@ def test_tuples(ab):
     np.testing.assert_array_equal(pair[1].numpy(), B)
     np.testing.assert_array_equal((pair + pair)[0].numpy(), 2 * A)
     np.testing.assert_array_equal(ops.tuple_get_item(pair.detach(), 1).numpy(), B)
+    for other in (a, ops.make_tuple(a)):
+        with pytest.raises(ValueError, match=r"\[add\] a TensorTuple adds to"):
+            pair + other
     assert repr(pair).startswith("needle.TensorTuple")
     more, less = ops.fused_add_scalars(a, 1, -1).tuple()
     np.testing.assert_array_equal(more.numpy() - less.numpy(), np.full((2, 2), 2))
@@ -438,6 +444,7 @@ def test_small_modules(device):
     x = Tensor(A, device=device)
     assert nn.Identity()(x) is x and nn.Flatten()(Tensor(np.zeros((2, 3, 4)), device=device)).shape == (2, 12)
     np.testing.assert_array_equal(nn.Residual(nn.ReLU())(x).numpy(), 2 * A)
+    np.testing.assert_array_equal(nn.GELU("tanh")(x).numpy(), ops.gelu(x, "tanh").numpy())
     np.testing.assert_allclose(nn.Sigmoid()(x).numpy(), 1 / (1 + np.exp(-A)), rtol=1e-5)
     dropout = nn.Dropout(0.25)
     np.random.seed(3)
@@ -479,8 +486,11 @@ def test_recurrent_modules(device):
             setattr(second, replaced, Tensor(np.zeros(getattr(second, replaced).shape), device=device))
         np.testing.assert_array_equal(module(x)[0].numpy(), np.zeros((4, 2, 5)))
     assert nn.RNNCell(3, 5, nonlinearity="relu", device=device)(Tensor(np.ones((2, 3)), device=device)).numpy().min() >= 0
-    hidden, cell = nn.LSTMCell(3, 5, bias=False, device=device)(Tensor(np.ones((2, 3)), device=device))
+    lstm = nn.LSTM(3, 5, bias=False, device=device)
+    hidden, cell = lstm.lstm_cells[0](x[0])
     assert hidden.shape == cell.shape == (2, 5)
+    out, (_, last) = lstm(x[:1])
+    np.testing.assert_allclose([out[0].numpy(), last[0].numpy()], [hidden.numpy(), cell.numpy()], rtol=1e-5, atol=1e-6)
 
 
 def test_an_attention_layer_is_its_definition(device):

@@ -420,7 +420,9 @@ def test_memory_of_others_that_cannot_be_shared():
 def test_softmax_of_large_numbers(device):
     x = np.array([[1e38, 1e38, -1e38], [1e5, 1e5 + 1, 0], [-1e30, -3e38, -1e30]], np.float32)
     e = np.exp(np.float64(x) - x.max(axis=1, keepdims=True))
-    np.testing.assert_allclose(ops.softmax(leaf(x, device)).numpy(), e / e.sum(axis=1, keepdims=True), rtol=1e-6)
+    wanted = e / e.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(ops.softmax(leaf(x, device)).numpy(), wanted, rtol=1e-6)
+    np.testing.assert_allclose(ops.softmax(leaf([x.T], device), 1).numpy(), [wanted.T], rtol=1e-6)
     nothing = ops.softmax(leaf([[-np.inf, -np.inf], [np.nan, 0]], device))
     assert np.isnan(nothing.numpy()).all()
     assert ops.softmax(leaf(np.zeros((2, 0)), device)).shape == (2, 0)
@@ -457,6 +459,8 @@ def test_slopes_of_powers_at_0(device):
     np.testing.assert_array_equal((2 ** leaf([np.inf, -np.inf, 1], device)).numpy(), [np.inf, 0, 2])
     np.testing.assert_allclose(gradients(lambda x: 2**x, device, [3, -np.inf])[0], [8 * np.log(2), 0], rtol=1e-6)
     np.testing.assert_array_equal(gradients(lambda x: 0**x, device, [2, 0])[0], [0, 0])
+    np.testing.assert_array_equal(gradients(lambda x: x**0, device, [2, 0])[0], [0, 0])
+    np.testing.assert_array_equal(gradients(ops.absolute, device, [2, 0, -2])[0], [1, 0, -1])
 
 
 @pytest.mark.parametrize("op", [ops.tanh, ops.sigmoid, ops.silu, lambda x: ops.gelu(x, "tanh"), ops.gelu])
@@ -477,6 +481,8 @@ def test_the_slope_of_cutting_off_is_0(device, dtype):
     whole = leaf([1, 2], device, "int32")
     (ops.astype(whole, "float32") * 3).backward()
     assert whole.grad.dtype == "int32" and whole.grad.numpy().tolist() == [3, 3]
+    (ops.astype(whole, "int64") * 2).backward()
+    assert whole.grad.dtype == "int32" and whole.grad.numpy().tolist() == [2, 2]
 
 
 def test_gradients_of_0_d_arrays(device):
@@ -674,6 +680,8 @@ def test_arguments_of_ops(device):
     for loss, inputs in ((ops.cross_entropy, 1), (ops.linear_cross_entropy, 2)):
         with pytest.raises(DTypeError, match="ignore_index is of type Tensor"):  # where torch has weights of classes
             loss(*[leaf(np.ones((2, 2)), device)] * inputs, leaf([0, 1], device), leaf(np.ones(2), device))
+    with pytest.raises(ShapeError, match="chunk_bytes is 0"):
+        ops.linear_cross_entropy(x, x, leaf([0, 1], device), chunk_bytes=0)
     with pytest.raises(DTypeError, match="out_grad is numpy"):
         (x * 2).backward(np.ones(x.shape))
     with pytest.raises(DeviceError, match="out_grad is on"):
@@ -711,6 +719,9 @@ def test_numbers_that_ops_and_clipping_cannot_use(device):
     for numbers in ((1.5, 0), (0, -1), (2**64, 0)):
         with pytest.raises(ValueError, match=r"\[dropout\] seed is .* \(accepted: whole numbers, 0 to 2\*\*64 - 1\)"):
             ops.dropout(x, 0.5, *numbers)
+    assert np.array_equal(ops.dropout(x, 0, 1).numpy(), x.numpy())
+    with pytest.raises(ValueError, match=r"\[dropout\] p is 1.5"):
+        ops.dropout(x, 1.5, 1)
     for kind in (SGD, AdamW):
         optimizer = kind([x])
         x.grad = x.detach()
@@ -1109,6 +1120,9 @@ def test_shapes_of_sequences_and_images(device):
             layer(3, 4, num_layers=0)
     with pytest.raises(ShapeError, match="batch_norm"):
         nn.BatchNorm2d(2, device=device)(leaf(np.ones((1, 2, 3)), device))
+    for shapes in ((2, 1), (1, 2)):
+        with pytest.raises(ShapeError, match="batch_norm"):
+            ops.batch_norm(leaf(np.ones((3, 2)), device), *[leaf(np.ones(n), device) for n in shapes])
     norm = nn.BatchNorm1d(2, device=device)
     with pytest.raises(ShapeError, match="N at least 1"):
         norm(leaf(np.ones((0, 2)), device))
