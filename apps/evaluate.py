@@ -75,17 +75,28 @@ def tokens(path: str, tokenizer, most: int | None) -> tuple[np.ndarray, int]:
     A token for the beginning of a text, where the tokenizer has one, comes first and lets the text's first token be predicted, too.
     """
     start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
-    found, count, text_bytes = [np.array(start, np.int32)], 0, 0
-    for ids in tokenizer.encode_parts(read(path, "text")):
+    found, count, read_bytes, decoded_bytes = [np.array(start, np.int32)], 0, 0, 0
+
+    def parts() -> Iterator[str]:
+        nonlocal read_bytes
+        for part in read(path, "text"):
+            read_bytes += len(part.encode())
+            yield part
+
+    for ids in tokenizer.encode_parts(parts()):
         ids = ids[: None if most is None else most - count].astype(np.int32)
-        text_bytes += len(tokenizer.decode(ids if start or count else ids[1:]).encode())
+        if most is not None:
+            decoded_bytes += len(tokenizer.decode(ids).encode())
         found.append(ids)
         count += len(ids)
         if count == most:
             break
     if len(start) + count < 2:
         raise DataError(f"[text] too short: {path} has {count} tokens (at least {2 - len(start)})")
-    return np.concatenate(found), text_bytes
+    ids = np.concatenate(found)
+    unasked = 0 if start else len(tokenizer.decode(ids[:1]).encode())
+    # Of a whole text its own bytes, the same for every tokenizer: one that normalizes decodes to others.
+    return ids, (decoded_bytes if count == most else read_bytes) - unasked
 
 
 def perplexity(path: str, ids: np.ndarray, text_bytes: int, model, window: int, stride: int, options: argparse.Namespace) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,17 @@ def test_a_byte_order_mark_is_no_text(app, made, tmp_path):
         assert done.returncode == 0, done.stderr
         shown[name] = [re.search(r"perplexity [^;\n]*", line)[0] for line in done.stdout.splitlines()]
     assert shown["plain"] == shown["marked"] and len(shown["plain"]) == 2
+
+
+def test_bytes_are_those_of_the_text(app, made, tmp_path):
+    """Also where a tokenizer makes fewer of them, as GPT-NeoX's, which composes accents; so bits per byte compare tokenizers."""
+    shutil.copytree(next((made / "dense").glob("step-*")), tmp_path / "model")
+    about = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({**about, "normalizer": {"type": "NFC"}}))
+    (tmp_path / "text").write_text("de\u0301ja\u0300 vu\n" * 50, encoding="utf-8")
+    for flags in ((), ("--max_tokens", 10_000)):
+        done = app("evaluate", "--model", tmp_path / "model", "--text", tmp_path / "text", *flags)
+        assert "; 600 bytes, " in done.stdout, done.stdout + done.stderr
 
 
 def test_of_a_long_text_no_more_is_read_than_asked_for(made, tmp_path):
