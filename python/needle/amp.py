@@ -51,8 +51,9 @@ class autocast(ContextDecorator):
 
     As with ``no_grad`` each thread has its own.
 
-    Lowered are matrix products, linear, convolution, attention, block-sparse products and linear_cross_entropy. Softmax, layer
-    norm, logsumexp, exp, log, powers and sums take float32. Other ops keep their inputs, and give the widest dtype of these.
+    Lowered are matrix products, linear, convolution, LSTM, attention, block-sparse products and linear_cross_entropy. Softmax and
+    its logarithm, layer norm and batch norm, logsumexp, exp, log, powers, numbers divided by a Tensor, sums and means take float32.
+    Other ops keep their inputs, and give the widest dtype of these.
     raises: DTypeError, DeviceError.
     """
 
