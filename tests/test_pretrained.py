@@ -585,7 +585,7 @@ def test_hostile_folders(folder, case):
         Pythia.from_pretrained(folder)
     assert tracemalloc.get_traced_memory()[1] < 48 << 20 and ndl.cpu().memory_stats()["live"] == live
     tracemalloc.stop()
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and str(caught.value).count("cannot read") <= 1
 
 
 def test_a_sparse_file_larger_than_memory(folder):

@@ -123,11 +123,13 @@ def read_folder(folder: str | Path) -> dict[str, np.ndarray]:
     """What ``write_folder`` or another library wrote, through memory maps. raises: CheckpointError."""
     folder = Path(folder)
     try:
-        return read_tensors(files.member(folder, WEIGHTS))
+        weights = files.member(folder, WEIGHTS)
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         raise CheckpointError(f"[checkpoint] cannot read {folder}: {files.reason(error)}") from error
+    else:
+        return read_tensors(weights)
     try:
         places = files.parse_json(files.read_small(files.member(folder, INDEX))).get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
