@@ -1,6 +1,7 @@
 """NDArray: views, indexing, dtypes, reductions, products, interchange, errors, and the allocator's account."""
 
 import copy
+import operator
 import pickle
 import sys
 from types import ModuleType
@@ -177,6 +178,9 @@ def test_overlap_in_borrowed_memory():
         np.testing.assert_array_equal(a.numpy(), np.r_[0, np.arange(199999)])
         a[::-1] = b
         np.testing.assert_array_equal(b.numpy(), np.r_[0, np.arange(199999)][::-1])
+        wanted = np.r_[a.numpy()[:50000], a.numpy()[:150000]]
+        b[50000:] = a[:150000]
+        np.testing.assert_array_equal(a.numpy(), wanted)
 
 
 def test_comparisons_with_nan(device):
@@ -185,6 +189,10 @@ def test_comparisons_with_nan(device):
     for op in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
         np.testing.assert_array_equal(getattr(x, op)(y).numpy(), getattr(a, op)(b))
     np.testing.assert_array_equal(where(x.isnan(), 0.0, x).numpy(), [1, 0, 0, 0])
+    for op in ("logical_and", "logical_or", "logical_xor"):
+        found = getattr(x, op)(y)
+        assert found.dtype == "bool"
+        np.testing.assert_array_equal(found.numpy(), getattr(np, op)(a, b))
 
 
 def test_empty_and_zero_dimensional(device):
@@ -304,8 +312,9 @@ def test_errors_name_what_was_wrong(host):
         a.to("gpu")
     with pytest.raises(TypeError, match="not pickled"):
         pickle.dumps(a)
-    with pytest.raises(DeviceError, match="different devices"):
-        NDArray([1.0], device=ndl.cpu()) + NDArray([1.0], device=ndl.cpu_numpy())
+    for op in (operator.add, operator.matmul):
+        with pytest.raises(DeviceError, match="different devices"):
+            op(NDArray([1.0], device=ndl.cpu()), NDArray([1.0], device=ndl.cpu_numpy()))
 
 
 def test_the_allocator_counts_every_byte_and_keeps_its_limit(host):

@@ -429,6 +429,8 @@ def test_normalization_keeps_its_statistics_out_of_the_graph(device):
     assert norm.running_mean.is_leaf() and norm.running_var.is_leaf() and not norm.running_var.requires_grad
     np.testing.assert_allclose(norm.running_mean.numpy(), 0.1 * x.mean(0), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * x.var(0), rtol=1e-5)  # the biased variance
+    norm(Tensor(2 * x, device=device))
+    np.testing.assert_allclose(norm.running_mean.numpy(), 0.29 * x.mean(0), rtol=1e-4, atol=1e-6)
     norm.eval()
     wanted = (x - norm.running_mean.numpy()) / np.sqrt(norm.running_var.numpy() + 1e-5)
     np.testing.assert_allclose(norm(Tensor(x, device=device)).numpy(), wanted, rtol=1e-4, atol=1e-5)
@@ -486,6 +488,8 @@ def test_recurrent_modules(device):
             setattr(second, replaced, Tensor(np.zeros(getattr(second, replaced).shape), device=device))
         np.testing.assert_array_equal(module(x)[0].numpy(), np.zeros((4, 2, 5)))
     assert nn.RNNCell(3, 5, nonlinearity="relu", device=device)(Tensor(np.ones((2, 3)), device=device)).numpy().min() >= 0
+    with pytest.raises(ValueError, match="unknown nonlinearity: Tanh"):
+        nn.RNN(3, 5, nonlinearity="Tanh")
     lstm = nn.LSTM(3, 5, bias=False, device=device)
     hidden, cell = lstm.lstm_cells[0](x[0])
     assert hidden.shape == cell.shape == (2, 5)
@@ -539,9 +543,14 @@ def test_transformer_modules(device):
         out, state = model(Tensor(x, device=device))
         assert out.shape == state.shape == (2, 5, 8) and not state.numpy().any()
         later = x.copy()
-        later[(slice(None), 4) if batch_first else 1] += 1  # the last position: the others must not see it
+        later[(slice(None), 4) if batch_first else 1] *= -1  # the last position: the others must not see it
         before = (slice(None), slice(0, 4)) if batch_first else slice(0, 1)
         np.testing.assert_array_equal(model(Tensor(later, device=device))[0].numpy()[before], out.numpy()[before])
+    model = nn.Transformer(8, 16, 1, num_head=2, dim_head=4, causal=False, batch_first=True, device=device)
+    out, changed = (model(Tensor(values, device=device))[0].numpy()[:, :4] for values in (x, later))
+    assert (out != changed).any(axis=-1).all()
+    model = nn.Transformer(8, 16, 1, num_head=2, dim_head=4, dropout=1.0, sequence_len=5, batch_first=True, device=device)
+    np.testing.assert_array_equal(model(Tensor(x, device=device))[0].numpy(), x + model.positions.weight.numpy())
 
 
 # --- optimizers ---

@@ -43,6 +43,7 @@ def test_matrix_products_with_numpy_arrays(device):
     for product in (a @ w, t @ w, t @ array(w, device)):
         assert product.dtype == "float32" and product.device == device
         np.testing.assert_array_equal(product.numpy(), x @ w)
+    np.testing.assert_array_equal((w / array(w + 1, device)).numpy(), (w / (w + 1)).astype("float32"))
     for product in (w.T @ array(x.T, device), w.T @ leaf(x.T, device)):
         assert product.dtype == "float32"
         np.testing.assert_array_equal(product.numpy(), w.T @ x.T)
@@ -523,6 +524,8 @@ def test_what_was_not_taken_has_no_part_in_an_infinite_slope(device, create_grap
     for f in (ops.relu, lambda x: ops.clip(x, 0), lambda x: ops.maximum(x, 0), lambda x: -ops.minimum(-x, 0)):
         (slope,) = gradients(lambda x, f=f: ops.sqrt(f(x)), device, [-1, 4], create_graph=create_graph)
         np.testing.assert_array_equal(slope, [0, 0.25])
+    (slope,) = gradients(lambda x: ops.max(x, 1), device, [[1, 3, 3], [2, 0, 1]], create_graph=create_graph)
+    np.testing.assert_array_equal(slope, [[0, 0.5, 0.5], [1, 0, 0]])
     (slope,) = gradients(lambda x: ops.sqrt(ops.max(x)), device, [-1, 0], create_graph=create_graph)
     np.testing.assert_array_equal(slope, [0, np.inf])
 
@@ -627,6 +630,8 @@ def test_arguments_of_ops(device):
     for f in (ops.dilate, ops.undilate):
         with pytest.raises(ShapeError, match="dilation"):
             f(x, (1,), -1)
+    with pytest.raises(ShapeError, match="non-negative"):
+        x.cached_data.pad(((0, -1),) * 4)
     for widths in (1, (1, 1), ((1, 1, 1),) * 4, ((1.5, 1),) * 4, "wide"):
         with pytest.raises(ShapeError, match=r"\[pad\] .* are no widths"):
             ops.pad(x, widths)
@@ -653,6 +658,8 @@ def test_arguments_of_ops(device):
             join([], 0)
         with pytest.raises(DeviceError, match="different devices"):
             join([x, x.to(ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy())], 0)
+        with pytest.raises(ShapeError, match="shapes"):
+            join([x, x.reshape(1, 4, 1, 4)], 0)
     for seed, offset in ((-1, 0), (2**64, 0), (1, -1)):
         with pytest.raises(ValueError, match=r"\[dropout\] seed is"):
             ops.dropout(x, 0.5, seed, offset)
@@ -1054,6 +1061,19 @@ def test_an_optimizer_without_parameters_or_with_wrong_numbers(kind):
     for betas in ((0.9,), (0.9, 0.95, 0.99), 0.9) if kind is AdamW else ():
         with pytest.raises(ValueError, match=r"betas is .*accepted: two numbers"):
             AdamW([p], betas=betas)
+
+
+def test_layers_are_of_the_dtype_and_on_the_device_asked_for(host):
+    layout = BlockLayout(np.ones((1, 1)), 16)
+    for kind, *sizes in (
+        (nn.Linear, 2, 3), (nn.Conv, 2, 3, 3), (nn.Embedding, 2, 3), (nn.BatchNorm1d, 2), (nn.BatchNorm2d, 2), (nn.LayerNorm, 2),
+        (nn.RNN, 2, 3), (nn.LSTM, 2, 3), (nn.Transformer, 4, 4, 1), (nn.BlockSparseLinear, 16, 16, layout),
+    ):  # fmt: skip
+        layer = kind(*sizes, device=host, dtype="float64")
+        assert {p.device for p in layer.parameters()} == {host}
+        assert {str(values.dtype) for values in layer.state_dict().values()} == {"float64"}
+        layer.load_state_dict({name: values.tolist() for name, values in layer.state_dict().items()})
+        assert {p.dtype for p in layer.parameters()} == {"float64"}
 
 
 def test_sequences_without_a_batch():

@@ -96,6 +96,8 @@ def test_block_sparse_linear(host):
     y.backward()
     np.testing.assert_allclose(x.grad.numpy(), np.ones((3, 5, 48)) @ dense.T, rtol=1e-4, atol=1e-5)
     assert layer.weight.grad.shape == layer.weight.shape
+    bound = np.sqrt(6 / (64 * 5 / 12))
+    assert -bound <= layer.weight.numpy().min() < -0.9 * bound and 0.9 * bound < layer.weight.numpy().max() <= bound
 
 
 def test_layouts_say_what_is_wrong(host):
@@ -111,4 +113,6 @@ def test_layouts_say_what_is_wrong(host):
         for make in (nn.BlockSparseAttention, PythiaConfig().with_sparse):
             with pytest.raises(ShapeError, match="accepted: "):
                 make(**wrong)
-    assert causal_pattern("local", 8, 64).density == 15 / 36
+    with pytest.raises(ShapeError, match="stride 0"):
+        causal_pattern("global", 4, 16, stride=0)
+    assert causal_pattern("local", 8, 64).density == 15 / 36 and causal_pattern("global", 4, 16, stride=1).density == 1

@@ -75,7 +75,7 @@ class BlockSparseLinear(Module):
         if layout.shape != (in_features, out_features) or layout.heads != 1:
             raise ShapeError(f"[BlockSparseLinear] {layout} does not fit ({in_features}, {out_features})")
         self.layout = layout
-        share = max(layout.nnz_total / max(layout.block_rows * layout.block_cols, 1), 1e-9)
+        share = layout.nnz_total / max(layout.block_rows * layout.block_cols, 1)
         bound = (6.0 / max(in_features * share, 1)) ** 0.5
         shape = (1, layout.nnz, layout.block, layout.block)
         self.weight = Parameter(init.rand(*shape, low=-bound, high=bound, device=device, dtype=dtype))
