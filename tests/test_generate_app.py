@@ -17,8 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import evaluate
 import needle as ndl
 import pythia_app
+from needle.data.text_corpus import Piece
 from needle.models import Pythia, pretrained, score_text
 
 ROOT = Path(__file__).parent.parent
@@ -168,6 +170,13 @@ def test_a_byte_order_mark_is_no_text(app, made, tmp_path):
         assert done.returncode == 0, done.stderr
         shown[name] = [re.search(r"perplexity [^;\n]*", line)[0] for line in done.stdout.splitlines()]
     assert shown["plain"] == shown["marked"] and len(shown["plain"]) == 2
+
+
+def test_line_ends_are_those_of_training(tmp_path):
+    text = "a\rb\r\nc\n" + "x" * ((1 << 20) - 8) + "\r\n\r"  # the first piece ends between the two of a line's end
+    (tmp_path / "text").write_text(text, newline="")
+    size = (tmp_path / "text").stat().st_size
+    assert "".join(evaluate.read(str(tmp_path / "text"), "text")) == "".join(Piece(tmp_path / "text", 0, size).texts("text"))
 
 
 def test_bytes_are_those_of_the_text(app, made, tmp_path):
