@@ -104,7 +104,8 @@ def perplexity(path: str, ids: np.ndarray, text_bytes: int, model, window: int, 
     live = sys.stderr.isatty()
 
     def progress(done: int) -> None:
-        print(f"\r{path}: {done:,} of {len(ids) - 1:,} tokens", end="", file=sys.stderr, flush=True)
+        # Without the path, as a line that is longer than the terminal would scroll.
+        print(f"\r{done:,} of {len(ids) - 1:,} tokens", end="", file=sys.stderr, flush=True)
 
     score = score_text(model, ids, window, stride, options.batch_size, progress if live else None)
     if live:

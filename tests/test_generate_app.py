@@ -246,6 +246,16 @@ def test_evaluation_through_the_library(app, made, loaded):
     assert f"loss {score_text(model, ids, 64, 32, 4).loss:.4f} " in done.stdout
 
 
+def test_progress_fits_into_a_line(made, monkeypatch, capsys):
+    """Also with a long path, which is in the result."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    path = made.joinpath(*["dense", ".."] * 20, "words.txt")
+    assert evaluate.main(["--model", str(made / "dense"), "--text", str(path), "--max_tokens", "900", "--device", "cpu"]) == 0
+    said, progress = capsys.readouterr()
+    assert str(path) in said and progress.count("\r") > 1 and progress.endswith("\r900 of 900 tokens\n")
+    assert max(map(len, progress.split("\r"))) < 40
+
+
 def test_a_word_of_many_tokens(app, made, tmp_path):
     """Its perplexity would have hundreds of digits."""
     (tmp_path / "x.jsonl").write_text('{"text": "a dog and a c%s"}' % ("at" * 99))
