@@ -538,6 +538,12 @@ def test_transformer_modules(device):
     for dtype in ("float32", "float16", "float64"):
         out = nn.TransformerLayer(8, 2, 4, 16, device=device, dtype=dtype)(Tensor(x, device=device, dtype=dtype))
         assert out.shape == (2, 5, 8) and out.dtype == dtype
+    layer = nn.TransformerLayer(8, 2, 4, 16, device=device)
+    y = x + layer.attention(Tensor(x, device=device)).numpy()
+    normed = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 1e-5)
+    inner, outer = ((linear.weight.numpy(), linear.bias.numpy()) for linear in (layer.mlp.modules[0], layer.mlp.modules[3]))
+    y = y + np.maximum(normed @ inner[0] + inner[1], 0) @ outer[0] + outer[1]
+    np.testing.assert_allclose(layer(Tensor(x, device=device)).numpy(), y, rtol=1e-4, atol=1e-5)
     for batch_first in (False, True):
         model = nn.Transformer(8, 16, 2, num_head=2, dim_head=4, sequence_len=10, batch_first=batch_first, device=device)
         out, state = model(Tensor(x, device=device))
