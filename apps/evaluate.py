@@ -149,10 +149,9 @@ def check(path: str, nats: float) -> None:
 def read(path: str, flag: str) -> Iterator[str]:
     """The text of a file, some at a time, with line ends as in training."""
     try:
-        with open(files.home(path), encoding="utf-8-sig", newline="") as file:
+        with open(files.home(path), encoding="utf-8-sig", newline="\n") as file:
             while part := file.read(1 << 20):
-                part += file.read(1) if part.endswith("\r") else ""
-                yield part.replace("\r\n", "\n")
+                yield (part + file.readline(1 << 20)).replace("\r\n", "\n")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
         raise DataError(f"[{flag}] cannot read {path}: {files.reason(error)} (a text file in UTF-8)") from error
 

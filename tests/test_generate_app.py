@@ -173,7 +173,7 @@ def test_a_byte_order_mark_is_no_text(app, made, tmp_path):
 
 
 def test_line_ends_are_those_of_training(tmp_path):
-    text = "a\rb\r\nc\n" + "x" * ((1 << 20) - 8) + "\r\n\r"  # the first piece ends between the two of a line's end
+    text = "a\rb\r\nc\n" + "x" * ((1 << 20) - 8) + "\r\r\n\r"  # the first MiB ends before a line's end
     (tmp_path / "text").write_text(text, newline="")
     size = (tmp_path / "text").stat().st_size
     assert "".join(evaluate.read(str(tmp_path / "text"), "text")) == "".join(Piece(tmp_path / "text", 0, size).texts("text"))
