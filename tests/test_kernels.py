@@ -1,5 +1,7 @@
 """The kernels of each compiled device, driven directly: sizes, strides and special values that the parity suite's small arrays lack."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -77,6 +79,48 @@ def test_elementwise_vectors_and_tails(dtype, size):
     out = backend.Array(n, dtype)
     backend.ewise_negate(x.view(size // 2, n), out)
     np.testing.assert_array_equal(get(backend, out), -get(backend, x)[size // 2 :])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool"])
+def test_elementwise_of_transposed_operands(dtype):
+    """Each element is where it belongs, whatever the sizes leave of the last tile and whichever operand is turned."""
+    shape = (3, 37, 2, 70)
+    values = RNG.permutation(int(np.prod(shape))) % (2 if dtype == "bool" else 2048)  # exact in every dtype
+
+    def turned(*axes):
+        memory = values.reshape([shape[i] for i in axes])
+        return memory, memory.transpose(np.argsort(axes))
+
+    operands = [turned(0, 1, 2, 3), turned(0, 3, 2, 1), turned(3, 0, 2, 1), turned(3, 2, 1, 0), turned(1, 3, 0, 2)]
+    operands.append((values[:37], np.broadcast_to(values[:37, None, None], shape)))
+    x = [(put(backend, memory, dtype), tuple(s // 8 for s in view.strides), 0) for memory, view in operands]
+    views = [view.astype(dtype) for _, view in operands]
+    for i, j, k in itertools.permutations(range(len(x)), 3):
+        out, truth = backend.Array(values.size, dtype), backend.Array(values.size, "bool")
+        backend.ewise_maximum(*x[i], *x[j], out, shape)
+        np.testing.assert_array_equal(get(backend, out), np.maximum(views[i], views[j]).reshape(-1))
+        backend.ewise_lt(*x[j], *x[k], truth, shape)
+        np.testing.assert_array_equal(get(backend, truth), (views[j] < views[k]).reshape(-1))
+        backend.scalar_ne(*x[k], 1, truth, shape)
+        np.testing.assert_array_equal(get(backend, truth), (views[k] != 1).reshape(-1))
+        condition = put(backend, operands[i][0] % 2 == 1, "bool"), *x[i][1:]
+        backend.where(*condition, *x[j], *x[k], out, shape)
+        np.testing.assert_array_equal(get(backend, out), np.where(operands[i][1] % 2 == 1, views[j], views[k]).reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_of_16_bit_floats_convert_as_single_ones_do(dtype):
+    """With x = 1, -1, .., layer norm is weight + bias or bias - weight, computed in float32."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(dt.to_numpy(dtype)).astype(np.float32)
+    x, others = np.tile([1.0, -1.0], 1 << 15), RNG.permutation(every)
+    for weight in (0 * x, others):
+        with np.errstate(all="ignore"):
+            args = [put(backend, values, dtype) for values in (x, weight, every)]
+            sums = put(backend, (every + (x * weight).astype(np.float32)).astype(np.float32), "float32")
+        out, wanted = backend.Array(x.size, dtype), backend.Array(x.size, dtype)
+        backend.layer_norm_forward(*args, out, backend.Array(1, "float32"), backend.Array(1, "float32"), 1, x.size, 0.0)
+        backend.compact(sums, wanted, x.shape, (1,), 0)
+        np.testing.assert_array_equal(get(backend, out).astype(np.float32), get(backend, wanted).astype(np.float32))
 
 
 @every_float

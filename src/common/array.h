@@ -21,6 +21,13 @@ inline int64_t size_of(const Dims& shape) {
   return n;
 }
 
+inline Dims compact_strides(const Dims& shape) {
+  Dims strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = stride;
+  return strides;
+}
+
 // The memory behind one or more Arrays. `last_write` is a stamp that Python sets when it writes in
 // place: a recomputation compares it with the time its node was made.
 struct Storage : Holder {

@@ -105,13 +105,6 @@ inline View whole(const Array& array, const Dims& shape) {
   return View{array, shape, contiguous, 0};
 }
 
-inline Dims compact_strides(const Dims& shape) {
-  Dims strides(shape.size());
-  int64_t stride = 1;
-  for (size_t i = shape.size(); i-- > 0; stride *= shape[i]) strides[i] = stride;
-  return strides;
-}
-
 // --- binding, family by family -------------------------------------------------------------------
 
 // Python's answer to who asks for an array, a number; where it is large enough to be asked for.

@@ -39,8 +39,44 @@ NEEDLE_HD inline float round_to_odd(double value) {
   return bit_cast<float>(bits);
 }
 
-// bfloat16: the upper half of a float32; conversion rounds to nearest even and keeps NaN. Device
-// code converts by the hardware's instructions, which round alike.
+// The 16-bit floats' bits, from and to float32, for a number or for the compiler's vectors of them:
+// F is float or floats, U is uint32_t or as many of these, of which the lower half is used.
+//
+// bfloat16 is the upper half of a float32; conversion rounds to nearest even and keeps NaN.
+template <class F, class U>
+NEEDLE_HD inline F from_bfloat16_bits(const U& bits) {
+  return bit_cast<F>(U(bits << 16));
+}
+template <class U, class F>
+NEEDLE_HD inline U to_bfloat16_bits(const F& value) {
+  const U u = bit_cast<U>(value);
+  const U nan = (u >> 16) | 0x40u, rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  return (u & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+}
+// float16 is IEEE binary16.
+template <class F, class U>
+NEEDLE_HD inline F from_float16_bits(const U& bits) {
+  const U sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
+  const U special = magnitude + 0x70000000u, normal = magnitude + 0x38000000u;
+  const U subnormal =
+      bit_cast<U>(F(bit_cast<F>(U(magnitude + 0x38800000u)) - bit_cast<float>(0x38800000u)));
+  const U finite = magnitude >= 0x00800000u ? normal : subnormal;
+  return bit_cast<F>(U(sign | (magnitude >= 0x0f800000u ? special : finite)));
+}
+template <class U, class F>
+NEEDLE_HD inline U to_float16_bits(const F& value) {
+  const U u = bit_cast<U>(value);
+  const U sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
+  const U nan = 0x7e00u | ((magnitude >> 13) & 0x3ffu);
+  const U normal = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
+  // Adding 0.5 puts a subnormal half's bits, rounded to nearest even, at the bottom of the word.
+  const U subnormal = bit_cast<U>(F(bit_cast<F>(magnitude) + 0.5f)) - 0x3f000000u;
+  U half = magnitude < 0x38800000u ? subnormal : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u + U() : half;  // rounds past the largest
+  return sign | (magnitude > 0x7f800000u ? nan : half);
+}
+
+// Device code converts by the hardware's instructions, which round alike.
 struct bfloat16 {
   uint16_t bits;
   bfloat16() = default;
@@ -48,15 +84,11 @@ struct bfloat16 {
 #if defined(__CUDA_ARCH__)
     bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 #else
-    const uint32_t u = bit_cast<uint32_t>(value);
-    bits = value != value ? uint16_t((u >> 16) | 0x40u)
-                          : uint16_t((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+    bits = uint16_t(to_bfloat16_bits<uint32_t>(value));
 #endif
   }
-  NEEDLE_HD operator float() const { return bit_cast<float>(uint32_t(bits) << 16); }
+  NEEDLE_HD operator float() const { return from_bfloat16_bits<float>(uint32_t(bits)); }
 };
-
-// float16: IEEE binary16. Branch-light conversions, so that g++ vectorizes loops over them.
 struct float16 {
   uint16_t bits;
   float16() = default;
@@ -64,40 +96,14 @@ struct float16 {
 #if defined(__CUDA_ARCH__)
     bits = __half_as_ushort(__float2half_rn(value));
 #else
-    const uint32_t u = bit_cast<uint32_t>(value);
-    const uint32_t sign = (u >> 16) & 0x8000u;
-    const uint32_t magnitude = u & 0x7fffffffu;
-    uint32_t half;
-    if (magnitude > 0x7f800000u) {
-      half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);  // NaN stays NaN
-    } else if (magnitude >= 0x477ff000u) {
-      half = 0x7c00u;  // rounds past the largest half
-    } else if (magnitude < 0x38800000u) {
-      // Subnormal: adding 0.5 puts the half's bits, rounded to nearest even, at the bottom of the
-      // word.
-      half = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
-    } else {
-      half = (magnitude + 0xc8000fffu + ((magnitude >> 13) & 1u)) >> 13;
-    }
-    bits = uint16_t(sign | half);
+    bits = uint16_t(to_float16_bits<uint32_t>(value));
 #endif
   }
   NEEDLE_HD operator float() const {
 #if defined(__CUDA_ARCH__)
     return __half2float(__ushort_as_half(bits));
 #else
-    const uint32_t sign = uint32_t(bits & 0x8000u) << 16;
-    const uint32_t magnitude = uint32_t(bits & 0x7fffu) << 13;
-    uint32_t u;
-    if (magnitude >= 0x0f800000u) {
-      u = magnitude + 0x70000000u;  // inf and NaN
-    } else if (magnitude >= 0x00800000u) {
-      u = magnitude + 0x38000000u;
-    } else {
-      u = bit_cast<uint32_t>(bit_cast<float>(magnitude + 0x38800000u) -
-                             bit_cast<float>(0x38800000u));
-    }
-    return bit_cast<float>(sign | u);
+    return from_float16_bits<float>(uint32_t(bits));
 #endif
   }
 };

@@ -51,18 +51,22 @@ NEEDLE_INLINE Vec<A> broadcast(A value) {
 
 // Loads convert 16-bit floats to float, stores round back; n < kLanes loads or stores the first n
 // lanes alone.
+typedef uint16_t HalfBits __attribute__((vector_size(kVectorBytes / 2)));
+typedef uint32_t WordBits __attribute__((vector_size(kVectorBytes)));
+
 template <class T>
 NEEDLE_INLINE Vec<accum_t<T>> load(const T* from) {
-  using A = accum_t<T>;
-  Vec<A> v;
-  if constexpr (sizeof(T) == sizeof(A)) {
+  if constexpr (sizeof(T) == sizeof(accum_t<T>)) {
+    Vec<T> v;
     memcpy(&v, from, sizeof v);
+    return v;
   } else {
-    A lanes[kLanes<A>];
-    for (int l = 0; l < kLanes<A>; ++l) lanes[l] = A(from[l]);
-    memcpy(&v, lanes, sizeof v);
+    HalfBits halves;
+    memcpy(&halves, from, sizeof halves);
+    const WordBits bits = __builtin_convertvector(halves, WordBits);
+    if constexpr (std::is_same_v<T, float16>) return from_float16_bits<Vec<float>>(bits);
+    return from_bfloat16_bits<Vec<float>>(bits);
   }
-  return v;
 }
 template <class T>
 NEEDLE_INLINE Vec<accum_t<T>> load(const T* from, int64_t n, accum_t<T> fill) {
@@ -75,13 +79,16 @@ NEEDLE_INLINE Vec<accum_t<T>> load(const T* from, int64_t n, accum_t<T> fill) {
 }
 template <class T>
 NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v) {
-  using A = accum_t<T>;
-  if constexpr (sizeof(T) == sizeof(A)) {
+  if constexpr (sizeof(T) == sizeof(accum_t<T>)) {
     memcpy(to, &v, sizeof v);
   } else {
-    A lanes[kLanes<A>];
-    memcpy(lanes, &v, sizeof v);
-    for (int l = 0; l < kLanes<A>; ++l) to[l] = T(lanes[l]);
+    WordBits bits;
+    if constexpr (std::is_same_v<T, float16>)
+      bits = to_float16_bits<WordBits>(v);
+    else
+      bits = to_bfloat16_bits<WordBits>(v);
+    const HalfBits halves = __builtin_convertvector(bits, HalfBits);
+    memcpy(to, &halves, sizeof halves);
   }
 }
 template <class T>

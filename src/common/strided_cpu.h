@@ -8,10 +8,12 @@
 #include <string>
 
 #include "array.h"
+#include "parallel.h"
 
 namespace needle::cpu {
 
 constexpr int kMaxRank = 16;
+constexpr int64_t kTileRows = 32, kTileCols = 64;
 
 // N arrays walked together. Dimension 0 is the innermost; sizes of 1 are gone; rank is at least 1.
 template <int N>
@@ -72,6 +74,42 @@ struct Walk {
         index[d] = 0;
       }
     }
+  }
+
+  // The dimension of array k's unit stride where going by tiles is worth it: it is not the
+  // innermost, and both are long. 0: there is none.
+  int across(int k) const {
+    if (strides[k][0] == 0 || strides[k][0] == 1 || shape[0] < 8) return 0;
+    for (int d = 1; d < rank; ++d)
+      if (strides[k][d] == 1 && shape[d] >= 8) return d;
+    return 0;
+  }
+
+  // body(offsets, rows, cols) for tiles of dimensions `across` and 0, of which all arrays
+  // use whole cache lines; about `grain` elements a task.
+  template <class Body>
+  void tiles(int across, int64_t grain, Body&& body) const {
+    const int64_t bands = ceil_div(shape[across], kTileRows), cols = shape[0];
+    const auto band = [&](int64_t task) {
+      const int64_t row = task % bands * kTileRows, rows = std::min(kTileRows, shape[across] - row);
+      std::array<int64_t, N> offsets{};
+      for (int k = 0; k < N; ++k) offsets[k] = row * strides[k][across];
+      int64_t rest = task / bands;
+      for (int d = 1; d < rank; ++d) {
+        if (d == across) continue;
+        for (int k = 0; k < N; ++k) offsets[k] += rest % shape[d] * strides[k][d];
+        rest /= shape[d];
+      }
+      for (int64_t col = 0; col < cols; col += kTileCols) {
+        body(offsets, rows, std::min(kTileCols, cols - col));
+        for (int k = 0; k < N; ++k) offsets[k] += kTileCols * strides[k][0];
+      }
+    };
+    const int64_t tasks = size / (shape[across] * cols) * bands;
+    grain = std::max<int64_t>(1, grain / (kTileRows * cols));
+    parallel_ranges(tasks, grain, [&](int64_t begin, int64_t end) {
+      for (int64_t task = begin; task < end; ++task) band(task);
+    });
   }
 };
 

@@ -2,11 +2,13 @@
 // `where`.
 //
 // For each row and each type that arithmetic is done in there is one loop over contiguous memory,
-// which g++ vectorizes. Everything else is brought to that form in pieces of kChunk elements that
-// stay in the first cache: strided operands are gathered, 16-bit floats converted, a scalar
-// repeated.
+// which g++ vectorizes. Everything else is brought to that form in pieces of kChunk elements, or
+// tiles where an operand is transposed, that stay in the first cache: strided operands are
+// gathered, 16-bit floats converted, a scalar repeated.
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
+#include <utility>
 
 #include "../common/backend.h"
 #include "../common/ewise_math_cpu.h"
@@ -18,7 +20,7 @@
 namespace needle::cpu {
 namespace {
 
-constexpr int64_t kChunk = 1024;
+constexpr int64_t kChunk = 1024, kTile = kTileRows * kTileCols;
 // Elements per task: of cheap ops, and of those that take a function's time per element.
 constexpr int64_t kGrain = 1 << 15, kExpensiveGrain = 1 << 13;
 
@@ -98,42 +100,58 @@ Row row_of(BinaryOp op) {
 
 // --- operands ------------------------------------------------------------------------------------
 
-// An input of storage type S seen as contiguous pieces of the arithmetic type C.
+// An input, of storage type S, seen as contiguous pieces of the arithmetic type C.
 template <class S, class C>
 class Operand {
  public:
+  using Type = C;
   explicit Operand(const View& view)
-      : base_(view.array.data<S>() + view.offset),
+      : base_(static_cast<const S*>(view.array.ptr()) + view.offset),
+        strides_(view.strides),
         walk_(view.shape, {view.contiguous() ? &view.shape : &view.strides}),
         contiguous_(view.contiguous() || (walk_.rank == 1 && walk_.strides[0][0] == 1)) {}
 
   bool direct() const { return contiguous_ && std::is_same_v<S, C>; }
+  bool transposed() const { return !contiguous_ && walk_.across(0) != 0; }
+  const Dims& strides(const Dims& compact) const { return strides_.empty() ? compact : strides_; }
   const C* from(int64_t at) const { return reinterpret_cast<const C*>(base_) + at; }  // when direct
 
   // Elements at .. at + n: in place when direct, else brought into `piece`.
   const C* get(int64_t at, int64_t n, C* piece) const {
     if (direct()) return from(at);
     if (contiguous_) {
-      for (int64_t i = 0; i < n; ++i) piece[i] = C(base_[at + i]);
+      gather(base_ + at, 1, n, piece);
       return piece;
     }
     C* to = piece;
-    const int64_t stride = walk_.strides[0][0];
     walk_.rows(at, at + n, [&](int64_t count, const std::array<int64_t, 1>& offset) {
-      const S* row = base_ + offset[0];
-      if (stride == 1)
-        for (int64_t i = 0; i < count; ++i) to[i] = C(row[i]);
-      else if (stride == 0)
-        std::fill(to, to + count, C(*row));
-      else
-        for (int64_t i = 0; i < count; ++i) to[i] = C(row[i * stride]);
+      gather(base_ + offset[0], walk_.strides[0][0], count, to);
       to += count;
     });
     return piece;
   }
 
+  // The tile whose first element is at offset, row after row. Not inlined, or g++ warns of pieces
+  // that a tile without rows would leave as they are.
+  [[gnu::noinline]] const C* tile(int64_t offset, int64_t row_stride, int64_t stride, int64_t rows,
+                                  int64_t cols, C* piece) const {
+    for (int64_t i = 0; i < rows; ++i)
+      gather(base_ + offset + i * row_stride, stride, cols, piece + i * cols);
+    return piece;
+  }
+
  private:
+  static void gather(const S* row, int64_t stride, int64_t n, C* to) {
+    if (stride == 1)
+      for (int64_t i = 0; i < n; ++i) to[i] = C(row[i]);
+    else if (stride == 0)
+      std::fill(to, to + n, C(*row));
+    else
+      for (int64_t i = 0; i < n; ++i) to[i] = C(row[i * stride]);
+  }
+
   const S* base_;
+  const Dims& strides_;
   Walk<1> walk_;
   bool contiguous_;
 };
@@ -142,20 +160,30 @@ class Operand {
 template <class C>
 class Repeated {
  public:
-  Repeated(C value, int64_t n) { std::fill(piece_, piece_ + std::min(n, kChunk), value); }
+  using Type = C;
+  Repeated(C value, int64_t n) { std::fill(piece_, piece_ + std::min(n, kTile), value); }
   bool direct() const { return false; }
+  bool transposed() const { return false; }
+  const Dims& strides(const Dims& compact) const { return compact; }
   const C* from(int64_t) const { return piece_; }
-  const C* get(int64_t, int64_t, C*) const { return piece_; }
+  template <class... At>
+  const C* get(At...) const {
+    return piece_;
+  }
+  template <class... At>
+  const C* tile(At...) const {
+    return piece_;
+  }
 
  private:
-  alignas(64) C piece_[kChunk];
+  alignas(64) C piece_[kTile];
 };
 
-// The operand that unary rows have not.
-struct NoOperand {
-  bool direct() const { return true; }
-  const void* from(int64_t) const { return nullptr; }
-  const void* get(int64_t, int64_t, void*) const { return nullptr; }
+// What a piece is brought into.
+template <class C>
+struct Piece {
+  Piece() {}  // not zeros
+  alignas(64) C values[kTile];
 };
 
 void check_out(const char* name, DType in, const Array& out, bool bool_out, int64_t n) {
@@ -169,38 +197,63 @@ void check_out(const char* name, DType in, const Array& out, bool bool_out, int6
                                 std::to_string(n));
 }
 
-// step(at, n, to) computes elements at .. at + n into `to`, of the loop's own output type; S -> C
-// says whether pieces are rounded to 16 bits on their way out.
-template <class S, class C, class Step>
-void for_chunks(const Array& out, bool bool_out, bool whole, bool expensive, const Step& step) {
+// loop(pieces of in..., results, n) for all elements of `shape`, which is that of every input and
+// of out. Between S and C results are rounded to 16 bits.
+template <class S, class C, class Loop, class... In, size_t... k>
+void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive, const Loop& loop,
+             std::index_sequence<k...>, const In&... in) {
   const int64_t item = bool_out ? 1 : int64_t(sizeof(S));
-  char* const base = static_cast<char*>(out.ptr());
+  const int64_t grain = expensive ? kExpensiveGrain : kGrain;
   const bool rounds = !bool_out && !std::is_same_v<S, C>;
-  parallel_ranges(out.size(), expensive ? kExpensiveGrain : kGrain,
-                  [&](int64_t begin, int64_t end) {
-                    if (whole && !rounds) return step(begin, end - begin, base + begin * item);
-                    for (int64_t at = begin; at < end; at += kChunk) {
-                      const int64_t n = std::min(kChunk, end - at);
-                      if (!rounds) {
-                        step(at, n, base + at * item);
-                        continue;
-                      }
-                      alignas(64) C piece[kChunk];
-                      step(at, n, reinterpret_cast<char*>(piece));
-                      S* to = reinterpret_cast<S*>(base) + at;
-                      for (int64_t i = 0; i < n; ++i) to[i] = S(piece[i]);
-                    }
-                  });
+  char* const base = static_cast<char*>(out.ptr());
+  // Results first .. first + n of a piece to elements at .. at + n.
+  const auto put = [&](const C* results, int64_t first, int64_t at, int64_t n) {
+    if (rounds) {
+      S* to = reinterpret_cast<S*>(base) + at;
+      for (int64_t i = 0; i < n; ++i) to[i] = S(results[first + i]);
+    } else {
+      const char* from = reinterpret_cast<const char*>(results) + first * item;
+      std::memcpy(base + at * item, from, size_t(n * item));
+    }
+  };
+
+  if ((in.transposed() || ...)) {
+    constexpr int kOut = sizeof...(In);
+    const Dims compact = compact_strides(shape);
+    const Walk<kOut + 1> walk(shape, {&in.strides(compact)..., &compact});
+    const auto& strides = walk.strides;
+    if (const int across = std::max({walk.across(k)...}))
+      return walk.tiles(across, grain, [&](const auto& at, int64_t rows, int64_t cols) {
+        Piece<C> results;
+        loop(in.tile(at[k], strides[k][across], strides[k][0], rows, cols,
+                     Piece<typename In::Type>().values)...,
+             results.values, rows * cols);
+        for (int64_t i = 0; i < rows; ++i)
+          put(results.values, i * cols, at[kOut] + i * strides[kOut][across], cols);
+      });
+  }
+  const bool whole = !rounds && (in.direct() && ...);
+  parallel_ranges(out.size(), grain, [&](int64_t begin, int64_t end) {
+    if (whole) return loop(in.from(begin)..., base + begin * item, end - begin);
+    for (int64_t at = begin; at < end; at += kChunk) {
+      const int64_t n = std::min(kChunk, end - at);
+      Piece<C> results;
+      void* const to = rounds ? results.values : static_cast<void*>(base + at * item);
+      loop(in.get(at, n, Piece<typename In::Type>().values)..., to, n);
+      if (rounds) put(results.values, 0, at, n);
+    }
+  });
 }
 
+template <class S, class C, class A>
+void run(const Row& row, const Dims& shape, const A& a, const Array& out) {
+  const auto loop = [&](const C* x, void* to, int64_t n) { row.loop(x, nullptr, to, n); };
+  compute<S, C>(shape, out, row.bool_out, row.expensive, loop, std::make_index_sequence<1>(), a);
+}
 template <class S, class C, class A, class B>
-void run(const Row& row, const A& a, const B& b, const Array& out) {
-  const bool whole = a.direct() && b.direct();
-  for_chunks<S, C>(out, row.bool_out, whole, row.expensive, [&](int64_t at, int64_t n, char* to) {
-    if (whole) return row.loop(a.from(at), b.from(at), to, n);
-    alignas(64) C a_piece[kChunk], b_piece[kChunk];
-    row.loop(a.get(at, n, a_piece), b.get(at, n, b_piece), to, n);
-  });
+void run(const Row& row, const Dims& shape, const A& a, const B& b, const Array& out) {
+  compute<S, C>(shape, out, row.bool_out, row.expensive, row.loop, std::make_index_sequence<2>(), a,
+                b);
 }
 
 // The power of a number that is known beforehand: a few exponents are worth a loop of their own.
@@ -258,7 +311,7 @@ void ewise_unary(UnaryOp op, const View& a, const Array& out) {
     const Row row = row_of<C>(op);
     require(row, a.array.dtype());
     check_out(row.name, a.array.dtype(), out, row.bool_out, a.size());
-    run<S, C>(row, Operand<S, C>(a), NoOperand{}, out);
+    run<S, C>(row, a.shape, Operand<S, C>(a), out);
   });
 }
 
@@ -270,7 +323,7 @@ void ewise_binary(BinaryOp op, const View& a, const View& b, const Array& out) {
     require(row, a.array.dtype());
     check_same(row.name, a, b);
     check_out(row.name, a.array.dtype(), out, row.bool_out, a.size());
-    run<S, C>(row, Operand<S, C>(a), Operand<S, C>(b), out);
+    run<S, C>(row, a.shape, Operand<S, C>(a), Operand<S, C>(b), out);
   });
 }
 
@@ -285,10 +338,10 @@ void scalar_binary(BinaryOp op, const View& a, Scalar b, const Array& out) {
     if constexpr (std::is_floating_point_v<C>) {
       if (op == BinaryOp::power) {
         const Row power = power_row<C>(b.d);
-        if (power.loop) return run<S, C>(power, x, NoOperand{}, out);
+        if (power.loop) return run<S, C>(power, a.shape, x, out);
       }
     }
-    run<S, C>(row, x, Repeated<C>(b.to<C>(), out.size()), out);
+    run<S, C>(row, a.shape, x, Repeated<C>(b.to<C>(), out.size()), out);
   });
 }
 
@@ -299,27 +352,31 @@ void rscalar_binary(BinaryOp op, Scalar a, const View& b, const Array& out) {
     const Row row = row_of<C>(op);
     require(row, b.array.dtype());
     check_out(row.name, b.array.dtype(), out, row.bool_out, b.size());
-    run<S, C>(row, Repeated<C>(a.to<C>(), out.size()), Operand<S, C>(b), out);
+    run<S, C>(row, b.shape, Repeated<C>(a.to<C>(), out.size()), Operand<S, C>(b), out);
   });
 }
 
 void where(const View& condition, const View& a, const View& b, const Array& out) {
   check_same("where", a, b);
   check_out("where", a.array.dtype(), out, false, a.size());
-  dispatch_any(out.dtype(), [&](auto tag) {
-    // Moved, not computed with: 16-bit floats stay as they are.
+  if (condition.array.dtype() != DType::kBool)
+    throw std::invalid_argument(std::string("[where] the condition is ") +
+                                dtype_name(condition.array.dtype()) + " (bool is wanted)");
+  const Operand<uint8_t, uint8_t> c(condition);
+  // Moved by their width, not computed with.
+  dispatch_bytes(dtype_size(out.dtype()), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const Operand<bool, bool> c(condition);
-    const Operand<T, T> x(a), y(b);
-    for_chunks<T, T>(out, false, false, false, [&](int64_t at, int64_t n, char* to_) {
-      alignas(64) bool c_piece[kChunk];
-      alignas(64) T a_piece[kChunk], b_piece[kChunk];
-      const bool* cs = c.get(at, n, c_piece);
-      const T *as = x.get(at, n, a_piece), *bs = y.get(at, n, b_piece);
-      T* to = reinterpret_cast<T*>(to_);
+    // Both sides are read: else this is a loop of branches.
+    const auto loop = [](const uint8_t* cs, const T* as, const T* bs, void* to_, int64_t n) {
+      T* to = static_cast<T*>(to_);
 #pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) to[i] = cs[i] ? as[i] : bs[i];
-    });
+      for (int64_t i = 0; i < n; ++i) {
+        const T yes = as[i], no = bs[i];
+        to[i] = cs[i] != 0 ? yes : no;
+      }
+    };
+    compute<T, T>(a.shape, out, false, false, loop, std::make_index_sequence<3>(), c,
+                  Operand<T, T>(a), Operand<T, T>(b));
   });
 }
 

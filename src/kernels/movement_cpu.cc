@@ -2,7 +2,7 @@
 // dtypes.
 //
 // out[out_strides . i + out_offset] = convert(a[a_strides . i + a_offset]). Copies of one dtype
-// move bits; a transposition goes by square blocks, so that both sides use whole cache lines.
+// move bits; a transposition goes by tiles.
 #include <algorithm>
 #include <cstring>
 
@@ -14,7 +14,6 @@ namespace needle::cpu {
 namespace {
 
 constexpr int64_t kGrain = 1 << 16;  // elements per task
-constexpr int64_t kBlock = 32;       // side of a transposed block
 
 template <class T>
 void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t n) {
@@ -26,50 +25,19 @@ void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int6
     for (int64_t i = 0; i < n; ++i) to[i * to_stride] = from[i * from_stride];
 }
 
-// Both walked in C order of shape; when the source's unit stride is in another dimension than the
-// target's, those two are walked by blocks and the others one by one.
-template <class T>
-bool copy_transposed(const T* from, T* to, const Walk<2>& walk) {
-  if (walk.strides[1][0] != 1 || walk.strides[0][0] == 1) return false;
-  int across = 0;
-  for (int d = 1; d < walk.rank; ++d)
-    if (walk.strides[0][d] == 1) across = d;
-  if (across == 0 || walk.shape[across] < 8 || walk.shape[0] < 8) return false;
-
-  const int64_t rows = walk.shape[across], cols = walk.shape[0];
-  const int64_t to_stride = walk.strides[1][across], from_stride = walk.strides[0][0];
-  const int64_t bands = ceil_div(rows, kBlock);
-  const int64_t others = walk.size / (rows * cols);
-  const auto band = [&](int64_t task) {
-    int64_t rest = task / bands, from_at = 0, to_at = 0;
-    for (int d = 1; d < walk.rank; ++d) {
-      if (d == across) continue;
-      from_at += rest % walk.shape[d] * walk.strides[0][d];
-      to_at += rest % walk.shape[d] * walk.strides[1][d];
-      rest /= walk.shape[d];
-    }
-    const int64_t i0 = task % bands * kBlock, i1 = std::min(rows, i0 + kBlock);
-    for (int64_t j0 = 0; j0 < cols; j0 += kBlock) {
-      const int64_t j1 = std::min(cols, j0 + kBlock);
-      for (int64_t i = i0; i < i1; ++i)
-        for (int64_t j = j0; j < j1; ++j)
-          to[to_at + i * to_stride + j] = from[from_at + j * from_stride + i];
-    }
-  };
-  const int64_t tasks = others * bands;
-  const int64_t grain = std::max<int64_t>(1, kGrain / (kBlock * cols));
-  parallel_ranges(tasks, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t task = begin; task < end; ++task) band(task);
-  });
-  return true;
-}
-
 template <class T>
 void copy_walk(const T* from, T* to, const Walk<2>& walk) {
-  if (copy_transposed(from, to, walk)) return;
+  const int64_t from_stride = walk.strides[0][0], to_stride = walk.strides[1][0];
+  if (const int across = to_stride == 1 ? walk.across(0) : 0) {
+    const int64_t from_row = walk.strides[0][across], to_row = walk.strides[1][across];
+    return walk.tiles(across, kGrain, [&](const auto& at, int64_t rows, int64_t cols) {
+      for (int64_t i = 0; i < rows; ++i)
+        copy_row(from + at[0] + i * from_row, from_stride, to + at[1] + i * to_row, 1, cols);
+    });
+  }
   parallel_ranges(walk.size, kGrain, [&](int64_t begin, int64_t end) {
     walk.rows(begin, end, [&](int64_t count, const std::array<int64_t, 2>& at) {
-      copy_row(from + at[0], walk.strides[0][0], to + at[1], walk.strides[1][0], count);
+      copy_row(from + at[0], from_stride, to + at[1], to_stride, count);
     });
   });
 }
