@@ -104,6 +104,7 @@ def test_a_writer_goes_on_from_its_last_flush(tmp_path):
     first = TokenWriter(folder, 1000)
     first.write(np.array([1, 2, 3]), [2])
     state = json.loads(json.dumps(first.flush()))
+    assert [(folder / name).stat().st_size for name in ("tokens", "lengths", "documents")] == [6, 4, 8]  # nothing waits in this process
     first.write(np.array([70, 80]), [1])  # lost, as if killed here
     first.close()
     second = TokenWriter(folder, 1000, state)
@@ -183,7 +184,7 @@ def test_every_integer_dtype_of_megatron(tmp_path, code, dtype):
 
 def test_files_without_an_index(tmp_path):
     path, ids = tmp_path / "x.bin", np.random.default_rng(0).integers(0, 300, 5000)
-    for dtype, vocab_size in (("<u2", 300), ("<u4", 300), ("<u4", 100_000), ("<u2", None)):
+    for dtype, vocab_size in (("<u2", 300), ("<u4", 300), ("<u4", 100_000), ("<u2", None), ("<u4", None)):
         path.write_bytes(ids.astype(dtype).tobytes())
         file = read_token_file(path, vocab_size)
         assert file.tokens.dtype == np.dtype(dtype), (dtype, vocab_size)
@@ -204,6 +205,9 @@ def test_names(tmp_path):
         assert find_token_file(str(tmp_path / name)) == path
     for name in ("a b", "a b.c.txt", "", ".bin", "none.bin", "a\0b.bin"):
         assert find_token_file(str(tmp_path / name) if name else name) is None
+    (tmp_path / "a b.c").touch()
+    assert find_token_file(str(tmp_path / "a b.c")) is None  # a file of text, which is what was named
+    (tmp_path / "a b.c").unlink()
     (tmp_path / "a b.c").mkdir()
     assert find_token_file(str(tmp_path / "a b.c")) is None  # a folder of that name
     path.unlink()
@@ -284,7 +288,7 @@ def test_any_change_of_an_index_is_noticed_or_harmless(tmp_path_factory, data):
         (b"", r"\[x.bin\] no tokens: 0 bytes"),
         (b"\1\2\3", r"\[x.bin\] cut off: 3 bytes \(whole ids of 2 bytes\)"),
         (struct.pack("<3i", 20240520, 1, 4), r"\[x.bin\] cut off or damaged: 12 bytes \(4 tokens after 1024"),
-        (struct.pack("<256i", 20240520, 1, -4, *[0] * 253), r"\[x.bin\] cut off or damaged: 1024 bytes \(-4 tokens"),
+        (struct.pack("<3i", 20240520, 1, -506), r"\[x.bin\] cut off or damaged: 12 bytes \(-506 tokens"),
         (struct.pack("<256i", 20240520, 1, 4, *[0] * 253) + bytes(7), r"\[x.bin\] cut off or damaged: 1031 bytes \(4 tokens"),
         (struct.pack("<256i", 20240520, 2, 4, *[0] * 253) + bytes(8), r"\[x.bin\] unknown version of llm.c's format: 2 \(1\)"),
         (struct.pack("<256i", 20240520, 1, 0, *[0] * 253), r"\[x.bin\] no tokens"),

@@ -251,7 +251,6 @@ class TokenWriter:
                 state["sequences"], state["open"] = state["sequences"] + 1, 0
             self._files["tokens"].write(ids.astype(self.dtype).tobytes())
             state["tokens"] += len(ids)
-            ends = np.asarray(ends, np.int64)
             if not len(ends):
                 state["open"] += len(ids)
                 return
