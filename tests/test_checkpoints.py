@@ -226,6 +226,12 @@ def test_the_same_step_twice_and_an_older_one_later(tmp_path):
     assert folder.names() == ["step-000005", "step-000007-2"]  # by their names
     folder.save(8, write(4))
     assert [value(tmp_path / name) for name in folder.names()] == [2, 4]
+    many = CheckpointFolder(tmp_path / "many", keep_last=20)
+    for step in (1_000_000, *[7] * 10, 999_999):
+        many.save(step, write(step))
+    (many.path / "checkpoints.json").unlink()
+    sevens = ["step-000007", *(f"step-000007-{n}" for n in range(2, 11))]
+    assert many.names() == [*sevens, "step-999999", "step-1000000"]
     with pytest.raises(CheckpointError, match="keep_last"):
         CheckpointFolder(tmp_path, keep_last=0)
 
@@ -283,7 +289,7 @@ def test_the_newest_is_damaged(two, damage):
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "\0", '{"checkpoints": 3}', '{"checkpoints": [{"name": "../x", "held_out_loss": null}]}',
-     '{"checkpoints": [{"name": "step-000001", "held_out_loss": "3"}]}', '{"checkpoints": ["step-000001"]}', "[" * 9999],
+     '{"checkpoints": [{"name": "step-000001", "held_out_loss": "3"}]}', '{"checkpoints": [{"name": 1, "held_out_loss": null}]}', '{"checkpoints": ["step-000001"]}', "[" * 9999],
 )  # fmt: skip
 def test_a_damaged_index(two, text):
     (two.path / "checkpoints.json").write_text(text)
@@ -505,7 +511,8 @@ def test_a_save_that_fails_anywhere_keeps_the_one_before(small_run, monkeypatch,
 
 def test_leftovers_of_a_killed_process_go_with_the_next_save(two):
     shutil.copytree(two.path / "step-000002", two.path / "step-000009")  # renamed, and not yet in the index
-    shutil.copytree(two.path / "step-000002", two.path / ".step-000010.partial")
+    for step in (3, 10):
+        shutil.copytree(two.path / "step-000002", two.path / f".step-{step:06}.partial")
     assert value(two.newest()[0]) == 222222
     two.save(3, write(3))
     assert sorted(path.name for path in two.path.iterdir()) == ["checkpoints.json", "step-000002", "step-000003"]

@@ -399,6 +399,7 @@ def test_bad_lines(tmp_path, tokenizer, line, said):
     [
         (b"alpha \xff", "not UTF-8 text: invalid start byte at byte 6 of"),
         (b"a" * 99 + "中".encode()[:2], "not UTF-8 text: unexpected end of data at byte 99 of"),
+        ("中".encode() * 90 + b"\xff", "not UTF-8 text: invalid start byte at byte 270 of"),
         ("中".encode() * 50 + b"\0", "binary data: byte 150 of"),
     ],
 )
@@ -410,9 +411,10 @@ def test_what_is_no_text(tmp_path, tokenizer, small, content, said):
         with pytest.raises(DataError, match=said if inputs == [folder / "bad.txt"] else "no text: 1 files, all of them"):
             prepare(inputs, tmp_path / "out", tokenizer=tokenizer)
         assert leftovers(tmp_path) == []
-    (folder / "good.txt").write_text("alpha")
+    good = "a" + " 😀" * 99  # one of them lies at the end of what is read at a time
+    (folder / "good.txt").write_text(good)
     done = prepare([folder], tmp_path / "out", tokenizer=tokenizer)  # in a folder it is left out
-    assert found(done.prefix) == expected(tokenizer, ["alpha"]) and done.skipped == [folder / "bad.txt"]
+    assert found(done.prefix) == expected(tokenizer, [good]) and done.skipped == [folder / "bad.txt"]
 
 
 def test_lines_that_are_too_long(tmp_path, tokenizer, small, monkeypatch):

@@ -104,7 +104,7 @@ def test_a_writer_goes_on_from_its_last_flush(tmp_path):
     first = TokenWriter(folder, 1000)
     first.write(np.array([1, 2, 3]), [2])
     state = json.loads(json.dumps(first.flush()))
-    assert [(folder / name).stat().st_size for name in ("tokens", "lengths", "documents")] == [6, 4, 8]  # nothing waits in this process
+    assert [(folder / name).stat().st_size for name in ("tokens", "lengths", "documents")] == [6, 4, 8]
     first.write(np.array([70, 80]), [1])  # lost, as if killed here
     first.close()
     second = TokenWriter(folder, 1000, state)
