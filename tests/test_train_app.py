@@ -381,6 +381,9 @@ def test_epochs_of_a_comparison(run, monkeypatch):
     monkeypatch.setattr(Trainer, "train_step", lambda self: steps.append(self.steps) or train_step(self))
     assert run("--compare_dense", "--epochs", 0.01).returncode == 0
     assert steps and steps[0] < 20 and len(steps) == 2 * steps[0]
+    steps.clear()  # of a text of two windows, which batches run through several times
+    assert run("--compare_dense", "--epochs", 8, "--max_tokens", 129, "--seq_len", 64, "--batch_size", 8).returncode == 0
+    assert steps == [2] * 4
 
 
 def test_checkpointing_changes_no_loss(run, tmp_path):

@@ -96,8 +96,8 @@ class Trainer:
         )  # fmt: skip
         self.batches = Prefetch(batches)
         self._held_out(text)  # what is too short is found before training
-        per_step = options.accumulation_steps
-        by_epochs = math.ceil((options.epochs or 0) * batches.batches_per_epoch / per_step)
+        per_step = options.batch_size * options.accumulation_steps
+        by_epochs = math.ceil((options.epochs or 0) * batches.windows_per_epoch / per_step)
         self.steps = options.max_steps or by_epochs or 150
         self.step = 0
         self.metrics = {"tokens": 0, "seconds": 0.0}  # of the whole run, however often it was resumed

@@ -205,11 +205,6 @@ class TokenBatches(Iterator):
         """How many times the text has been gone through, with its fraction."""
         return self.position_windows / self.windows_per_epoch
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Batches until every window has been seen once."""
-        return -(-self.windows_per_epoch // self.batch_size)
-
     def __next__(self) -> tuple[np.ndarray, np.ndarray]:
         rows = self.batch_size
         if self.epochs is not None:
