@@ -121,21 +121,29 @@ def test_products(device, shapes, dtype):
 
 # Above the size from which `cpu` takes its own kernel; tails in every direction, more than one depth and one block of rows, and
 # rows of 4 KiB, which it packs where it reads others in place.
-@pytest.mark.parametrize("shape", [(60, 600, 1037), (1100, 130, 300), (97, 1024, 2049), (512, 517, 100), (132, 200, 1024)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    "shape", [(60, 1100, 1037), (1100, 130, 300), (97, 1024, 2049), (512, 517, 100), (132, 200, 1024)], ids=str
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("extra", [0, 13, 1024], ids=lambda n: f"rows_{n}_longer")
 def test_large_products_of_parts_and_of_transposes(cpu, shape, dtype, extra):
     m, n, k = shape
     rng = np.random.default_rng(0)
     for turn_a, turn_b in ((False, False), (True, False), (False, True), (True, True)):
         a, b = (
-            rng.integers(-3, 4, (s[0], s[1] + extra)).astype(dtype)
+            rng.integers(-3, 4, (s[0], s[1] + extra)).astype(np.float64)
             for s in ((k, m) if turn_a else (m, k), (n, k) if turn_b else (k, n))
         )
         x, y = (NDArray(v, device=cpu, dtype=dtype)[:, : v.shape[1] - extra] for v in (a, b))
         a, b = a[:, : a.shape[1] - extra], b[:, : b.shape[1] - extra]
-        found = matmul(x.permute((1, 0)) if turn_a else x, y.permute((1, 0)) if turn_b else y)
-        np.testing.assert_array_equal(found.numpy(), (a.T if turn_a else a) @ (b.T if turn_b else b))
+        x, y = x.permute((1, 0)) if turn_a else x, y.permute((1, 0)) if turn_b else y
+        exact = (a.T if turn_a else a) @ (b.T if turn_b else b)
+        found = matmul(x, y)
+        np.testing.assert_array_equal(found.numpy(), exact.astype(found.numpy().dtype))
+        for out in (found, full(exact.shape, 7, "float32" if "16" in dtype else dtype, cpu)):
+            wanted = (out.numpy().astype(np.float64) + exact).astype(out.numpy().dtype)
+            matmul(x, y, out=out, accumulate=True)
+            np.testing.assert_array_equal(out.numpy(), wanted)
 
 
 @pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((4,), (4, 5)), ((2, 3, 4), (4,)), ((4,), (4,))], ids=str)

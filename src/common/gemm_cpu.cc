@@ -4,6 +4,8 @@
 // core's L2 and multiplies the rows of A with it, so that some threads wait for memory while others
 // compute, and so that B is packed once and not, as a BLAS called per tile would, once per tile.
 //
+// 16-bit floats become float as they are packed, and are rounded once, when their sum is complete.
+//
 // Each element of C is a chain of multiply-adds in ascending k, one chain per depth of k, and
 // depths depend on k alone: neither threads nor tasks change a bit.
 #include "gemm_cpu.h"
@@ -40,27 +42,38 @@ struct FlushSubnormals {
 
 constexpr int kRows = kVectorRegisters >= 32 ? 12 : 6;
 
-template <class T>
+// to = from, of the same type or widened.
+template <class From, class T>
+void copy_row(const From* from, int64_t n, T* to) {
+  if constexpr (std::is_same_v<From, T>)
+    std::memcpy(to, from, size_t(n) * sizeof(T));
+  else
+    for_vectors<T>(
+        n, [&](int64_t i) { store(to + i, load(from + i)); },
+        [&](int64_t i, int64_t lanes) { store(to + i, load(from + i, lanes, T(0)), lanes); });
+}
+
+// A and B are stored as In, C as Out; T is what they are multiplied and summed in.
+template <class In, class Out, class T = accum_t<In>>
 struct Own {
+  static constexpr bool kReadable = std::is_same_v<In, T>;  // by the inner loop, where it lies
   static constexpr int kLane = kLanes<T>,
                        kCols = 2 * kLane;  // registers: 2 kRows sums, 2 of B, an A
   // Packed rows of A stay in the last-level cache, a strip of B in L2.
   static constexpr int64_t kDepth = 4096 / sizeof(T), kM = 1032, kStrip = (512 << 10) / sizeof(T);
+  static constexpr int64_t kSummed = 1024;  // columns of C that are summed before they are rounded
   static constexpr int64_t kMinRows = 96, kMinCols = 2 * kCols;  // of a task
   static_assert(kM % kRows == 0 && kStrip >= kMinCols * kDepth);
   // Of a row in a panel of A; the excess keeps the rows of a panel in different sets of the cache.
   static constexpr int64_t kStride = kDepth + kLane;
 
+  struct Workspace {
+    alignas(64) T panels[kM * kStride], strip[kStrip], sums[kM * kSummed];
+  };
+  static auto& workspace() { return of_this_thread<typename Own<T, T>::Workspace>(); }
+
   struct Exact {};
   using Mode = std::conditional_t<std::is_same_v<T, float>, FlushSubnormals, Exact>;
-
-  template <int64_t size>
-  static T* buffer() {
-    struct Buffer {
-      alignas(64) T elements[size];
-    };
-    return of_this_thread<Buffer>().elements;
-  }
 
   // Rows that lie a multiple of this apart share a set of the first cache, which has fewer ways
   // than kRows.
@@ -68,19 +81,21 @@ struct Own {
 
   // A panel of kRows rows, those beyond `rows` zero: element (i, p) at [i][p], or at [p][i] when
   // ta, so that each is a copy in order of memory.
-  static void pack_a(bool ta, int64_t rows, int64_t k, const T* a, int64_t lda, T* to) {
+  static void pack_a(bool ta, int64_t rows, int64_t k, const In* a, int64_t lda, T* to) {
     if (ta) {
       for (int64_t p = 0; p < k; ++p, a += lda, to += kRows) {
-        if (rows == kRows)
+        if (kReadable && rows == kRows)
           std::memcpy(to, a, kRows * sizeof(T));
+        else if (rows == kRows)
+          for (int i = 0; i < kRows; ++i) to[i] = T(a[i]);
         else
-          for (int i = 0; i < kRows; ++i) to[i] = i < rows ? a[i] : T(0);
+          for (int i = 0; i < kRows; ++i) to[i] = i < rows ? T(a[i]) : T(0);
       }
       return;
     }
     for (int64_t i = 0; i < kRows; ++i, a += lda, to += kStride) {
       if (i < rows)
-        std::memcpy(to, a, size_t(k) * sizeof(T));
+        copy_row(a, k, to);
       else
         std::fill(to, to + k, T(0));
     }
@@ -89,7 +104,7 @@ struct Own {
   // Panels of kCols columns, k * kCols elements each, columns beyond `cols` zero: element (p, j) of
   // a panel at [p][j]. Rows of B are read across all panels at once: memory gives what lies side by
   // side the fastest.
-  static void pack_b(bool tb, int64_t k, int64_t cols, const T* b, int64_t ldb, T* to) {
+  static void pack_b(bool tb, int64_t k, int64_t cols, const In* b, int64_t ldb, T* to) {
     const int64_t whole = cols / kCols * kCols, rest = cols - whole;
     if (rest > 0) std::fill_n(to + whole * k, kCols * k, T(0));
     if (tb) {
@@ -101,14 +116,14 @@ struct Own {
     for (int64_t p = 0; p < k; ++p, b += ldb, to += kCols) {
       if (p + kAhead < k)
         for (int64_t j = 0; j < cols; j += kLane) __builtin_prefetch(b + kAhead * ldb + j);
-      for (int64_t j = 0; j < whole; j += kCols) std::memcpy(to + j * k, b + j, kCols * sizeof(T));
+      for (int64_t j = 0; j < whole; j += kCols) copy_row(b + j, kCols, to + j * k);
       if (rest > 0) std::copy_n(b + whole, rest, to + whole * k);
     }
   }
 
   // kRows x kCols of C, of which rows x cols are there.
   template <bool ta>
-  static void micro(int64_t k, const T* a, int64_t lda, const T* b, bool accumulate, T* c,
+  static void micro(int64_t k, const T* a, int64_t lda, const T* b, bool accumulate, Out* c,
                     int64_t ldc, int64_t rows, int64_t cols) {
     constexpr int64_t kAhead = 8 * kCols;  // panels of B come from L2 or beyond
     for (int64_t i = 0; i < rows; ++i)
@@ -129,7 +144,7 @@ struct Own {
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i)
         for (int j = 0; j < 2; ++j) {
-          T* to = c + i * ldc + j * kLane;
+          Out* to = c + i * ldc + j * kLane;
           store(to, accumulate ? load(to) + sum[i][j] : sum[i][j]);
         }
       return;
@@ -139,14 +154,16 @@ struct Own {
       for (int j = 0; j < 2; ++j) store(&edge[i][j * kLane], sum[i][j]);
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < cols; ++j)
-        c[i * ldc + j] = accumulate ? c[i * ldc + j] + edge[i][j] : edge[i][j];
+        c[i * ldc + j] = Out(accumulate ? T(c[i * ldc + j]) + edge[i][j] : edge[i][j]);
   }
 
   // C (rows, n) from rows of A and all columns of B, depth deep.
-  static void multiply(bool ta, bool tb, int64_t rows, int64_t n, int64_t depth, const T* a,
-                       int64_t lda, const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc) {
-    T* const panels = buffer<kM * kStride>();
-    const int64_t in_place = ta || lda % kSets == 0 ? 0 : rows / kRows * kRows;  // rows
+  static void multiply(bool ta, bool tb, int64_t rows, int64_t n, int64_t depth, const In* a,
+                       int64_t lda, const In* b, int64_t ldb, bool accumulate, Out* c,
+                       int64_t ldc) {
+    T* const panels = workspace().panels;
+    const int64_t in_place =
+        !kReadable || ta || lda % kSets == 0 ? 0 : rows / kRows * kRows;  // rows
     parallel_for(ceil_div(rows - in_place, kRows), [&](int64_t panel) {
       [[maybe_unused]] const Mode mode;
       const int64_t i = in_place + panel * kRows;
@@ -166,10 +183,12 @@ struct Own {
       [[maybe_unused]] const Mode mode;
       const int64_t j0 = task % strips * width, cols = std::min(width, n - j0);
       const int64_t i0 = task / strips * height, i1 = std::min(rows, i0 + height);
-      T* const strip = buffer<kStrip>();
+      T* const strip = workspace().strip;
       pack_b(tb, depth, cols, b + (tb ? j0 * ldb : j0), ldb, strip);
       for (int64_t i = i0; i < i1; i += kRows) {
-        const T* const from = i < in_place ? a + i * lda : panels + i * kStride;
+        const T* from = panels + i * kStride;
+        if constexpr (kReadable)
+          if (i < in_place) from = a + i * lda;
         for (int64_t j = 0; j < cols; j += kCols)
           (ta ? micro<true> : micro<false>)(depth, from, i < in_place ? lda : kStride,
                                             strip + j * depth, accumulate, c + i * ldc + j0 + j,
@@ -179,14 +198,32 @@ struct Own {
     });
   }
 
-  static void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
-                   const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc) {
+  static void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
+                   const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc) {
     const int64_t even = ceil_div(k, ceil_div(k, kDepth));  // depths of equal size
-    for (int64_t p = 0; p < k; p += even)
+    const auto all_depths = [&](auto kernel, int64_t i, int64_t j, int64_t cols, bool add, auto* to,
+                                int64_t ld) {
+      for (int64_t p = 0; p < k; p += even)
+        kernel(ta, tb, std::min(kM, m - i), cols, std::min(even, k - p),
+               a + (ta ? p * lda + i : i * lda + p), lda, b + (tb ? j * ldb + p : p * ldb + j), ldb,
+               add || p > 0, to, ld);
+    };
+    if (std::is_same_v<Out, T> || even == k) {
       for (int64_t i = 0; i < m; i += kM)
-        multiply(ta, tb, std::min(kM, m - i), n, std::min(even, k - p),
-                 a + (ta ? p * lda + i : i * lda + p), lda, b + (tb ? p : p * ldb), ldb,
-                 accumulate || p > 0, c + i * ldc, ldc);
+        all_depths(multiply, i, 0, n, accumulate, c + i * ldc, ldc);
+      return;
+    }
+    T* const sums = workspace().sums;
+    for (int64_t i = 0; i < m; i += kM)
+      for (int64_t j = 0; j < n; j += kSummed) {
+        const int64_t rows = std::min(kM, m - i), cols = std::min(kSummed, n - j);
+        all_depths(Own<In, T>::multiply, i, j, cols, false, sums, kSummed);
+        parallel_for(rows, [&](int64_t row) {
+          const T* from = sums + row * kSummed;
+          Out* to = c + (i + row) * ldc + j;
+          for (int64_t x = 0; x < cols; ++x) to[x] = Out(accumulate ? T(to[x]) + from[x] : from[x]);
+        });
+      }
   }
 };
 
@@ -202,10 +239,10 @@ bool fit_int(Sizes... sizes) {
 
 }  // namespace
 
-template <class T>
-void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
-              const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc) {
-  Own<T>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
+template <class In, class Out>
+void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
+              const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc) {
+  Own<In, Out>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
 }
 
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
@@ -222,7 +259,7 @@ void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, in
                const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc) {
 #ifdef NEEDLE_OPENBLAS
   if (fit_int(m, n, k, lda, ldb, ldc)) {
-    [[maybe_unused]] const typename Own<T>::Mode mode;
+    [[maybe_unused]] const typename Own<T, T>::Mode mode;
     const auto multiply = [&](auto function) {
       function(CblasRowMajor, flag(ta), flag(tb), int(m), int(n), int(k), T(1), a, int(lda), b,
                int(ldb), T(accumulate), c, int(ldc));
@@ -236,13 +273,21 @@ void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, in
   gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
 }
 
-#define INSTANTIATE(T)                                                                        \
-  template void gemm_own(bool, bool, int64_t, int64_t, int64_t, const T*, int64_t, const T*,  \
-                         int64_t, bool, T*, int64_t);                                         \
+#define TILE(T)                                                                               \
   template void gemm_tile(bool, bool, int64_t, int64_t, int64_t, const T*, int64_t, const T*, \
                           int64_t, bool, T*, int64_t);
-INSTANTIATE(float)
-INSTANTIATE(double)
-#undef INSTANTIATE
+#define OWN(In, Out)                                                                           \
+  template void gemm_own(bool, bool, int64_t, int64_t, int64_t, const In*, int64_t, const In*, \
+                         int64_t, bool, Out*, int64_t);
+TILE(float)
+TILE(double)
+OWN(float, float)
+OWN(double, double)
+OWN(float16, float16)
+OWN(float16, float)
+OWN(bfloat16, bfloat16)
+OWN(bfloat16, float)
+#undef TILE
+#undef OWN
 
 }  // namespace needle::cpu

@@ -1,4 +1,4 @@
-// Products of matrices of float and double: C = op(A) op(B), or C += with accumulate, row-major.
+// Products of matrices of floats: C = op(A) op(B), or C += with accumulate, row-major.
 //
 // op(A) is (m, k), op(B) is (k, n), C is (m, n); lda, ldb, ldc are the row strides of what is
 // stored: (m, k), or (k, m) when ta; likewise b.
@@ -8,15 +8,17 @@
 
 namespace needle::cpu {
 
-// On one thread, for use inside a task of the pool. Through OpenBLAS where it was built in.
+// On one thread, for use inside a task of the pool; of float or double. Through OpenBLAS where it
+// was built in.
 template <class T>
 void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
                const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc);
 
-// On the whole pool, by needle's own kernel. Bits do not depend on the number of threads.
-template <class T>
-void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
-              const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc);
+// On the whole pool, by needle's own kernel; of 16-bit floats, too, into such or into float. Bits
+// do not depend on the number of threads.
+template <class In, class Out>
+void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
+              const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc);
 
 // Whether gemm_own is the faster way to a product of this size, rather than tiles on the pool.
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k);

@@ -1,10 +1,10 @@
 // Matrix products: out[batch] = op(a[batch]) @ op(b[batch]), or += with accumulate.
 //
-// A few rows times a matrix is a matter of reading the matrix (few_rows_cpu.h). Large products of
-// float and double go to needle's own kernel where that is the faster (gemm_cpu.h). Others are cut
-// into tiles of `out`, by the shape alone, and the pool hands them out; each is one single-threaded
-// GEMM. 16-bit floats are converted to float32 piece by piece in buffers of fixed size, one set per
-// thread; their product may stay in float32.
+// A few rows times a matrix is a matter of reading the matrix (few_rows_cpu.h). Large products go
+// to needle's own kernel where that is the faster (gemm_cpu.h). Others are cut into tiles of `out`,
+// by the shape alone, and the pool hands them out; each is one single-threaded GEMM, for which
+// 16-bit floats are converted to float32 piece by piece in buffers of fixed size, one set per
+// thread. The product of 16-bit floats may stay in float32.
 #include <algorithm>
 
 #include "../common/backend.h"
@@ -138,8 +138,6 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
                     p.trans_a ? p.lda : 1, at(b, b_strides, 0), p.ldb, p.accumulate, out);
       return;
     }
-  }
-  if constexpr (std::is_floating_point_v<T>) {
     if (gemm_own_pays(p.m, p.n, p.k)) {
       for (int64_t item = 0; item < batch; ++item)
         gemm_own(p.trans_a, p.trans_b, p.m, p.n, p.k, at(a, a_strides, item), p.lda,
