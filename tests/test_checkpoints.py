@@ -340,6 +340,8 @@ def test_damaged_checkpoints_of_a_run(small_run):
                 checkpoint.find(folder)
         (good / name).write_bytes(content)
     assert checkpoint.find(folder) == checkpoint.find(good) == (good, [])
+    alone = good.rename(folder / "best")  # a run that goes on from it is another
+    assert checkpoint.find(alone) == (alone, []) and checkpoint.run_of(good) == folder and checkpoint.run_of(alone) is None
 
 
 @pytest.mark.parametrize(

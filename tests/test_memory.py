@@ -163,6 +163,11 @@ def test_the_parts_of_the_process_add_up(cpu):
     parts = memory.process(cpu)
     assert parts["rss"] == sum(parts[name] for name in ("arrays", "cached", "libraries", "rest"))
     assert parts["arrays"] >= array.buffer_bytes
+    nbytes, cached = array.buffer_bytes, parts["cached"]
+    del array
+    parts = memory.process(cpu)
+    assert parts["rss"] == sum(parts[name] for name in ("arrays", "cached", "libraries", "rest"))
+    assert parts["cached"] == cached + nbytes and min(parts.values()) >= 0
 
 
 def test_an_emptied_cache_leaves_nothing_between_small_arrays(cpu):
@@ -759,11 +764,11 @@ def test_advice_is_true_wherever_the_step_fails(limited):
 def test_advice_that_cannot_help_says_so(limited):
     build_for = lambda batch=8: plannable(TINY, batch, 64)  # noqa: E731
     memory.set_limit(memory.stats(limited).live + 50_000, limited)
-    with (
-        pytest.raises(OutOfMemoryError, match="none of the changes tried fits"),
-        memory.advise(build_for, [("--batch_size 1", {"batch": 1})]),
-    ):
-        build_for()(limited)
+    least = f"none of the changes tried fits; the least is {memory.readable(memory.peak_bytes(build_for(1)))}, with 1 "
+    for batches, said in (((4, 1, 2), least), ((16, 8), "none of the changes tried needs less: 16, 8")):
+        changes = [(str(batch), {"batch": batch}) for batch in batches]
+        with pytest.raises(OutOfMemoryError, match=said), memory.advise(build_for, changes):
+            build_for()(limited)
 
 
 def test_advice_that_fails_takes_nothing_from_the_rest(limited):
