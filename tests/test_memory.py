@@ -341,6 +341,9 @@ def test_a_trace_names_who_holds_what(device):
         model = one_step(device)
     assert 0 < t.peak_bytes <= memory.stats(device).peak
     name = lambda h: h.module.removeprefix("Pythia.")  # noqa: E731  (while another test's model is alive)
+    sizes, top = [h.nbytes for h in t.holders()], max(t.timeline(), key=lambda row: row["live"])
+    assert sizes == sorted(sizes, reverse=True) and sum(sizes) == t.peak_bytes
+    assert (top["live"], top["module"], top["op"]) == (t.peak_bytes, t.peak_module, t.peak_site.what)
     holders = [h for h in t.holders() if name(h) == "layers.1.dense_h_to_4h"]
     weight = next(h for h in holders if h.category == "parameter" and h.nbytes == 32 * 64 * 4)
     assert weight.site.place.startswith("pythia.py:")

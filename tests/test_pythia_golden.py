@@ -1,5 +1,6 @@
 """needle's Pythia against the reference implementation's figures in tests/golden."""
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -106,3 +107,13 @@ def test_published_sizes(name, count):
 def test_a_model_of_no_size(name):
     with pytest.raises(ShapeError, match=rf"\[pythia\] {name} is 0 \(accepted: at least 1\)"):
         PythiaConfig(**{name: 0})
+
+
+def test_the_scale_of_the_first_weights():
+    """GPT-NeoX's small_init and wang_init."""
+    model = Pythia(PythiaConfig(layers=3, width=64, heads=2, feed_forward=256, vocab_size=500, max_seq_len=8), device=ndl.cpu())
+    small, output = math.sqrt(2 / (5 * 64)), 2 / (3 * 8)
+    for name, p in model.named_parameters():
+        if p.ndim == 2:
+            expected = output if name.endswith(("dense.weight", "dense_4h_to_h.weight")) else small
+            assert p.numpy().std() == pytest.approx(expected, rel=0.06), name

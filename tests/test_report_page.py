@@ -240,9 +240,13 @@ def test_the_norm_is_that_of_all_gradients(device, count):
     for ids, targets in batches:
         (model.loss(ids, targets) * (1 / count)).backward(accumulate=True)
     expected = math.sqrt(sum(float((p.grad.numpy().astype(np.float64) ** 2).sum()) for p in model.parameters()))
-    again = Pythia(config, device=device)
-    step = train_step(again, AdamW(again.parameters()), batches, count, max_norm=1e-3)
-    assert step.grad_norm == pytest.approx(expected, rel=1e-5) and 3 < step.loss < 5
+    updated = []
+    for scaler in (None, ndl.amp.GradScaler()):
+        again = Pythia(config, device=device)
+        step = train_step(again, AdamW(again.parameters(), eps=1e-3), batches, count, max_norm=1e-3, scaler=scaler)
+        assert step.grad_norm == pytest.approx(expected, rel=1e-5) and 3 < step.loss < 5
+        updated.append(again.embed_out.numpy())
+    np.testing.assert_allclose(*updated, rtol=0, atol=1e-7)
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ class trace:
         del _active[self.device]
         sites.trace_all(self.device, False)
         names = ModuleNames(self.device)
-        self.first = [_holder(event, names, -1) for event in self._first]
+        self.first = [_holder(event, names) for event in self._first]
         made: dict[int, int] = {}
         for i, event in enumerate(log):
             if event[0] == MADE:
