@@ -399,7 +399,7 @@ def test_bad_lines(tmp_path, tokenizer, line, said):
     [
         (b"alpha \xff", "not UTF-8 text: invalid start byte at byte 6 of"),
         (b"a" * 99 + "中".encode()[:2], "not UTF-8 text: unexpected end of data at byte 99 of"),
-        ("中".encode() * 90 + b"\xff", "not UTF-8 text: invalid start byte at byte 270 of"),
+        ("中".encode() * 90 + b"\xff alpha", "not UTF-8 text: invalid start byte at byte 270 of"),
         ("中".encode() * 50 + b"\0", "binary data: byte 150 of"),
     ],
 )
