@@ -310,6 +310,7 @@ WRONG = [
     ({"repetition_penalty": 0}, "repetition_penalty is 0"),
     ({"eos_token_id": "stop"}, "eos_token_id is 'stop'"),
     ({"eos_token_id": -5}, "eos_token_id is -5"),
+    ({"pad_token_id": -1}, "pad_token_id is -1"),
     ({"seed": -1}, "seed is -1"),
     ({"seed": True}, "seed is True"),
 ]
