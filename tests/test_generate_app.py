@@ -21,6 +21,7 @@ import evaluate
 import needle as ndl
 import pythia_app
 from needle.data.text_corpus import Piece
+from needle.data.text_tokenizer import load_tokenizer
 from needle.models import Pythia, pretrained, score_text
 
 ROOT = Path(__file__).parent.parent
@@ -188,6 +189,10 @@ def test_bytes_are_those_of_the_text(app, made, tmp_path):
     for flags in ((), ("--max_tokens", 10_000)):
         done = app("evaluate", "--model", tmp_path / "model", "--text", tmp_path / "text", *flags)
         assert "; 600 bytes, " in done.stdout, done.stdout + done.stderr
+    plain = load_tokenizer(next((made / "dense").glob("step-*")) / "tokenizer.json")
+    plain.end_of_text = None  # then the first token is not predicted
+    ids, nbytes = evaluate.tokens(str(made / "words.txt"), plain, 30)
+    assert len(ids) == 30 and nbytes == len(plain.decode(ids[1:]).encode())
 
 
 def test_of_a_long_text_no_more_is_read_than_asked_for(made, tmp_path):
