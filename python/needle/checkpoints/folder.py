@@ -137,7 +137,7 @@ class CheckpointFolder:
             file.write(text.encode())
 
     def _tidy(self, partial: Path | None, indexed: bool) -> None:
-        """Removes what is half-written, and the checkpoints that the index names no more. What was there before the index stays."""
+        """Removes what is half-written, and the checkpoints that the index names no more; none yet where the index is new."""
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
         if not indexed:
