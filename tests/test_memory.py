@@ -196,6 +196,11 @@ def test_amounts_of_memory_are_read():
         memory.set_limit("")
 
 
+def test_amounts_of_memory_are_written():
+    written = {1023: "1023 bytes", 1024: "1.00 KiB", 1_048_570: "1,023.99 KiB", 1_048_575: "1.00 MiB", -(5 << 40): "-5,120.00 GiB"}
+    assert [memory.readable(nbytes) for nbytes in written] == list(written.values())
+
+
 # --- traces ---
 
 

@@ -119,6 +119,10 @@ def test_layouts_say_what_is_wrong(host):
     q = random((1, 1, 100, 8), host)
     with pytest.raises(ShapeError, match="does not fit 100 queries"):
         ops.attention(q, q, q, dense_layout(64, 64))
+    for where in (host, ndl.meta()):  # a plan says it too
+        wide = random((1, 1, 64, 257), where)
+        with pytest.raises(ShapeError, match=r"heads of 257 features \(accepted: at most 256\)"):
+            ops.attention(wide, wide, wide, dense_layout(64, 64))
     with pytest.raises(ShapeError, match="accepted: local, global, mixed"):
         causal_pattern("diagonal", 4, 16)
     for wrong in ({"pattern": "diagonal"}, {"block": 0}, {"block": 20}, {"window": 0}):  # where it is written, not in forward

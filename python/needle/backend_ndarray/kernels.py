@@ -21,6 +21,7 @@ IGNORE_INDEX = -100
 DEFAULT_CHUNK_BYTES = 100 << 20
 PANEL_ROWS = 12  # of the CPU's matrix product (kRows in gemm_cpu.cc, or twice as many)
 TILE_ROWS = 128  # of a GPU's, cuBLASLt's as needle's own: 516 rows are five tiles
+MAX_HEAD = 256  # features of an attention head: what the kernels of cpu and of GPUs have room for
 FLOAT16_GRADIENT_SCALE = 2.0**10  # of dlogits, which lie within -1..1, and would be below float16's range divided by the rows
 
 
@@ -448,6 +449,11 @@ def _rows_form(x: NDArray) -> tuple[Any, tuple[int, ...]]:
     return _from_first(x), x._strides[:3]
 
 
+def _check_head(op: str, head_dim: int) -> None:
+    if head_dim > MAX_HEAD:
+        raise ShapeError(f"[{op}] heads of {head_dim} features (accepted: at most {MAX_HEAD})")
+
+
 def _check_attention(q: NDArray, k: NDArray, v: NDArray, layout: BlockLayout) -> tuple[int, ...]:
     _check("attention", q, k, v)
     if q.ndim != 4 or k._shape != v._shape or k.ndim != 4 or q._shape[:2] != k._shape[:2] or q._shape[3] != k._shape[3]:
@@ -457,6 +463,7 @@ def _check_attention(q: NDArray, k: NDArray, v: NDArray, layout: BlockLayout) ->
     _check_layout("attention", layout)
     B, H, T, D = q._shape
     S = k._shape[2]
+    _check_head("attention", D)
     if -(-T // layout.block) != layout.block_rows or -(-S // layout.block) != layout.block_cols:
         raise ShapeError(f"[attention] {layout} does not fit {T} queries and {S} keys")
     if H % layout.heads:
@@ -519,6 +526,7 @@ def attention_decode(
             f"[attention_decode] q is {q._shape}, k {k._shape}, v {v._shape}, the caches {key_cache._shape} and "
             f"{value_cache._shape}, positions {positions._shape} (accepted: (B, H, 1, D), (B, H, S, D), (B,))"
         )
+    _check_head("attention_decode", D)
     if not layout.causal or layout.q_start or {layout.block_rows, layout.block_cols} != {-(-S // layout.block)} or H % layout.heads:
         raise ShapeError(f"[attention_decode] {layout} does not fit {S} positions of {H} heads (accepted: a causal one that does)")
     out = _new((B, 1, H, D), q._dtype, q._device)

@@ -48,7 +48,7 @@ def readable(nbytes: float) -> str:
     """1234567 -> "1.18 MiB"."""
     sign, size = ("-" if nbytes < 0 else ""), abs(nbytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
+        if round(size, 2) < 1024 or unit == "GiB":  # never "1,024.00 KiB"
             return f"{sign}{size:.0f} bytes" if unit == "bytes" else f"{sign}{size:,.2f} {unit}"
         size /= 1024
     raise AssertionError
