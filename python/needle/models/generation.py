@@ -23,6 +23,7 @@ from ..backend_ndarray import kernels
 from ..backend_ndarray.block_layout import BlockLayout
 from ..backend_ndarray.host_memory import DATA
 from ..backend_ndarray.ndarray import NDArray, empty
+from ..backend_ndarray.recording import Recording
 from ..errors import ShapeError
 
 if TYPE_CHECKING:
@@ -141,11 +142,10 @@ class KeyValueCache:
     positions: (B,) int32 on the device, where the token that is being decoded stands in each sequence.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int]):
-        self.shape = shape
+    def __init__(self, shape: tuple[int, int, int, int], positions: NDArray):
+        self.shape, self.positions = shape, positions
         self.keys: list[NDArray] = []
         self.values: list[NDArray] = []
-        self.positions: NDArray | None = None
 
     def attend_prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
         """Attention among the positions 0 .. T - 1 of the prompts; q, k, v (B, H, T, D)."""
@@ -157,7 +157,6 @@ class KeyValueCache:
 
     def attend_step(self, layer: int, q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout) -> Tensor:
         """Attention of one new position per sequence; q, k, v (1, H, B, D)."""
-        assert self.positions is not None
         query, key, value = (x.realize_cached_data().permute((2, 1, 0, 3)) for x in (q, k, v))
         keys, values, scale = self.keys[layer], self.values[layer], 1 / math.sqrt(self.shape[3])
         mixed = kernels.attention_decode(query, key, value, keys, values, self.positions, layout, scale)
@@ -167,7 +166,8 @@ class KeyValueCache:
 class Decoder:
     """A model on some sequences: ``start`` reads the prompts, ``step`` one more token of each. Both give logits (B, V).
 
-    room: how many tokens ``step`` will take at most. Nothing else grows with the sequences.
+    room: how many tokens ``step`` will take at most. Nothing else grows with the sequences. The kernels of the first ``step`` are
+    recorded, and those after it are the same on other ids and positions: the weights in the memory where they were.
     """
 
     def __init__(self, model: Pythia, prompts: Sequence[np.ndarray], room: int):
@@ -177,7 +177,10 @@ class Decoder:
         most = int(self.lengths.max()) + room
         self.layout = config.layout(most)
         self.cos, self.sin = model.rotary_tables(most)
-        self.cache = KeyValueCache((len(prompts), config.heads, most, config.head_width))
+        self.ids = integers(model, np.zeros((1, len(prompts))))
+        positions = integers(model, self.lengths).realize_cached_data()
+        self.cache = KeyValueCache((len(prompts), config.heads, most, config.head_width), positions)
+        self.recording: Recording | None = None
 
     def start(self) -> np.ndarray:
         B, T = len(self.prompts), int(self.lengths.max())
@@ -185,26 +188,35 @@ class Decoder:
         for row, prompt in zip(ids, self.prompts, strict=True):
             row[: len(prompt)] = prompt
         with inference(self.model):
-            x = self._layers(ids, self.cos, self.sin, self.model.config.layout(T), self.cache.attend_prompt)
+            x = self._layers(integers(self.model, ids), self.cos, self.sin, self.model.config.layout(T), self.cache.attend_prompt)
             last = integers(self.model, np.arange(B, dtype=np.int32) * T + self.lengths - 1)
-            return self._logits(ops.embedding(ops.reshape(x, (B * T, x.shape[2])), last))
+            return self._numbers(self._logits(ops.embedding(ops.reshape(x, (B * T, x.shape[2])), last)))
 
     def step(self, ids: np.ndarray, running: np.ndarray) -> np.ndarray:
         """ids: (B,), the token after each sequence; running: (B,) of bool, the sequences that it is added to."""
-        self.cache.positions = at = integers(self.model, self.lengths).realize_cached_data()
-        cos, sin = kernels.embedding(self.cos, at), kernels.embedding(self.sin, at)
+        self.ids.realize_cached_data()[:] = ids
+        self.cache.positions[:] = self.lengths
         self.lengths += running
-        with inference(self.model):
-            return self._logits(self._layers(ids[None], cos, sin, self.layout, self.cache.attend_step))
+        if self.recording is not None:
+            self.recording.replay()
+        else:
+            recording = Recording(self.model.device)
+            with inference(self.model), recording:
+                cos, sin = (kernels.embedding(table, self.cache.positions) for table in (self.cos, self.sin))
+                self.logits = self._logits(self._layers(self.ids, cos, sin, self.layout, self.cache.attend_step))
+            self.recording = recording
+        return self._numbers(self.logits)
 
-    def _layers(self, ids: np.ndarray, cos: NDArray, sin: NDArray, layout: BlockLayout, attend: Callable[..., Tensor]) -> Tensor:
-        x = ops.embedding(self.model.embed_in, integers(self.model, ids))
+    def _layers(self, ids: Tensor, cos: NDArray, sin: NDArray, layout: BlockLayout, attend: Callable[..., Tensor]) -> Tensor:
+        x = ops.embedding(self.model.embed_in, ids)
         for i, layer in enumerate(self.model.layers):
             x = layer(x, cos, sin, layout, partial(attend, i))
         return x
 
-    def _logits(self, x: Tensor) -> np.ndarray:
-        logits = ops.matmul(self.model.final_layer_norm(x), self.model.embed_out)
+    def _logits(self, x: Tensor) -> NDArray:
+        return ops.matmul(self.model.final_layer_norm(x), self.model.embed_out).realize_cached_data()
+
+    def _numbers(self, logits: NDArray) -> np.ndarray:
         return logits.numpy().reshape(-1, logits.shape[-1]).astype(np.float32, copy=False)
 
 

@@ -1,0 +1,73 @@
+"""Kernel calls made again without the Python around them: for a step that is the same each time, such as a decoded token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from threading import RLock, get_ident
+from types import ModuleType
+from typing import Any
+
+from .device import BackendDevice
+from .host_memory import ALLOCATOR_FUNCTIONS
+
+_READS = ("to_numpy", "to_dlpack")
+_NO_KERNELS = (*ALLOCATOR_FUNCTIONS, "Array", "from_numpy", "num_threads")
+_swapping = RLock()  # devices are everybody's
+
+
+class Recording:
+    """The kernel calls of a block of code, which runs once and can be made again on the same arrays.
+
+        recording = Recording(device)
+        with recording:
+            y = f(x)          # computed, and recorded
+        x[:] = other          # an NDArray from outside takes new values
+        recording.replay()    # y has those of f(other)
+
+    The arrays made inside live as long as the recording. All else is constant: numbers, branches taken, arrays made from numpy
+    inside, and which memory a name such as a parameter stood for. Calls of other threads meanwhile are not recorded.
+    raises: RuntimeError where values are read inside, since what is done with them could not be done again.
+    """
+
+    def __init__(self, device: BackendDevice):
+        self._device = device
+        self._calls: list[Callable[[], Any]] = []
+
+    def __enter__(self) -> Recording:
+        _swapping.acquire()
+        self._mod = self._device.require()
+        self._device.mod = _Listener(self._mod, self._calls)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._device.mod = self._mod
+        _swapping.release()
+
+    def replay(self) -> None:
+        """Makes the calls again, in their order."""
+        for call in self._calls:
+            call()
+
+
+class _Listener(ModuleType):
+    """A device's module that notes down which kernels the thread that made it calls."""
+
+    def __init__(self, mod: ModuleType, calls: list[Callable[[], Any]]):
+        super().__init__(mod.__name__)
+        self._mod, self._calls, self._thread = mod, calls, get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._mod, name)
+        if get_ident() != self._thread or name in _NO_KERNELS or not callable(found):
+            return found
+        if name in _READS:
+            raise RuntimeError(f"[recording] {name}: values are read in a block that is recorded")
+
+        def record(*args: Any, **kwargs: Any) -> Any:
+            call = partial(found, *args, **kwargs)
+            result = call()
+            self._calls.append(call)
+            return result
+
+        return record
