@@ -9,7 +9,9 @@ import needle as ndl
 from needle import backend_ndarray as nd
 from needle import ops
 from needle.autograd import no_grad
+from needle.backend_ndarray.device import BackendDevice
 from needle.backend_ndarray.recording import Recording
+from needle.errors import DeviceError
 
 
 def array(device, seed):
@@ -96,3 +98,14 @@ def test_values_cannot_be_read_and_a_failure_leaves_the_device_as_it_was(host):
         (x + 1).numpy()
     assert host.mod is mod
     np.testing.assert_array_equal((x + 1).numpy(), x.numpy() + 1)
+    with pytest.raises(DeviceError, match="it was made without a module"), Recording(BackendDevice("absent", None)):
+        pass
+
+    def record():  # waits while another thread does
+        with Recording(host):
+            pass
+
+    thread = threading.Thread(target=record, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()

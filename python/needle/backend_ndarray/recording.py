@@ -35,8 +35,9 @@ class Recording:
         self._calls: list[Callable[[], Any]] = []
 
     def __enter__(self) -> Recording:
+        self._device.require()
         _swapping.acquire()
-        self._mod = self._device.require()
+        self._mod = self._device.require()  # what it is now that nobody else swaps it
         self._device.mod = _Listener(self._mod, self._calls)
         return self
 
