@@ -239,6 +239,20 @@ def test_what_may_be_drawn_is_worked_out_by_hand():
     assert sum(probabilities(top_p=0.9, top_k=4).values()) == pytest.approx(1)
 
 
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 50.0])
+@pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 0.999])
+def test_the_nucleus_of_many_tokens(scale, top_p):
+    """A flat distribution, whose nucleus is most of it, and steep ones; with many equal values."""
+    logits = np.round(np.random.default_rng(0).standard_normal(20_000) * scale, 2)
+    ids, p = generation.distribution(logits, GenerationConfig(do_sample=True, top_k=0, top_p=top_p))
+    every = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+    taken = sorted(range(len(logits)), key=lambda i: (-every[i], i))[: len(ids)]
+    assert ids.tolist() == sorted(taken)
+    together = every[taken].cumsum()
+    assert together[-1] >= top_p - 1e-12 and (len(ids) == 1 or together[-2] < top_p)
+    np.testing.assert_allclose(p, every[ids] / every[ids].sum())
+
+
 def test_repetition_penalty_by_hand():
     seen = np.array([True, False, False, True, False])
     logits = np.array([2.0, 1.5, 0.0, -1.0, 1.0], np.float32)

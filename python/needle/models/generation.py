@@ -90,7 +90,8 @@ def choose(logits: np.ndarray, seen: np.ndarray, config: GenerationConfig, rng: 
     """The next id of one sequence from its logits (V,). seen: (V,) of bool, the ids that are there already."""
     if config.repetition_penalty != 1:
         logits, penalty = logits.astype(np.float64), float(config.repetition_penalty)
-        logits = np.where(seen, np.where(logits < 0, logits * penalty, logits / penalty), logits)
+        there = logits[seen]
+        logits[seen] = np.where(there < 0, there * penalty, there / penalty)
     if not config.do_sample:
         return int(logits.argmax())
     ids, p = distribution(logits, config)
@@ -106,11 +107,22 @@ def distribution(logits: np.ndarray, config: GenerationConfig) -> tuple[np.ndarr
     p = np.exp((scores - scores.max()) / config.temperature)
     p /= p.sum()
     if config.top_p < 1:
-        order = np.argsort(-p, kind="stable")
-        before = p[order].cumsum() - p[order]
-        kept = np.sort(order[before < config.top_p])
+        kept = _nucleus(p, config.top_p)
         ids, p = ids[kept], p[kept] / p[kept].sum()
     return ids, p
+
+
+def _nucleus(p: np.ndarray, top_p: float) -> np.ndarray:
+    """Where the largest of ``p`` are that together reach ``top_p``; of equal ones the first. To sort all would take as long as the
+    token, and a trained model's are few.
+    """
+    for most in (4096, len(p)):
+        few = np.flatnonzero(p >= np.partition(p, -most)[-most]) if most < len(p) else np.arange(len(p))
+        order = few[np.argsort(-p[few], kind="stable")]
+        reached = p[order].cumsum()
+        if reached[-1] >= top_p:
+            break
+    return np.sort(order[reached - p[order] < top_p])
 
 
 # --- the model with its cache ---
