@@ -88,21 +88,26 @@ def site(number: int) -> Site:
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
-    """The frame's locals by name.
-
-    Before Python 3.13 a function's frame keeps the copy that ``f_locals`` makes, and with it arrays that the function has let go
-    since: that copy is emptied at once.
-    """
+    """The frame's locals by name."""
     names = frame.f_locals
     found = dict(names)
-    if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        names.clear()
+    _drop_copy(frame, names)
     return found
 
 
 def _read(frame: FrameType, *names: str) -> list[Any]:
-    found = locals_of(frame)
-    return [found.get(name) for name in names]
+    found = frame.f_locals
+    values = [*map(found.get, names)]
+    _drop_copy(frame, found)
+    return values
+
+
+def _drop_copy(frame: FrameType, names: Any) -> None:
+    """Before Python 3.13 a function's frame keeps the copy that ``f_locals`` makes, and with it arrays that the function has let go
+    since: that copy is emptied at once.
+    """
+    if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        names.clear()
 
 
 _Tell = Callable[[FrameType, dict[str, Any]], None]  # puts what a frame tells beside what inner ones have told
@@ -276,6 +281,8 @@ def free_failed_frames() -> None:
     caught it returns later, and the functions of the others are let go when the program has others for them.
     """
     global _returning
+    if not (_returning or len(_failed)):  # asked for each large allocation
+        return
     for error in list(_failed):
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         for frame in frames:
