@@ -6,7 +6,14 @@
 
 namespace needle::cpu {
 
-constexpr int64_t kFewRows = 8;
+constexpr int64_t kFewRows = 16;
+
+// Whether reading B (k, n) is most of the work: with more than 8 rows it is not where elements of
+// 16 bits are converted again for each 8 of them, nor where B is small.
+template <class T>
+bool few_rows_pay(int64_t m, int64_t n, int64_t k) {
+  return m <= kFewRows / 2 || (m <= kFewRows && sizeof(T) > 2 && n * k >= int64_t(1) << 18);
+}
 
 // C (m, n) = A (m, k) B (k, n), or C += with accumulate; m <= kFewRows. Element (i, p) of A is a[i
 // * a_row + p * a_col]; B and C have contiguous rows, those of C follow each other. B is read once,

@@ -10,6 +10,7 @@
 namespace needle::cpu {
 namespace {
 
+constexpr int kGroup = 8;          // rows of A whose sums stay in registers
 constexpr int64_t kDepth = 8;      // rows of B taken at a time, so that sums are seldom moved
 constexpr int64_t kWidest = 2048;  // columns of a task
 constexpr int64_t kCache = 512;    // columns whose sums stay in L1 for any number of rows
@@ -40,28 +41,31 @@ NEEDLE_INLINE void add_rows(int64_t depth, int64_t width, const A* x, const T* b
             std::fma(x[i * kDepth + p], A(b[p * ldb + j]), sums[i * ld_sums + j]);
 }
 
-// sums (M, width) = a (M, k) times k rows of b.
+// The same for the first M or fewer of `m` rows of A, which begin at a.
 template <int M, class T, class A = accum_t<T>>
-void multiply(int64_t k, int64_t width, const T* a, int64_t a_row, int64_t a_col, const T* b,
-              int64_t ldb, A* sums, int64_t ld_sums) {
+void add_group(int64_t m, int64_t depth, int64_t width, const T* a, int64_t a_row, int64_t a_col,
+               const T* b, int64_t ldb, A* sums, int64_t ld_sums) {
+  if constexpr (M > 1)
+    if (m < M) return add_group<M - 1>(m, depth, width, a, a_row, a_col, b, ldb, sums, ld_sums);
   A x[M * kDepth];
-  for (int i = 0; i < M; ++i) std::fill_n(sums + i * ld_sums, width, A(0));
-  for (int64_t p = 0; p < k; p += kDepth) {
-    const int64_t depth = std::min(kDepth, k - p);
-    for (int i = 0; i < M; ++i)
-      for (int64_t q = 0; q < depth; ++q) x[i * kDepth + q] = A(a[i * a_row + (p + q) * a_col]);
-    add_rows<M>(depth, width, x, b + p * ldb, ldb, sums, ld_sums);
-  }
+  for (int i = 0; i < M; ++i)
+    for (int64_t q = 0; q < depth; ++q) x[i * kDepth + q] = A(a[i * a_row + q * a_col]);
+  add_rows<M>(depth, width, x, b, ldb, sums, ld_sums);
 }
 
-template <int M, class T, class A = accum_t<T>>
-void multiply_rows(int64_t m, int64_t k, int64_t width, const T* a, int64_t a_row, int64_t a_col,
-                   const T* b, int64_t ldb, A* sums, int64_t ld_sums) {
-  if constexpr (M > 1)
-    if (m < M) return multiply_rows<M - 1>(m, k, width, a, a_row, a_col, b, ldb, sums, ld_sums);
-  const int64_t piece = std::max(kCache, kWidest / M);
+// sums (m, width) = a (m, k) times k rows of b. What a group of rows has read of b is in the cache
+// for the next.
+template <class T, class A = accum_t<T>>
+void multiply(int64_t m, int64_t k, int64_t width, const T* a, int64_t a_row, int64_t a_col,
+              const T* b, int64_t ldb, A* sums, int64_t ld_sums) {
+  const int64_t piece = std::max(kCache, kWidest / m);
+  for (int64_t i = 0; i < m; ++i) std::fill_n(sums + i * ld_sums, width, A(0));
   for (int64_t j = 0; j < width; j += piece)
-    multiply<M>(k, std::min(piece, width - j), a, a_row, a_col, b + j, ldb, sums + j, ld_sums);
+    for (int64_t p = 0; p < k; p += kDepth)
+      for (int64_t i = 0; i < m; i += kGroup)
+        add_group<kGroup>(m - i, std::min(kDepth, k - p), std::min(piece, width - j),
+                          a + i * a_row + p * a_col, a_row, a_col, b + p * ldb + j, ldb,
+                          sums + i * ld_sums + j, ld_sums);
 }
 
 // The parts' sums of the product that the calling thread is at.
@@ -113,9 +117,8 @@ void few_rows_gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, i
                       const int64_t strip = task / down, j0 = strip * width,
                                     p0 = task % down * depth;
                       A* const mine = down > 1 ? sums + task * m * width : partial_sums<A>();
-                      multiply_rows<int(kFewRows)>(m, std::min(depth, k - p0),
-                                                   std::min(width, n - j0), a + p0 * a_col, a_row,
-                                                   a_col, b + p0 * ldb + j0, ldb, mine, width);
+                      multiply(m, std::min(depth, k - p0), std::min(width, n - j0), a + p0 * a_col,
+                               a_row, a_col, b + p0 * ldb + j0, ldb, mine, width);
                       if (down == 1) finish(strip, mine, 1);
                     }
                   });

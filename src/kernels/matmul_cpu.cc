@@ -133,7 +133,7 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
     return x + (batch > 1 ? batch_offset(item, shape, strides) : 0);
   };
   if constexpr (is_float(DTypeOf<T>::value)) {
-    if (batch == 1 && p.m <= kFewRows && !p.trans_b) {
+    if (batch == 1 && few_rows_pay<T>(p.m, p.n, p.k) && !p.trans_b) {
       few_rows_gemm(p.m, p.n, p.k, at(a, a_strides, 0), p.trans_a ? 1 : p.lda,
                     p.trans_a ? p.lda : 1, at(b, b_strides, 0), p.ldb, p.accumulate, out);
       return;
