@@ -310,9 +310,7 @@ def test_no_graph_and_no_growth(host):
     del _
     cache = 2 * 2 * 3 * 4 * (20 + 199) * 8 * 4  # keys and values, layers, sequences, heads, positions, features, bytes
     tables = 2 * (20 + 199) * 4 * 2  # cos and sin; rot / 2 is 1
-    step = (
-        3 * (VOCABULARY + 2 * (14 * 32 + 2 * 64)) * 4
-    )  # sequences, logits, layers, features of norms to sums and of the MLP, bytes
+    step = 3 * 4 * (VOCABULARY + 2 * (14 * 32 + 2 * 64))  # sequences, bytes, logits, layers, features of width 32 and of the MLP
     assert live[1] - before <= cache + 2 * tables + step + 4096
     assert all(p.grad is None for p in model.parameters())
 

@@ -11,8 +11,8 @@ from typing import Any
 from .device import BackendDevice
 from .host_memory import ALLOCATOR_FUNCTIONS
 
-_READS = ("to_numpy", "to_dlpack")
-_NO_KERNELS = (*ALLOCATOR_FUNCTIONS, "Array", "from_numpy", "num_threads")
+_READS = ("to_numpy", "to_dlpack", "_strided")  # the last shares the memory of cpu_numpy
+_NO_KERNELS = (*ALLOCATOR_FUNCTIONS, "Array", "from_numpy", "from_dlpack", "dlpack_device", "num_threads")
 _swapping = RLock()  # devices are everybody's
 
 
@@ -25,8 +25,8 @@ class Recording:
         x[:] = other          # an NDArray from outside takes new values
         recording.replay()    # y has those of f(other)
 
-    The arrays made inside live as long as the recording. All else is constant: numbers, branches taken, arrays made from numpy
-    inside, and which memory a name such as a parameter stood for. Calls of other threads meanwhile are not recorded.
+    The arrays made inside live as long as the recording. All else is constant: numbers, branches taken, arrays made from those
+    of others inside, and which memory a name such as a parameter stood for. Calls of other threads meanwhile are not recorded.
     raises: RuntimeError where values are read inside, since what is done with them could not be done again.
     """
 
