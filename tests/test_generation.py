@@ -182,6 +182,28 @@ def test_nothing_is_dropped_out(cpu):
     assert dropping.training and dropping.dropout.training and dropping.dropout.drawn == 0
 
 
+def test_a_step_in_another_thread_drops_out_while_tokens_are_made(cpu):
+    model = Pythia(replace(small(device=cpu).config, dropout=0.5), device=cpu)
+    ids = generation.integers(model, np.ones((1, 4)))
+    with generation.inference():
+        model.hidden(ids)
+        assert model.dropout.drawn == 0
+        with ThreadPoolExecutor(1) as beside:
+            beside.submit(model.hidden, ids).result()
+        assert model.dropout.drawn > 0
+
+
+def test_a_parameter_that_is_given_another_array_between_two_tokens_is_read_there(device):
+    model, prompt, following = small(device=device), np.array(PROMPTS[0]), [7, 8, 9]
+    decoder = generation.Decoder(model, [prompt], len(following))
+    decoder.start()
+    for count, token in enumerate(following, 1):
+        model.embed_out.data = ndl.Tensor(model.embed_out.numpy() * count, device=device)  # no key or value depends on it
+        found = decoder.step(np.array([token]), np.ones(1, bool))
+        expected = all_logits(model, np.concatenate([prompt, following[:count]]))[-1]
+        np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=2e-5)
+
+
 def test_stop_tokens_and_padding(cpu):
     model = small(device=cpu)
     free = model.generate(PROMPTS[:2], max_new_tokens=12)

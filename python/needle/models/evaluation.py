@@ -86,7 +86,7 @@ def score_text(
             inputs[row, : last - first] = ids[first:last]
             targets[row, scored - first : last - first] = ids[scored + 1 : last + 1]
         count = int((targets != kernels.IGNORE_INDEX).sum())
-        with inference(model):
+        with inference():
             nats += model.loss(integers(model, inputs), integers(model, targets)).item() * count
         counted += count
         if progress is not None:
@@ -141,7 +141,7 @@ def score_endings(
         for b, (row, (_, ending)) in enumerate(zip(rows, part, strict=True)):
             inputs[b, : len(row) - 1] = row[:-1]
             asked.append(b * T + np.arange(len(row) - 1 - len(ending), len(row) - 1))
-        with inference(model):
+        with inference():
             hidden = model.hidden(integers(model, inputs))
             flat = ops.reshape(hidden, (-1, hidden.shape[2]))
             rows_asked = ops.embedding(flat, integers(model, np.concatenate(asked)))

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Integral, Real
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from ..backend_ndarray.host_memory import DATA
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..backend_ndarray.recording import Recording
 from ..errors import ShapeError
+from ..nn.nn_basic import no_dropout
 
 if TYPE_CHECKING:
     from .pythia import Pythia
@@ -129,18 +131,10 @@ def _nucleus(p: np.ndarray, top_p: float) -> np.ndarray:
 
 
 @contextmanager
-def inference(model: Pythia) -> Iterator[None]:
-    """Inside, no graph is recorded and nothing is dropped out.
-
-    Only the dropout that all layers share is switched, not every module as ``eval`` does: this is entered for each token.
-    """
-    dropout = model.dropout
-    training, dropout.training = dropout.training, False
-    try:
-        with no_grad():
-            yield
-    finally:
-        dropout.training = training
+def inference() -> Iterator[None]:
+    """Inside, in this thread, no graph is recorded and nothing is dropped out."""
+    with no_grad(), no_dropout():
+        yield
 
 
 def integers(model: Pythia, values: np.ndarray) -> Tensor:
@@ -179,7 +173,7 @@ class Decoder:
     """A model on some sequences: ``start`` reads the prompts, ``step`` one more token of each. Both give logits (B, V).
 
     room: how many tokens ``step`` will take at most. Nothing else grows with the sequences. The kernels of the first ``step`` are
-    recorded, and those after it are the same on other ids and positions: the weights in the memory where they were.
+    recorded, and those after it are the same on other ids and positions, unless parameters have been given other arrays since.
     """
 
     def __init__(self, model: Pythia, prompts: Sequence[np.ndarray], room: int):
@@ -192,14 +186,16 @@ class Decoder:
         self.ids = integers(model, np.zeros((1, len(prompts))))
         positions = integers(model, self.lengths).realize_cached_data()
         self.cache = KeyValueCache((len(prompts), config.heads, most, config.head_width), positions)
+        self.parameters = model.parameters()
         self.recording: Recording | None = None
+        self.recorded: list[NDArray] = []  # the weights of the recording
 
     def start(self) -> np.ndarray:
         B, T = len(self.prompts), int(self.lengths.max())
         ids = np.zeros((B, T), np.int32)  # what fills up a row comes after its end, where no position looks
         for row, prompt in zip(ids, self.prompts, strict=True):
             row[: len(prompt)] = prompt
-        with inference(self.model):
+        with inference():
             x = self._layers(integers(self.model, ids), self.cos, self.sin, self.model.config.layout(T), self.cache.attend_prompt)
             last = integers(self.model, np.arange(B, dtype=np.int32) * T + self.lengths - 1)
             return self._numbers(self._logits(ops.embedding(ops.reshape(x, (B * T, x.shape[2])), last)))
@@ -209,14 +205,15 @@ class Decoder:
         self.ids.realize_cached_data()[:] = ids
         self.cache.positions[:] = self.lengths
         self.lengths += running
-        if self.recording is not None:
+        weights = [p.realize_cached_data() for p in self.parameters]
+        if self.recording is not None and all(map(is_, weights, self.recorded)):
             self.recording.replay()
         else:
             recording = Recording(self.model.device)
-            with inference(self.model), recording:
+            with inference(), recording:
                 cos, sin = (kernels.embedding(table, self.cache.positions) for table in (self.cos, self.sin))
                 self.logits = self._logits(self._layers(self.ids, cos, sin, self.layout, self.cache.attend_step))
-            self.recording = recording
+            self.recording, self.recorded = recording, weights
         return self._numbers(self.logits)
 
     def _layers(self, ids: Tensor, cos: NDArray, sin: NDArray, layout: BlockLayout, attend: Callable[..., Tensor]) -> Tensor:

@@ -6,6 +6,8 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -322,6 +324,19 @@ class LayerNorm(LayerNorm1d):
     """Layer normalization over the last axis, of length dim, of any shape."""
 
 
+_dropping = ContextVar("dropping", default=True)
+
+
+@contextmanager
+def no_dropout() -> Iterator[None]:
+    """Inside, in this thread, Dropout passes all; ``eval()`` would take the dropout of a step in another thread away."""
+    before = _dropping.set(False)
+    try:
+        yield
+    finally:
+        _dropping.reset(before)
+
+
 class Dropout(Module):
     """In training x / (1 - p) with probability 1 - p, else 0; in evaluation x. Draws from numpy's global stream."""
 
@@ -331,9 +346,12 @@ class Dropout(Module):
             raise ValueError(f"[{type(self).__name__}] p is {p} (accepted: 0 to 1)")
         self.p = p
 
+    def _passes_all(self) -> bool:
+        return not self.training or self.p == 0 or not _dropping.get()
+
     def forward(self, x: Tensor) -> Tensor:
         check_tensors("Dropout", x)
-        if not self.training or self.p == 0:
+        if self._passes_all():
             return x
         if self.p == 1:
             return x * 0
@@ -353,7 +371,7 @@ class SeededDropout(Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         check_tensors("SeededDropout", x)
-        if not self.training or self.p == 0:
+        if self._passes_all():
             return x
         offset, self.drawn = self.drawn, self.drawn + -(-x.size // 4)
         return ops.dropout(x, self.p, self.seed, offset)
