@@ -62,7 +62,15 @@ def _nothing(*args, **kwargs):
     """A kernel that has no data to work on."""
 
 
+def _elementwise(name):
+    def entry(a, *args):
+        _reference._check_kernel(name, a.dtype)
+
+    return entry
+
+
 for _name in dir(_reference):
     _function = getattr(_reference, _name)
     if not _name.startswith("_") and callable(_function) and _name not in globals():
-        globals()[_name] = _nothing
+        _form, _, _op = _name.partition("_")
+        globals()[_name] = _elementwise(_op) if _form in ("ewise", "scalar", "rscalar") else _nothing

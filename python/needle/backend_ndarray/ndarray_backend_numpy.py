@@ -218,9 +218,13 @@ BINARY = {
 _OF_NUMBERS = {"negate", "abs", "sign", "square", "relu", "sub", "power", "relu_backward"}
 
 
-def _operand(name, x):
-    if x.dtype == bool and name in _OF_NUMBERS:
+def _check_kernel(name, dtype):
+    if dtype == "bool" and name in _OF_NUMBERS:
         raise ValueError(f"[{name}] no kernel for dtype bool")
+
+
+def _operand(name, x):
+    _check_kernel(name, x.dtype)
     return _up(x)
 
 
