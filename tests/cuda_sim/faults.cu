@@ -45,6 +45,18 @@ __global__ void no_dynamic_shared_kernel() {
   none[0] = 1.0f;
 }
 
+__global__ void outside_shared_kernel(int reach) {
+  NEEDLE_SHARED(int, first, 32);
+  NEEDLE_SHARED(int, second, 32);
+  int* p = first;
+  p[int(threadIdx.x) + reach] = second[threadIdx.x] = 1;
+}
+
+__global__ void outside_dynamic_shared_kernel(int reach) {
+  NEEDLE_DYNAMIC_SHARED(int, scratch);
+  scratch[threadIdx.x + reach] = 1;
+}
+
 __global__ void null_kernel(int* p) {
   if (blockIdx.x == 1 && threadIdx.x == 5) *p = 1;
 }
@@ -84,6 +96,9 @@ const std::map<std::string, Case> kCases = {
     {"shared_beyond_device", [](int*) { allow_dynamic_shared<empty_kernel>(227 * 1024 + 1); }},
     {"static_shared_too_large", [](int*) { launch<static_shared_kernel>({1, 32}); }},
     {"no_dynamic_shared", [](int*) { launch<no_dynamic_shared_kernel>({1, 32}); }},
+    {"beyond_shared", [](int*) { launch<outside_shared_kernel>({2, 32}, 1); }},
+    {"before_shared", [](int*) { launch<outside_shared_kernel>({1, 32}, -32); }},
+    {"beyond_dynamic_shared", [](int*) { launch<outside_dynamic_shared_kernel>({1, 32, 128}, 1); }},
     {"null_pointer", [](int*) { launch<null_kernel>({2, 32}, static_cast<int*>(nullptr)); }},
     {"division_by_zero", [](int* p) { launch<division_kernel>({1, 1}, p, 0); }},
     {"stack_overflow", [](int* p) { launch<recursion_kernel>({1, 1}, p, 1000); }},

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
@@ -18,9 +19,10 @@ const RaceHooks* race_hooks = nullptr;
 
 namespace {
 
-// Room between shared variables, so that an overrun meets something: 0xff, or poison under
-// AddressSanitizer.
-constexpr size_t kSharedGap = NEEDLE_ASAN ? 128 : 0;
+// Room before and after each shared variable, so that what reaches outside meets something: 0xff,
+// which is looked at when the block is over, or poison under AddressSanitizer.
+constexpr size_t kSharedGap = 128;
+const std::string kUntouched(kSharedGap, '\xff');
 constexpr size_t kArenaBytes = 1 << 20;
 
 Block& block_of(Thread& thread) { return *static_cast<Block*>(thread.block); }
@@ -88,6 +90,8 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
   }
 #if NEEDLE_ASAN
   __asan_poison_memory_region(arena_, kArenaBytes);
+#else
+  std::memset(arena_, 0xff, kSharedGap);
 #endif
   shared_.clear();
   arena_used_ = shared_bytes_ = 0;
@@ -104,6 +108,8 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
       drop_async_copies(thread_table[static_cast<unsigned>(worker_ * kMaxBlockThreads) + i]);
     n_idle_ = n_made_ = 0;  // no stack can be trusted to be parked
     forget_frames(worker_ * kMaxBlockThreads, kMaxBlockThreads);
+  } else if (!NEEDLE_ASAN) {
+    fault_ = written_outside_shared();
   }
   return std::move(fault_);
 }
@@ -310,10 +316,26 @@ char* Block::shared(const void* declaration, const char* name, size_t bytes, siz
           {"", 0});
 #if NEEDLE_ASAN
   __asan_unpoison_memory_region(address, bytes);
-#endif
   std::memset(address, 0xff, bytes);
+#else
+  std::memset(address, 0xff, bytes + kSharedGap);
+#endif
   shared_.push_back({declaration, name, address, bytes});
   return address;
+}
+
+std::string Block::written_outside_shared() const {
+  const auto touched = [](const char* gap) {
+    return std::memcmp(gap, kUntouched.data(), kSharedGap) != 0;
+  };
+  for (const SharedVariable& variable : shared_) {
+    const bool before = variable.address == shared_[0].address && touched(arena_);
+    if (before || touched(variable.address + variable.bytes))
+      return std::string("[") + launch->kernel_name + "] a write " +
+             (before ? "before" : "beyond") + " shared memory `" + variable.name + "`: block " +
+             text(block_idx);
+  }
+  return {};
 }
 
 // --- faults --------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ class Block : public BlockIndex {
   [[noreturn]] void divergent_warp(Thread& thread, const Thread& other);
   [[noreturn]] void not_in_mask(Thread& thread);
   std::string waiting_threads() const;
+  std::string written_outside_shared() const;  // a fault's text, empty if there was none
   uint64_t random();
 
   const int worker_;
