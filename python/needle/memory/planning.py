@@ -166,6 +166,7 @@ def _alone(device: BackendDevice):
     limit = mod.memory_stats()["limit"]
     if device == meta():
         mod.set_limit(0)
+        mod.set_site_hook(None, 0)  # reading the stack is a quarter of the time; a trace sets it for itself
     gc.disable()
     try:
         yield
@@ -178,30 +179,36 @@ def _alone(device: BackendDevice):
         if collecting:
             gc.enable()
         mod.set_limit(limit)
+        sites.apply(device)
         drop_device_caches()
 
 
 def largest(peak_of: Callable[[int], int], memory: int | str, most: int = 1 << 16) -> int:
     """The largest n from 1 to ``most`` with peak_of(n) <= memory; 0 if there is none. peak_of must not fall.
 
-    Peaks grow all but linearly with a micro-batch: guesses along a line need few plans, and every third one halves what is left.
+    Peaks grow along straight lines with a few bends: the next guess is where the line through the two nearest known ones meets
+    the memory, and the middle after three guesses that did not halve what is left.
     """
     limit = parse_bytes(memory)
-    good, bad, guess = 0, most + 1, 1
     known: dict[int, int] = {}
+    below, good, bad = 0, 0, most + 1
+    guess, slow = 1, 0
     while bad - good > 1:
-        known[guess] = peak_of(guess)
+        known[guess], left = peak_of(guess), bad - good
         if known[guess] <= limit:
-            good = guess
+            below, good = good, guess
         else:
             bad = guess
-        if len(known) % 3 == 0 and bad <= most:
-            guess = (good + bad) // 2
-        elif good > 0:
-            low = min(known)
-            other = next((n for n in (good, bad) if n in known and n != low), None)
-            slope = max(1, (known[other] - known[low]) // (other - low)) if other else limit
-            guess = good + (limit - known[good]) // slope
+        if good == 0:
+            break
+        low, high = (good, bad) if bad in known else (below, good)
+        slope = max(1, (known[high] - known[low]) // (high - low)) if low else limit
+        guess = good + (limit - known[good]) // slope
+        if bad not in known:
+            guess = max(guess, 2 * good)
+        else:
+            slow = slow + 1 if bad - good > left // 2 else 0
+            guess = guess if slow < 3 else (good + bad) // 2
         guess = max(good + 1, min(bad - 1, guess))
     return good
 

@@ -236,10 +236,11 @@ _marking = 0
 def watch(device: BackendDevice, limit: int = 0) -> None:
     """Has the device record the sites of large allocations: from LARGE_BYTES on, or from a 1024th of ``limit``."""
     _limits[device] = limit
-    _apply(device)
+    apply(device)
 
 
-def _apply(device: BackendDevice) -> None:
+def apply(device: BackendDevice) -> None:
+    """Sets the device's hook as what was asked of it wants."""
     limit = _limits.get(device, 0)
     smallest = min(LARGE_BYTES, limit // 1024) if limit else LARGE_BYTES
     device.set_site_hook(_hook, 0 if device in _tracing or _returning else smallest)
@@ -249,7 +250,7 @@ def trace_all(device: BackendDevice, wanted: bool) -> None:
     """Records the site of each allocation of ``device``, and of each graph node, while ``wanted``."""
     (_tracing.add if wanted else _tracing.discard)(device)
     mark_nodes(wanted)
-    _apply(device)
+    apply(device)
 
 
 def mark_nodes(wanted: bool) -> None:
@@ -340,7 +341,7 @@ def used_devices() -> list[BackendDevice]:
 
 def _apply_all() -> None:
     for device in used_devices():
-        _apply(device)
+        apply(device)
 
 
 device_module.when_loaded = watch
