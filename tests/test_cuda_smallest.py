@@ -27,13 +27,13 @@ from kernel_calls import (
 from needle import dtype as dt
 
 _device = devices("cuda_sim")
-SETTINGS = [
-    ("forward", "eager", "late"),
-    ("forward", "lazy", "early"),
-    ("reverse", "eager", "early"),
-    ("reverse", "lazy", "late"),
-    ("random:1", "eager", "late"),
-    ("random:2", "lazy", "early"),
+SETTINGS = [  # order, streams, cp_async, multiprocessors: without any, one block loops over all that there is
+    ("forward", "eager", "late", "4"),
+    ("forward", "lazy", "early", "0"),
+    ("reverse", "eager", "early", "4"),
+    ("reverse", "lazy", "late", "0"),
+    ("random:1", "eager", "late", "4"),
+    ("random:2", "lazy", "early", "4"),
 ]
 ONE_BLOCK = {"embedding_scan_kernel"}  # a running sum over the vocabulary
 KERNELS = Path(__file__).parent.parent / "src" / "kernels"
@@ -208,10 +208,11 @@ CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, 
 def run(case, dtype, monkeypatch):
     """The case under each setting. Returns kernel name -> (blocks, threads)."""
     backend.reset_launch_counts()
-    for order, streams, cp_async in SETTINGS:
+    for order, streams, cp_async, multiprocessors in SETTINGS:
         monkeypatch.setenv("NEEDLE_SIM_ORDER", order)
         monkeypatch.setenv("NEEDLE_SIM_STREAMS", streams)
         monkeypatch.setenv("NEEDLE_SIM_CP_ASYNC", cp_async)
+        monkeypatch.setenv("NEEDLE_SIM_MULTIPROCESSORS", multiprocessors)
         case(dtype)
         backend.sync()
     return backend.launch_extents()

@@ -2,6 +2,8 @@
 // aligned vectors, and reductions over a warp or a block.
 #pragma once
 
+#include <algorithm>
+
 #include "cuda_device.h"
 #include "integers.h"
 #include "launch.h"
@@ -25,8 +27,8 @@ __device__ inline void report_bad_id(ErrorFlag* flag, BadId op, int64_t value, i
 // Enough blocks to fill the device, no more: kernels loop over what is left (a grid-stride loop).
 // At least one, as a launch must have: arrays without elements are no case of their own.
 inline unsigned blocks_for(int64_t work_items) {
-  const int64_t cap = int64_t(multiprocessors()) * 16;
-  return unsigned(work_items < 1 ? 1 : work_items < cap ? work_items : cap);
+  const int64_t enough = int64_t(multiprocessors()) * 16;
+  return unsigned(std::max<int64_t>(1, std::min(work_items, enough)));
 }
 inline LaunchConfig grid_stride(int64_t n, int block = kBlock) {
   return LaunchConfig{dim3(blocks_for(ceil_div(n, block))), dim3(unsigned(block)), 0, stream()};

@@ -119,6 +119,7 @@ def test_faults_are_named_and_survived(programs, mode):
     [
         ("ORDER", "backwards", "forward, reverse, random:SEED"), ("CP_ASYNC", "soon", "late, early"),
         ("STREAMS", "Lazy", "eager, lazy"), ("SM", "70", "75, 80, 90, ..."),
+        ("MULTIPROCESSORS", "-1", "0, 1, 2, ..."),
     ],
 )  # fmt: skip
 def test_unknown_settings_are_refused(programs, setting, value, accepted):

@@ -151,7 +151,7 @@ constexpr uint64_t kThreadsWorthWaking = 1024;
 
 std::string check_launch(const Launch& launch) {
   // What the kernel will ask for, within which nothing can be thrown.
-  order_option(), async_copies_are_early(), compute_capability();
+  order_option(), async_copies_are_early(), compute_capability(), multiprocessors();
   const dim3 grid = launch.grid, block = launch.block;
   const std::string refused = std::string("[") + launch.kernel_name + "] launch refused: ";
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0)

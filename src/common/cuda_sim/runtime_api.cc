@@ -42,7 +42,6 @@ struct Event {
 
 namespace {
 
-constexpr int kMultiprocessors = 4;
 uint64_t enqueued = 0;
 Stream default_stream{true, true, {}};
 std::vector<Stream*>& streams() {
@@ -291,7 +290,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
       *value = static_cast<int>(max_shared_bytes());
       return cudaSuccess;
     case cudaDevAttrMultiProcessorCount:
-      *value = kMultiprocessors;
+      *value = multiprocessors();
       return cudaSuccess;
     case cudaDevAttrComputeCapabilityMajor:
       *value = compute_capability() / 10;
@@ -304,7 +303,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   *properties = {"needle cuda_sim",         total_bytes(),
                  kSharedBytesDefault,       max_shared_bytes(),
                  compute_capability() / 10, compute_capability() % 10,
-                 kMultiprocessors,          kWarpSize,
+                 multiprocessors(),         kWarpSize,
                  kMaxBlockThreads};
   return cudaSuccess;
 }

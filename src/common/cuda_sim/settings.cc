@@ -50,4 +50,12 @@ int compute_capability() {
   return capability;
 }
 
+int multiprocessors() {
+  const std::string value = value_of("NEEDLE_SIM_MULTIPROCESSORS");
+  if (value.empty()) return 4;
+  if (value.find_first_not_of("0123456789") != std::string::npos || value.size() > 6)
+    throw refused("NEEDLE_SIM_MULTIPROCESSORS", "0, 1, 2, ...");
+  return std::atoi(value.c_str());
+}
+
 }  // namespace needle::sim

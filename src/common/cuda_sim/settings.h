@@ -18,5 +18,6 @@ OrderOption order_option();     // NEEDLE_SIM_ORDER=forward|reverse|random:SEED
 bool async_copies_are_early();  // NEEDLE_SIM_CP_ASYNC=late|early
 bool streams_are_lazy();        // NEEDLE_SIM_STREAMS=eager|lazy
 int compute_capability();       // NEEDLE_SIM_SM=75|80|90|...
+int multiprocessors();          // NEEDLE_SIM_MULTIPROCESSORS=0|1|2|...
 
 }  // namespace needle::sim
