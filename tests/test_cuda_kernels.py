@@ -291,6 +291,22 @@ def test_blocksparse_products_on_tensor_cores(dtype, block):
     assert ran("BlockSparseMatmulKernelMma", "BlockSparseMatmulKernel") == [24, 0]
 
 
+@pytest.mark.parametrize("product", ["sdd", "dsd", "dds"])
+@pytest.mark.parametrize("shifted", [(4, 0), (0, 4), (0, 0)])
+def test_blocksparse_products_of_views_that_are_not_aligned(tensor_cores, product, shifted):
+    """Tensor cores take none of which an operand begins 8 bytes after a multiple of 16."""
+    layout, device = BlockLayout(np.tril(np.ones((2, 2))), 16), getattr(ndl, backend.__device_name__)()
+    blocks = (1, 3, 16, 16)
+    shapes = {"sdd": ((1, 32, 24), (1, 24, 32)), "dsd": (blocks, (1, 32, 24)), "dds": ((1, 24, 32), blocks)}[product]
+    flat = [NDArray(normal(by + math.prod(shape)), device=device, dtype="bfloat16") for by, shape in zip(shifted, shapes)]
+    operands = [x[by:].reshape(shape) for x, by, shape in zip(flat, shifted, shapes)]
+    multiply = getattr(kernels, f"blocksparse_{product}")
+    found = [multiply(*xs, layout).numpy().astype(np.float64) for xs in (operands, [x.copy() for x in operands])]
+    np.testing.assert_allclose(*found, atol=TOLERANCE["bfloat16"])
+    taken = 2 if shifted == (0, 0) else 1
+    assert ran("BlockSparseMatmulKernelMma", "BlockSparseMatmulKernel") == [taken, 2 - taken]
+
+
 @half_float
 def test_blocksparse_products_of_special_values_on_tensor_cores(dtype):
     masks = np.array([[[True, False], [True, True]]])
