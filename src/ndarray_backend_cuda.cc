@@ -63,7 +63,7 @@ class StagingRing {
 // modules.
 struct Device {
   cudaStream_t stream = nullptr;
-  int id = 0;
+  int id = 0, multiprocessors = 0;
   int64_t scratch_bytes = kScratchBytes;
   void* scratch = nullptr;
   ErrorFlag* flag = nullptr;       // on the device
@@ -76,6 +76,7 @@ struct Device {
       throw CudaError("[" NEEDLE_STRING(NEEDLE_DEVICE) "] no CUDA device was found: " +
                       devices().second);
     cuda_check(cudaGetDevice(&id), "cudaGetDevice");
+    multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
     if (attribute(cudaDevAttrComputeCapabilityMajor) >= 9) scratch_bytes = 4 * kScratchBytes;
     cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
     // Freed memory stays with the driver's pool across syncs; empty_cache() gives it back.
@@ -145,7 +146,11 @@ class DeviceMemory : public MemorySource {
 }  // namespace
 
 cudaStream_t stream() { return device().stream; }
-int multiprocessors() { return device().attribute(cudaDevAttrMultiProcessorCount); }
+// Needed for every launch; the emulated device may change it at run time.
+int multiprocessors() {
+  return NEEDLE_EMULATED ? device().attribute(cudaDevAttrMultiProcessorCount)
+                         : device().multiprocessors;
+}
 // Asked each time, which costs nothing to speak of: the emulated device may change them at run
 // time.
 bool has_tensor_cores() { return device().attribute(cudaDevAttrComputeCapabilityMajor) >= 8; }

@@ -29,11 +29,13 @@ from needle import dtype as dt
 _device = devices("cuda_sim")
 SETTINGS = [  # order, streams, cp_async, multiprocessors: without any, one block loops over all that there is
     ("forward", "eager", "late", "4"),
-    ("forward", "lazy", "early", "0"),
+    ("forward", "lazy", "early", "4"),
     ("reverse", "eager", "early", "4"),
-    ("reverse", "lazy", "late", "0"),
+    ("reverse", "lazy", "late", "4"),
     ("random:1", "eager", "late", "4"),
     ("random:2", "lazy", "early", "4"),
+    ("forward", "eager", "late", "0"),
+    ("reverse", "lazy", "early", "0"),
 ]
 ONE_BLOCK = {"embedding_scan_kernel"}  # a running sum over the vocabulary
 KERNELS = Path(__file__).parent.parent / "src" / "kernels"

@@ -731,6 +731,7 @@ def test_gradients_are_held_in_the_name_of_their_layer(limited, room, asked):
     assert "MiB  gradient  -" not in said
 
 
+@pytest.mark.usefixtures("few_objects")
 def test_advice_is_true_wherever_the_step_fails(limited):
     """In backward, where no graph is recorded, and inside remat and autocast; beside memory that is not of the run."""
 
@@ -758,7 +759,7 @@ def test_advice_is_true_wherever_the_step_fails(limited):
     needed, fits = (memory.peak_bytes(build_for(rows), steps=1) for rows in (64, 16))
     other, asked = empty((1 << 20,), device=limited), set()
     live = memory.stats(limited).live
-    for limit in range(fits, needed, 2560):
+    for limit in range(fits, needed, 512):
         memory.set_limit(live + limit, limited)
         with memory.advise(build_for, [("48 rows", {"rows": 48}), ("16 rows", {"rows": 16})], steps=1):
             text = str(failure(build_for()))
