@@ -64,6 +64,7 @@ class StagingRing {
 struct Device {
   cudaStream_t stream = nullptr;
   int id = 0, multiprocessors = 0;
+  size_t total_bytes = 0;
   int64_t scratch_bytes = kScratchBytes;
   void* scratch = nullptr;
   ErrorFlag* flag = nullptr;       // on the device
@@ -78,6 +79,8 @@ struct Device {
     cuda_check(cudaGetDevice(&id), "cudaGetDevice");
     multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
     if (attribute(cudaDevAttrComputeCapabilityMajor) >= 9) scratch_bytes = 4 * kScratchBytes;
+    size_t free_bytes = 0;
+    cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
     cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
     // Freed memory stays with the driver's pool across syncs; empty_cache() gives it back.
     cudaMemPool_t pool = nullptr;
@@ -112,12 +115,19 @@ struct Device {
   }
 };
 
-Device& device() {
+Device& device_in_use() {
   static Device* const instance = new Device;
-  // A thread of the host begins with the first GPU, which need not be this one. Where that fails,
-  // so does the call that follows.
-  [[maybe_unused]] thread_local const cudaError_t chosen = cudaSetDevice(instance->id);
   return *instance;
+}
+
+// The same, made the calling thread's too, on which its kernels are launched: a thread of the host
+// begins with the first GPU, and others (torch.cuda.set_device) may have chosen another since.
+// Where that fails, so does the call that follows.
+Device& device() {
+  Device& d = device_in_use();
+  int chosen = -1;
+  if (cudaGetDevice(&chosen) != cudaSuccess || chosen != d.id) cudaSetDevice(d.id);
+  return d;
 }
 
 // Memory in the order of the stream: freeing waits for nothing, and what is freed serves the work
@@ -125,6 +135,8 @@ Device& device() {
 class DeviceMemory : public MemorySource {
  public:
   void* allocate(int64_t bytes) override {
+    // Which error the driver has for more than the card can hold is not said anywhere.
+    if (size_t(bytes) > device().total_bytes) return nullptr;
     void* ptr = nullptr;
     const cudaError_t error = cudaMallocAsync(&ptr, size_t(bytes), device().stream);
     if (error == cudaSuccess) return ptr;
@@ -133,7 +145,9 @@ class DeviceMemory : public MemorySource {
     return nullptr;
   }
   void release(void* ptr, int64_t) override {
-    cudaFreeAsync(ptr, device().stream);  // fails only when the driver is already shutting down
+    // In any thread, perhaps one of another library that works on another GPU. It fails only when
+    // the driver is already shutting down.
+    cudaFreeAsync(ptr, device_in_use().stream);
   }
   void trim() override {
     cudaMemPool_t pool = nullptr;

@@ -155,7 +155,9 @@ class Prepared {
     int count = 0;
     const int status = lt_.MatmulAlgoGetHeuristic(handle, desc_.get(), b_.get(), a_.get(),
                                                   out_.get(), out_.get(), made, 1, &advice, &count);
-    if (status != kNotSupported) lt_.check(status, "cublasLtMatmulAlgoGetHeuristic");
+    // Three ways to say that it has none for this product on this GPU.
+    if (status != kNotSupported && status != kArchMismatch && status != kInvalidValue)
+      lt_.check(status, "cublasLtMatmulAlgoGetHeuristic");
     found_ = status == kSuccess && count == 1 && advice.status == kSuccess;
     algorithm_ = advice.algorithm;
     workspace_bytes_ = advice.workspace_bytes;
@@ -174,11 +176,16 @@ struct Session {
   explicit Session(const std::string& path) : lt(path) {}
 
   std::shared_ptr<const Prepared> prepared(const Gemm& g) {
-    const auto aligned = [](const void* p) {
-      const auto address = reinterpret_cast<uintptr_t>(p);
-      return int64_t(std::min<uintptr_t>(address & -address, kLargestAlignment));
+    // Of every matrix of a batch.
+    const auto aligned = [&](const void* first, DType dtype, int64_t batch_stride) {
+      const auto bits = reinterpret_cast<uintptr_t>(first) |
+                        uintptr_t(g.batches > 1 ? batch_stride * dtype_size(dtype) : 0) |
+                        uintptr_t(kLargestAlignment);
+      return int64_t(bits & -bits);
     };
-    const Alignments alignment{aligned(g.a.data), aligned(g.b.data), aligned(g.out)};
+    const Alignments alignment{aligned(g.a.data, g.dtype, g.a.batch_stride),
+                               aligned(g.b.data, g.dtype, g.b.batch_stride),
+                               aligned(g.out, g.out_dtype, g.m * g.n)};
     const Key key{int64_t(g.dtype),
                   int64_t(g.out_dtype),
                   g.m,
@@ -195,7 +202,10 @@ struct Session {
                   alignment[1],
                   alignment[2]};
     std::lock_guard<std::mutex> lock(mutex);
-    if (handle == nullptr) lt.check(lt.Create(&handle), "cublasLtCreate");
+    if (handle == nullptr) {
+      stream();  // the library's handle is of the thread's GPU
+      lt.check(lt.Create(&handle), "cublasLtCreate");
+    }
     const auto known = all.find(key);
     if (known != all.end()) return known->second;
     if (all.size() >= kMostPrepared) all.clear();

@@ -38,33 +38,34 @@ inline LaunchConfig grid_of(int64_t blocks, int block = kBlock, int64_t shared_b
                       stream()};
 }
 
-// The same for a kernel whose dynamic shared memory may need the opting in.
+// The same for a kernel whose dynamic shared memory may need the opting in. It is opted in for all
+// that the device has: the limit is the kernel's, and another host thread may be about to launch it
+// with more.
 template <auto Kernel>
 LaunchConfig grid_with_shared(int64_t work_items, int block, int64_t shared_bytes) {
   if (shared_bytes > max_shared_bytes())
     throw std::invalid_argument("[" + kernel_record<Kernel>().name + "] a block needs " +
                                 std::to_string(shared_bytes) + " bytes of shared memory (at most " +
                                 std::to_string(max_shared_bytes()) + " on this device)");
-  if (shared_bytes > 48 * 1024) allow_dynamic_shared<Kernel>(size_t(shared_bytes));
+  if (shared_bytes > 48 * 1024) allow_dynamic_shared<Kernel>(size_t(max_shared_bytes()));
   return grid_of(blocks_for(work_items), block, shared_bytes);
 }
 
 __device__ inline int64_t first_index() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 __device__ inline int64_t index_step() { return int64_t(gridDim.x) * blockDim.x; }
 
-// use(i, load(i)) for i = first, first + step, ... < end. Four loads are under way together, or
+// use(i, load(i)) for i = first, first + step, ... < end. AtOnce loads are under way together, or
 // memory would stand idle; where `use` stores, perhaps in place, the compiler could not know that
 // they may.
-template <class Load, class Use>
-__device__ void in_fours(int64_t first, int64_t step, int64_t end, Load load, Use use) {
-  constexpr int kAtOnce = 4;
-  for (int64_t i = first; i < end; i += kAtOnce * step) {
-    decltype(load(i)) loaded[kAtOnce];
+template <int AtOnce = 4, class Load, class Use>
+__device__ void in_groups(int64_t first, int64_t step, int64_t end, Load load, Use use) {
+  for (int64_t i = first; i < end; i += AtOnce * step) {
+    decltype(load(i)) loaded[AtOnce];
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
+    for (int j = 0; j < AtOnce; ++j)
       if (i + j * step < end) loaded[j] = load(i + j * step);
 #pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
+    for (int j = 0; j < AtOnce; ++j)
       if (i + j * step < end) use(i + j * step, loaded[j]);
   }
 }
@@ -296,7 +297,7 @@ __device__ int64_t row_step() {
 // use(c, load(c)) for the columns that this thread has of a row.
 template <int Lanes, class Load, class Use>
 __device__ void for_columns(int64_t cols, Load load, Use use) {
-  in_fours(threadIdx.x % Lanes, Lanes, cols, load, use);
+  in_groups(threadIdx.x % Lanes, Lanes, cols, load, use);
 }
 
 }  // namespace needle::NEEDLE_DEVICE

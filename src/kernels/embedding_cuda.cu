@@ -133,8 +133,10 @@ __global__ void embedding_sum_kernel(const T* dy, const int32_t* starts, const i
     const int32_t first = starts[v], end = starts[v + 1];
     if (c >= dim || (accumulate && first == end)) continue;
     A total = accumulate ? A(dweight[v * dim + c]) : A(0);
-#pragma unroll 4
-    for (int32_t p = first; p < end; ++p) total += A(dy[int64_t(positions[p]) * dim + c]);
+    // An id that comes often is one long chain of additions.
+    in_groups<16>(
+        first, 1, end, [&](int64_t p) { return A(dy[int64_t(positions[p]) * dim + c]); },
+        [&](int64_t, A row) { total += row; });
     dweight[v * dim + c] = T(total);
   }
 }

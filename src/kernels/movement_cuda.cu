@@ -44,7 +44,7 @@ __device__ Moved<T, N> fetch(const T* a, const Walk<2>& walk, int64_t i) {
 // In vectors of N elements, n of them.
 template <class B, int N>
 __global__ void strided_copy_kernel(const B* a, B* out, Walk<2> walk, int64_t n) {
-  in_fours(
+  in_groups(
       first_index(), index_step(), n, [&](int64_t i) { return fetch<N>(a, walk, i); },
       [&](int64_t, const Moved<B, N>& moved) {
         *reinterpret_cast<Vec<B, N>*>(out + moved.to) = moved.value;
@@ -77,7 +77,7 @@ __global__ void transpose_copy_kernel(const B* a, B* out, Walk<2> batch, int64_t
 
 template <class From, class To, int N>
 __global__ void convert_copy_kernel(const From* a, To* out, Walk<2> walk, int64_t n) {
-  in_fours(
+  in_groups(
       first_index(), index_step(), n, [&](int64_t i) { return fetch<N>(a, walk, i); },
       [&](int64_t, const Moved<From, N>& moved) {
         Vec<To, N> converted;

@@ -32,7 +32,7 @@ template <class T>
 __global__ void unscale_kernel(T* grad, accum_t<T> factor, int32_t* nonfinite, int64_t n) {
   using A = accum_t<T>;
   bool bad = false;
-  in_fours(
+  in_groups(
       first_index(), index_step(), n, [&](int64_t i) { return grad[i]; },
       [&](int64_t i, T value) {
         const T scaled = T(A(value) * factor);

@@ -9,7 +9,7 @@
 
 namespace needle::cublaslt {
 
-constexpr int kNotInitialized = 1, kInvalidValue = 7;
+constexpr int kNotInitialized = 1;
 
 struct Handle {};
 struct MatmulDesc {
@@ -181,8 +181,14 @@ EXPORTED int cublasLtMatmul(Handle* handle, MatmulDesc* desc, const void* alpha,
   const Shapes shapes(*desc, *a_layout, *b_layout, *c_layout, *d_layout);
   if (shapes.status != kSuccess) return shapes.status;
   const void* const addresses[] = {a, b, c, d};
-  for (int i = 0; i < 4; ++i)
-    if (reinterpret_cast<uintptr_t>(addresses[i]) % algorithm->data[i] != 0) return kInvalidValue;
+  const Layout* const layouts[] = {a_layout, b_layout, c_layout, d_layout};
+  for (int i = 0; i < 4; ++i) {
+    const int64_t apart =
+        layouts[i]->batches > 1 ? layouts[i]->batch_stride * layouts[i]->bytes_of_item() : 0;
+    if (reinterpret_cast<uintptr_t>(addresses[i]) % algorithm->data[i] != 0 ||
+        apart % int64_t(algorithm->data[i]) != 0)
+      return kInvalidValue;
+  }
   if (workspace_bytes < algorithm->data[4] || (workspace_bytes > 0 && workspace == nullptr))
     return kInvalidValue;
   if (workspace_bytes > 0) std::memset(workspace, 0xff, workspace_bytes);
