@@ -1011,8 +1011,8 @@ def where(condition: NDArray, a, b) -> NDArray:
 def from_dlpack(x: Any) -> NDArray:
     """An NDArray that shares the memory of ``x`` (numpy, torch, ...), with its dtype. CPU memory comes to ``cpu()``.
 
-    On a GPU both sides must work on CUDA's default stream, as they do unless told otherwise: with another stream, wait for the device
-    before either frees memory that they share.
+    On a GPU both sides must work on CUDA's default stream, as they do unless told otherwise: with another stream, wait for the
+    device before either frees memory that they share.
     """
     if not hasattr(x, "__dlpack_device__"):
         raise DTypeError(f"[from_dlpack] cannot share the memory of {type(x).__name__} (accepted: what has __dlpack__)")
