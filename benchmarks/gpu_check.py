@@ -7,12 +7,15 @@
 
 Uses this machine's own Python packages: numpy, ml_dtypes, pybind11 (or its headers, which torch has), cmake, pytest; torch where it
 is. Every row is appended to benchmarks/results as it is found, and everything said to build/gpu/log.txt; after --minutes what is
-left is not begun. What failed is printed last and decides the exit code: 0, 1, or 2 where it cannot run at all.
+left is not begun. What failed and what was left out is printed last; the exit code is 0, 1 where something failed, or 2 where it
+cannot run at all. Where there is no git, rows have the commit that NEEDLE_COMMIT names.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import glob
 import importlib.util
 import os
@@ -23,19 +26,22 @@ import subprocess
 import sys
 import sysconfig
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
-from interleave import append_results, cores, machine
+from interleave import append_results, cores, gpu, machine
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "gpu"
 LOG = BUILD / "log.txt"
-PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q"]
+PYTEST = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider"]
 CHUNK = 48  # tests in one process
 BENCHMARKS_S = 180  # that the tests leave for the benchmarks
-SANITIZED = re.compile(r"test_parity\[.*float32.*(softmax|matmul|layer_norm|attention_sparse|dsd)|_on_tensor_cores\[.*bfloat16")
+SANITIZED = "tests/test_cuda_smallest.py::test_smallest"  # every kernel, with needle's own products
+SANITIZER_FOUND = 99  # exit code; pytest's own are below
 STAGES = ("build", "ready", "instructions", "parity", "benchmarks", "sanitizer")
 PROGRAMS = ["tensor_cores", "semantics"]
 GPU_GROUPS = ["gpu_step", "gpu_gemm", "gpu_attention", "gpu_products", "gpu_generation"]
@@ -43,6 +49,14 @@ GPU_GROUPS = ["gpu_step", "gpu_gemm", "gpu_attention", "gpu_products", "gpu_gene
 
 class Failure(Exception):
     """A stage went wrong; the others still run."""
+
+
+class Verdict(NamedTuple):
+    """outcome: passed, skipped or failed; said: why, of the last two."""
+
+    test: str
+    outcome: str
+    said: str = ""
 
 
 def say(text: str) -> None:
@@ -57,14 +71,21 @@ class Check:
     def __init__(self, options: argparse.Namespace):
         self.options, self.device = options, options.device
         self.end = time.monotonic() + 60 * options.minutes
+        self.left_out: list[str] = []
+        self._running: set[subprocess.Popen] = set()
+        self._collected: tuple[list[str], list[str]] | None = None
         places = [os.environ.get("PATH", ""), Path(sys.executable).parent, sysconfig.get_path("scripts", f"{os.name}_user")]
         places += [Path(os.environ[name]) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
-        places += ["/usr/local/cuda/bin", *sorted(glob.glob("/usr/local/cuda-*/bin"), reverse=True), "/usr/local/nvidia/bin"]
+        toolkits = ["/usr/local/cuda", *sorted(glob.glob("/usr/local/cuda-*"), reverse=True)]
+        places += [f"{toolkit}/{part}" for part in ("bin", "compute-sanitizer") for toolkit in toolkits] + ["/usr/local/nvidia/bin"]
+        others = filter(None, [os.environ.get("PYTHONPATH")])
         self.environment = {
             **os.environ,
             "PATH": os.pathsep.join(map(str, places)),
-            "PYTHONPATH": os.pathsep.join(str(ROOT / part) for part in ("python", "tests", "apps", "")),
+            "PYTHONPATH": os.pathsep.join([*(str(ROOT / part) for part in ("python", "tests", "apps", "")), *others]),
             "NEEDLE_REQUIRE_DEVICES": self.device,
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # what a machine has installed beside is read for seconds
+            "COLUMNS": "250",
         }
 
     def tool(self, name: str) -> str | None:
@@ -83,15 +104,29 @@ class Check:
             [str(part) for part in command], cwd=ROOT, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         )  # fmt: skip
+        self._running.add(process)
         try:
             output = process.communicate(timeout=limit_s)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             return -9, process.communicate()[0] + f"\n(ended after {limit_s:.0f} s)"
-        except BaseException:  # Ctrl-C among them, which the family of processes, a session of its own, does not get
+        except BaseException:  # Ctrl-C among them
             os.killpg(process.pid, signal.SIGKILL)
             raise
+        finally:
+            self._running.discard(process)
         return process.returncode, output
+
+    def end_processes(self) -> None:
+        """Those that run, with their families: sessions of their own, which get neither Ctrl-C nor this process's end."""
+        self.end = 0.0
+        for process in list(self._running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def leave_out(self, what: str) -> None:
+        say(f"left out: {what}")
+        self.left_out.append(what)
 
     def must(self, command: list, limit_s: float) -> str:
         code, output = self.run(command, limit_s)
@@ -101,7 +136,8 @@ class Check:
         return output
 
     def record(self, **row) -> None:
-        append_results(self.options.results / "gpu_check.jsonl", [{**machine(), "device": self.device, **row}])
+        found = gpu() if self.device == "cuda" else {}
+        append_results(self.options.results / "gpu_check.jsonl", [{**machine(), **found, "device": self.device, **row}])
 
     # ---- stages
 
@@ -139,67 +175,81 @@ class Check:
             flags += ["NEEDLE_CUDA_SIM=OFF", "CMAKE_BUILD_TYPE=RelWithDebInfo"]  # compute-sanitizer names lines
         else:
             arch, flags = None, ["NEEDLE_CUDA=OFF", "NEEDLE_CUDA_SIM=ON"]
-        (BUILD / "CMakeCache.txt").unlink(missing_ok=True)  # of another Python or toolkit, perhaps
+        (BUILD / "CMakeCache.txt").unlink(missing_ok=True)  # of another Python, toolkit or generator, perhaps
         flags = [f"-D{flag}" for flag in (f"Python_EXECUTABLE={sys.executable}", *flags)]
-        said = self.must([self.tool("cmake"), "-S", ROOT, "-B", BUILD, *flags], 120)
+        generator = ["-G", "Ninja"] if self.tool("ninja") else []
+        said = self.must([self.tool("cmake"), "-S", ROOT, "-B", BUILD, *generator, *flags], 120)
         say("\n".join(line for line in said.splitlines() if "needle:" in line))
         self.must([self.tool("cmake"), "--build", BUILD, "-j", os.cpu_count() or 2], 400)
-        self.record(case="build", arch=arch, seconds=time.monotonic() - start)
+        release = re.search(r"release (\S+),", self.must([self.tool("nvcc"), "--version"], 30)) if self.device == "cuda" else None
+        self.record(case="build", arch=arch, nvcc=release and release[1], seconds=time.monotonic() - start)
 
     def ready(self) -> None:
         """The module loads, and finds a device."""
         code = f"import needle; d = needle.{self.device}(); print(d.require().device_properties(), d.cublaslt_in_use())"
-        say(self.must([sys.executable, "-c", code], 60).strip())
+        say(self.must([sys.executable, "-c", code], 180).strip())
 
-    def tests(self) -> list[str]:
-        """The tests that run on the device, by the name it has among their parameters."""
-        _, output = self.run([*PYTEST, "--collect-only", "--continue-on-collection-errors", "tests"], 180)
-        named = re.compile(rf"^tests/\S+\.py::\S+\[(.*-)?{self.device}(-.*)?\]$")
-        found = [line for line in output.splitlines() if named.match(line) and re.search(self.options.tests, line)]
-        for line in output.splitlines():
-            if line.startswith("ERROR"):
-                say(line)  # a module that lacks a package here; its tests are not counted
-        if not found:
-            say(output[-2000:])
-            raise Failure(f"no test runs on {self.device}")
-        return found
+    def tests(self) -> tuple[list[str], list[str]]:
+        """The tests that run on the device, by the name it has among their parameters, and what could not be imported."""
+        if self._collected is None:
+            _, output = self.run([*PYTEST, "-q", "--collect-only", "--continue-on-collection-errors", "tests"], 180)
+            named = re.compile(rf"^tests/\S+\.py::\S+\[(.*-)?{self.device}(-.*)?\]$")
+            found = [line for line in output.splitlines() if named.match(line) and re.search(self.options.tests, line)]
+            broken = re.findall(r"^ERROR (tests/\S+)", output, re.MULTILINE)
+            if not found or broken:
+                say(output[-4000:])
+            if not found:
+                raise Failure(f"no test runs on {self.device}")
+            self._collected = found, broken
+        return self._collected
 
-    def verdicts(self, tests: list[str]) -> Iterator[tuple[str, str | None]]:
-        """(test, what it said if it failed), for as many as there is time.
+    def verdicts(self, tests: list[str]) -> Iterator[Verdict]:
+        """For as many as there is time.
 
-        A test that loses the GPU takes those after it along, so each that did not pass runs again in a process of its own; all do
-        where the process did not come to its end.
+        A test that loses the GPU takes those after it along: where the last one did not pass either, or the process did not come
+        to its end, each that did not pass runs again in a process of its own.
         """
         try:
             leave_s = BENCHMARKS_S if "benchmarks" in self.options.stages else 0
-            code, output = self.run([*PYTEST, "--tb=short", *tests], 60 if len(tests) == 1 else 150, leave_s)
+            code, output = self.run([*PYTEST, "-v", "--tb=short", *tests], 60 if len(tests) == 1 else 150, leave_s)
         except Failure:
             return
-        if code == 0 or len(tests) == 1:
-            yield from ((test, output if code else None) for test in tests)
-            return
-        named = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE)
-        again = [test for test in tests if test in named] if code == 1 else tests
-        if not again or len(again) < len(set(named)):  # what failed is not known by its name
-            again = tests
-        yield from ((test, None) for test in tests if test not in again)
-        for test in again:
-            yield from self.verdicts([test])
+        lines = re.findall(r"^(\S+\.py::.+?) (PASSED|SKIPPED|FAILED|ERROR)(?: \((.*)\))?\s*(?:\[ *\d+%\])?$", output, re.MULTILINE)
+        found = {test: Verdict(test, outcome.lower(), why) for test, outcome, why in lines if outcome in ("PASSED", "SKIPPED")}
+        for test, outcome, _ in lines:
+            if outcome in ("FAILED", "ERROR"):  # perhaps after it had passed, when what it used was put away
+                found[test] = Verdict(test, "failed", output)
+        stands = len(tests) == 1 or (code in (0, 1) and found.get(tests[-1], Verdict("", "failed")).outcome != "failed")
+        for test in tests:
+            verdict = found.get(test, Verdict(test, "failed", output))
+            if stands or verdict.outcome != "failed":
+                yield verdict
+            else:
+                yield from self.verdicts([test])
 
     def parity(self) -> None:
-        tests, start = self.tests(), time.monotonic()
+        (tests, broken), start = self.tests(), time.monotonic()
         chunks = [tests[i : i + CHUNK] for i in range(0, len(tests), CHUNK)]
-        with ThreadPoolExecutor(min(4, cores())) as pool:
-            verdicts = [verdict for chunk in pool.map(lambda chunk: list(self.verdicts(chunk)), chunks) for verdict in chunk]
-        failed = [test for test, output in verdicts if output is not None]
-        for test, output in verdicts:
-            if output is not None:
-                say(f"--- {test}\n{output}")
-        passed, open_ = len(verdicts) - len(failed), len(tests) - len(verdicts)
-        self.record(case="parity", tests=len(tests), passed=passed, failed=failed, not_run=open_, seconds=time.monotonic() - start)
-        say(f"{passed} of {len(tests)} tests passed, {len(failed)} failed, {open_} not run for lack of time")
-        if passed < len(tests):
-            raise Failure(", ".join(failed[:5]) or f"{open_} tests not run")
+        with ThreadPoolExecutor(min(8, cores())) as pool:
+            try:
+                verdicts = [verdict for chunk in pool.map(lambda chunk: list(self.verdicts(chunk)), chunks) for verdict in chunk]
+            except BaseException:  # the pool waits for its threads, and they for their processes
+                self.end_processes()
+                raise
+        failed, skipped = ([v for v in verdicts if v.outcome == outcome] for outcome in ("failed", "skipped"))
+        for said in dict.fromkeys(v.said for v in failed):
+            say("\n".join(f"--- {v.test}" for v in failed if v.said == said) + f"\n{said}")
+        for why, count in collections.Counter(v.said for v in skipped).items():
+            self.leave_out(f"{count} tests: {why}")
+        passed, open_ = len(verdicts) - len(failed) - len(skipped), len(tests) - len(verdicts)
+        self.record(
+            case="parity", tests=len(tests), passed=passed, skipped=[v.test for v in skipped], failed=[v.test for v in failed],
+            not_run=open_, not_imported=broken, seconds=time.monotonic() - start,
+        )  # fmt: skip
+        say(f"{passed} of {len(tests)} tests passed, {len(skipped)} skipped, {len(failed)} failed, {open_} not begun")
+        reasons = [", ".join(v.test for v in failed[:5]), f"{open_} tests not run" if open_ else "", *broken]
+        if any(reasons):
+            raise Failure("; ".join(filter(None, reasons)))
 
     def benchmarks(self) -> None:
         only = [] if self.has_torch() else ["--only", "needle"]
@@ -214,16 +264,17 @@ class Check:
 
     def has_torch(self) -> bool:
         asked = "import torch; raise SystemExit(0 if torch.cuda.is_available() else 1)" if self.device == "cuda" else "import torch"
-        found = self.run([sys.executable, "-c", asked], 60)[0] == 0
-        if not found:
-            say("no PyTorch here that can use the device: needle is measured alone")
-        return found
+        code, output = self.run([sys.executable, "-c", asked], 180)
+        if code:
+            why = (output.strip().splitlines() or ["it finds no GPU"])[-1]
+            self.leave_out(f"PyTorch, beside which needle is measured: {why}")
+        return code == 0
 
     def instructions(self) -> None:
         """The emulator's own test programs, run by the GPU: mma, ldmatrix, cp.async, ex2, shuffles, atomics, barriers."""
         nvcc = self.tool("nvcc")
         if nvcc is None or self.device != "cuda":
-            say("left out: these are compiled by nvcc for a GPU; pytest runs them on the emulator")
+            self.leave_out("the instructions' programs, which nvcc compiles for a GPU; pytest runs them on the emulator")
             return
         arch = self.options.arch.split(";")[0] if self.options.arch else self.gpus()[0][1]
         sources = ROOT / "tests" / "cuda_sim"
@@ -246,16 +297,22 @@ class Check:
         """Each tool of compute-sanitizer over a part of the parity suite."""
         tool = self.tool("compute-sanitizer")
         if tool is None or self.device != "cuda":
-            say("no compute-sanitizer here: left out")
+            self.leave_out("compute-sanitizer, which is not here")
             return
-        part = [test for test in self.tests() if SANITIZED.search(test)]
+        part = [test for test in self.tests()[0] if test.startswith(SANITIZED)]
         failed = []
         for kind in ("memcheck", "racecheck", "synccheck", "initcheck"):
             start = time.monotonic()
-            code, output = self.run([tool, "--tool", kind, "--error-exitcode", "1", *PYTEST, *part], 120)
+            try:
+                code, output = self.run([tool, "--tool", kind, "--error-exitcode", SANITIZER_FOUND, *PYTEST, "-v", *part], 150)
+            except Failure as failure:
+                failed.append(f"{kind}: {failure}")
+                continue
+            (BUILD / f"{kind}.txt").write_text(output)
             say("\n".join(output.splitlines()[-40:]))
             self.record(case=kind, tests=len(part), exit_code=code, seconds=time.monotonic() - start)
-            failed += [f"{kind}: exit code {code}"] if code else []
+            why = "it found errors" if code == SANITIZER_FOUND else f"exit code {code}"
+            failed += [f"{kind}: {why} ({BUILD / kind}.txt)"] if code else []
         if failed:
             raise Failure("; ".join(failed))
 
@@ -279,19 +336,29 @@ def main(argv: list[str] | None = None) -> int:
     if missing:
         print(f"gpu-check: {missing}", file=sys.stderr)
         return 2
+    os.environ["PATH"] = check.environment["PATH"]
     BUILD.mkdir(parents=True, exist_ok=True)
     LOG.write_text("")
     left_out = {"build"} if options.no_build else {"ready", "parity", "benchmarks", "sanitizer"} if options.build_only else set()
     stages = [getattr(check, name) for name in STAGES if name in options.stages and name not in left_out]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     failed = []
-    for stage in stages:
-        say(f"--- {stage.__name__}")
-        try:
-            stage()
-        except Failure as failure:
-            failed.append(f"{stage.__name__}: {failure}")
+    try:
+        for stage in stages:
+            say(f"--- {stage.__name__}")
+            try:
+                stage()
+                continue
+            except Failure as failure:
+                failed.append(f"{stage.__name__}: {failure}")
+            except Exception as error:  # the stages after it still have something to say
+                say(traceback.format_exc())
+                failed.append(f"{stage.__name__}: {type(error).__name__}: {error}")
             if stage in (check.build, check.ready):
                 break
+    finally:
+        check.end_processes()
+    say("\n".join(f"left out: {what}" for what in check.left_out))
     say("\n".join(failed) if failed else "gpu-check: everything held")
     return 1 if failed else 0
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import os
 import platform
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +32,8 @@ WAITS = {
 class Row:
     """One line of a table: a case, its arguments, and how to measure it.
 
-    ``tokens`` or ``ops`` is what one step processes (for rates). Each turn does ``settle`` steps unrecorded and
-    ``steps`` recorded ones.
+    ``tokens`` or ``ops`` is what one step processes (for rates). Each turn does ``settle`` samples unrecorded and ``steps``
+    recorded ones; a sample is the mean of ``repeat`` steps, for which a device is waited once.
     """
 
     case: str
@@ -42,6 +43,7 @@ class Row:
     steps: int = 1
     settle: int = 0
     warmup: int = 2
+    repeat: int = 1
 
 
 @dataclass(frozen=True)
@@ -84,16 +86,16 @@ class Worker:
         self.first_value: float | None = None
         self.last_value: float | None = None
         if row.warmup:
-            self.first_value = self._ask("step 1")["value"]
-            self._ask(f"step {row.warmup - 1}")
+            self.first_value = self._ask("step 1 1")["value"]
+            self._ask(f"step {row.warmup - 1} 1")
         self._process.send_signal(signal.SIGSTOP)
 
     def turn(self) -> None:
         row = self.row
         self._process.send_signal(signal.SIGCONT)
         if row.settle:
-            self._ask(f"step {row.settle}")
-        answer = self._ask(f"step {row.steps}")
+            self._ask(f"step {row.settle} {row.repeat}")
+        answer = self._ask(f"step {row.steps} {row.repeat}")
         self.seconds += answer["seconds"]
         self.last_value = answer["value"]
         self._process.send_signal(signal.SIGSTOP)
@@ -153,30 +155,47 @@ def measure(
 ) -> list[dict]:
     """Run ``rounds`` of turns, A B A B ..., and give one record per contestant. The first is what ratios refer to.
 
-    kept: workers by name that go on from row to row, because starting a process on a GPU takes seconds. They stay in it, stopped,
-    if the row goes well; the caller closes them.
+    A contestant that fails is out, and its record has an ``error`` and no figures. kept: workers by name that go on from row to
+    row, because starting a process on a GPU takes seconds. Those that did not fail stay in it, stopped; the caller closes them.
     """
-    workers: list[Worker] = []
+    workers: dict[str, Worker] = {}
+    errors: dict[str, str] = {}
+
+    def each(do: Callable[[Worker], None]) -> None:
+        for name, worker in list(workers.items()):
+            try:
+                do(worker)
+            except WorkerError as error:
+                errors[name] = str(error)
+                workers.pop(name).close()
+
     try:
         for contestant in contestants:
             worker = kept.pop(contestant.name, None) if kept else None
-            workers.append(worker or Worker(contestant, threads, limit_s))
-            workers[-1].begin(contestant.row or row)
+            workers[contestant.name] = worker or Worker(contestant, threads, limit_s)
+        rows = {contestant.name: contestant.row or row for contestant in contestants}
+        each(lambda worker: worker.begin(rows[worker.contestant.name]))
         with busy_cores(busy):
             for _ in range(rounds):
-                for worker in workers:
-                    worker.turn()
-        records = [_record(worker, workers[0], threads, busy) for worker in workers]
+                each(Worker.turn)
+        found = {}
+        each(lambda worker: found.update({worker.contestant.name: _record(worker, threads, busy)}))
         if kept is not None:
-            kept.update((worker.contestant.name, worker) for worker in workers)
-            workers = []
-        return records
+            kept.update(workers)
+            workers = {}
     finally:
-        for worker in workers:
+        for worker in workers.values():
             worker.close()
+    first = found.get(contestants[0].name)
+    for record in found.values() if first else ():
+        record["time_over_first"] = record["median_s"] / first["median_s"]
+    failed = {
+        name: {"case": rows[name].case, "args": rows[name].args, "contestant": name, "error": errors[name]} for name in errors
+    }
+    return [found.get(name) or failed[name] for name in rows]
 
 
-def _record(worker: Worker, first: Worker, threads: int, busy: int) -> dict:
+def _record(worker: Worker, threads: int, busy: int) -> dict:
     row = worker.row
     median = statistics.median(worker.seconds)
     ordered = sorted(worker.seconds)
@@ -191,7 +210,7 @@ def _record(worker: Worker, first: Worker, threads: int, busy: int) -> dict:
         "p10_s": ordered[len(ordered) // 10],
         "p90_s": ordered[-1 - len(ordered) // 10],
         "samples": len(ordered),
-        "time_over_first": median / statistics.median(first.seconds),
+        "repeat": row.repeat,
         "first_value": worker.first_value,
         "last_value": worker.last_value,
         **worker.memory(),
@@ -219,7 +238,7 @@ def machine() -> dict:
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
-        commit = "unknown"
+        commit = os.environ.get("NEEDLE_COMMIT", "unknown")
     now = datetime.datetime.now(datetime.timezone.utc)
     return {
         "date": now.isoformat(timespec="seconds"),
@@ -229,6 +248,18 @@ def machine() -> dict:
         "load_1min": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+@functools.cache
+def gpu() -> dict:
+    """The first GPU, its driver and clocks, by nvidia-smi; {} where that is not to be had."""
+    names = ["name", "driver_version", "memory.total", "clocks.max.sm", "power.limit"]
+    asked = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return {}
+    return {"gpu": dict(zip(names, said.splitlines()[0].split(", ")))} if said else {}
 
 
 def append_results(path: Path, records: list[dict]) -> None:

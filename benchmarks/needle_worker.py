@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 import needle as ndl
-from needle import ops
+from needle import amp, ops
 from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
@@ -17,21 +17,21 @@ from worker import Case, serve
 
 def _device(name: str):
     device = getattr(ndl, name)()
+    device.require().empty_cache()
     device.require().reset_peak()
     return device
 
 
 def _case(step: Callable[[], float | None], device, **facts) -> Case:
-    def finished_step() -> float | None:
-        value = step()
-        device.sync()
-        return value
+    def memory() -> dict[str, int]:
+        stats = device.memory_stats()
+        return {"device_peak_bytes": stats["peak"], "device_peak_reserved_bytes": stats["peak_reserved"]}
 
     versions = {"needle": "0.1.0", "numpy": np.__version__}
     if device.name.startswith("cuda"):
         versions["device"] = device.device_properties()["name"]
         versions["cublasLt"] = str(device.cublaslt_in_use()[1] or None)
-    return Case(finished_step, versions, device.num_threads(), lambda: device.memory_stats()["peak"], facts)
+    return Case(step, versions, device.num_threads(), memory, facts, device.sync)
 
 
 def _array(rng, shape, device, requires_grad: bool = False, dtype: str = "float32") -> ndl.Tensor:
@@ -39,9 +39,15 @@ def _array(rng, shape, device, requires_grad: bool = False, dtype: str = "float3
 
 
 def pythia_step(
-    batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu", pattern: str | None = None, model_size: str = "70m"
+    batch_size: int,
+    seq_len: int,
+    vocab_size: int,
+    device: str = "cpu",
+    pattern: str | None = None,
+    model_size: str = "70m",
+    precision: str = "fp32",
 ) -> Case:
-    """A training step of Pythia on the same random tokens every time; the value is the loss."""
+    """A training step of Pythia on the same random tokens every time; the value is the loss. precision: fp32, bf16 (autocast)."""
     where = _device(device)
     config = PythiaConfig.named(model_size, vocab_size=vocab_size, max_seq_len=seq_len)
     if pattern:
@@ -55,7 +61,8 @@ def pythia_step(
 
     def step() -> float:
         optimizer.reset_grad()
-        loss = model.loss(ids, targets)
+        with amp.autocast.named(precision, where):
+            loss = model.loss(ids, targets)
         loss.backward()
         optimizer.clip_grad_norm(1.0)
         optimizer.step()

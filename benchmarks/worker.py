@@ -1,13 +1,13 @@
 """The worker side of a benchmark: one process, one case, driven over stdin and stdout. Needs only the standard library.
 
 A contestant is a script that ends with ``serve(pythia_step, ...)``: functions, called with ``args``, that build everything
-(model, data) and return a ``Case``; ``Case.step`` then does the work once, waits until it is done, and returns a figure to record
-(the loss, a checksum) or None. ``serve`` does the timing.
+(model, data) and return a ``Case``; ``Case.step`` then does the work once, ``Case.finish`` waits until it is done. ``serve`` does
+the timing.
 
 One line in, one line of JSON out:
 
     setup NAME {"batch_size": 8, ...}   ->  {"versions": {...}, "threads": 4}      builds the case
-    step N                              ->  {"seconds": [...], "value": 10.9}      N steps, each timed alone
+    step N R                            ->  {"seconds": [...], "value": 10.9}      N times: seconds of a step, of R before a wait
     memory                              ->  {"peak_rss_bytes": ..., "rss_bytes": ..., "device_peak_bytes": ...}
     quit                                                                           ends the process
 
@@ -18,6 +18,7 @@ to stderr too, so that it cannot mix with the answers.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -29,13 +30,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Case:
-    """A prepared benchmark. ``device_peak_bytes`` is an accelerator's peak since setup; ``facts`` are recorded."""
+    """A prepared benchmark. ``step`` returns a figure to record (the loss, a checksum) or None; ``finish`` waits for the device.
+
+    ``device_memory``: an accelerator's peaks since setup, by name; ``facts`` are recorded.
+    """
 
     step: Callable[[], float | None]
     versions: dict[str, str] = field(default_factory=dict)
     threads: int | None = None
-    device_peak_bytes: Callable[[], int] | None = None
+    device_memory: Callable[[], dict[str, int]] = dict
     facts: dict = field(default_factory=dict)
+    finish: Callable[[], None] = lambda: None
 
 
 def memory_bytes() -> dict[str, int]:
@@ -59,12 +64,14 @@ def _forget_peak() -> None:
         file.write("5")
 
 
-def timed_steps(case: Case, count: int) -> dict:
+def timed_steps(case: Case, count: int, repeat: int) -> dict:
     seconds, value = [], None
     for _ in range(count):
         start = time.perf_counter()
-        value = case.step()
-        seconds.append(time.perf_counter() - start)
+        for _ in range(repeat):
+            value = case.step()
+        case.finish()
+        seconds.append((time.perf_counter() - start) / repeat)
     return {"seconds": seconds, "value": value}
 
 
@@ -82,16 +89,15 @@ def serve(*makers: Callable[..., Case]) -> None:
             name, _, args = rest.partition(" ")
             if name not in cases:
                 raise SystemExit(f"[worker] unknown case: {name} ({', '.join(cases)})")
-            case = None  # gives its memory back first
+            case = None  # gives its memory back first, which may be in a cycle
+            gc.collect()
             _forget_peak()
             case = cases[name](**json.loads(args))
             answer = {"versions": {"python": sys.version.split()[0], **case.versions}, "threads": case.threads, **case.facts}
         elif command == "step" and case is not None:
-            answer = timed_steps(case, int(rest))
+            answer = timed_steps(case, *map(int, rest.split()))
         elif command == "memory" and case is not None:
-            answer = memory_bytes()
-            if case.device_peak_bytes is not None:
-                answer["device_peak_bytes"] = case.device_peak_bytes()
+            answer = {**memory_bytes(), **case.device_memory()}
         else:
             raise SystemExit(f"[worker] unknown command, or no case yet: {line.strip()} (setup, step, memory, quit)")
         answers.write(json.dumps(answer) + "\n")

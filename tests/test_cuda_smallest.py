@@ -1,6 +1,6 @@
 """Every CUDA kernel once, as small as shows anything: two blocks, two warps, a tail. `make race SANITIZE=--smallest` runs it.
 
-Each case runs under six settings of the emulator that cover the pairs of thread order, streams and cp.async.
+Each case runs under settings of the emulator that cover the pairs of thread order, streams and cp.async, and once on a GPU.
 """
 
 import re
@@ -26,7 +26,7 @@ from kernel_calls import (
 )
 from needle import dtype as dt
 
-_device = devices("cuda_sim")
+_device = devices("cuda_sim", "cuda")
 SETTINGS = [  # order, streams, cp_async, multiprocessors: without any, one block loops over all that there is
     ("forward", "eager", "late", "4"),
     ("forward", "lazy", "early", "4"),
@@ -210,7 +210,8 @@ CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, 
 def run(case, dtype, monkeypatch):
     """The case under each setting. Returns kernel name -> (blocks, threads)."""
     backend.reset_launch_counts()
-    for order, streams, cp_async, multiprocessors in SETTINGS:
+    settings = SETTINGS if backend.__device_name__ == "cuda_sim" else SETTINGS[:1]
+    for order, streams, cp_async, multiprocessors in settings:
         monkeypatch.setenv("NEEDLE_SIM_ORDER", order)
         monkeypatch.setenv("NEEDLE_SIM_STREAMS", streams)
         monkeypatch.setenv("NEEDLE_SIM_CP_ASYNC", cp_async)

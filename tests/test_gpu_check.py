@@ -43,48 +43,79 @@ def test_the_emulated_device_goes_the_whole_road(tmp_path):
         [*command, "--tests", r"test_parity\[.*float32.*softmax"], cwd=ROOT, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.endswith("gpu-check: everything held\n")
+    assert done.stdout.endswith("gpu-check: everything held\n") and "left out: compute-sanitizer" in done.stdout
     (parity,) = (json.loads(line) for line in (tmp_path / "gpu_check.jsonl").read_text().splitlines())
-    assert parity["case"] == "parity" and parity["passed"] == parity["tests"] > 1 and parity["failed"] == []
+    assert parity["case"] == "parity" and parity["passed"] == parity["tests"] > 1 and parity["failed"] == parity["skipped"] == []
     rows = [json.loads(line) for line in (tmp_path / "smoke.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["contestant"] == "needle"]
-    assert [row["case"] for row in rows] == ["pythia_step", "gemm", "gemm", "attention", "attention", *["product"] * 4]
-    assert all(row["device_peak_bytes"] > 0 and row["versions"]["device"] == "needle cuda_sim" for row in rows)
+    assert [row["case"] for row in rows] == [*["pythia_step"] * 2, *["gemm"] * 2, *["attention"] * 2, *["product"] * 4]
+    assert all(
+        row["device_peak_reserved_bytes"] >= row["device_peak_bytes"] > 0 and row["versions"]["device"] == "needle cuda_sim"
+        for row in rows
+    )
     assert rows[0]["density"] < 1 and all(row["blocks"] for row in rows if row["case"] != "gemm")
 
 
-def test_a_test_that_crashes_takes_no_other_along(gpu_check, tmp_path):
-    path = tmp_path / "test_some.py"
-    path.write_text("import os\ndef test_a(): pass\ndef test_b(): os._exit(3)\ndef test_c(): pass\ndef test_d(): assert 0\n")
-    verdicts = dict(make(gpu_check).verdicts([f"{path}::test_{name}" for name in "abcd"]))
-    assert [test[-1] for test, said in verdicts.items() if said is None] == ["a", "c"]
-    assert [test[-1] for test in verdicts] == ["a", "b", "c", "d"] and "assert 0" in verdicts[f"{path}::test_d"]
-    assert list(make(gpu_check, minutes=0).verdicts([f"{path}::test_a"])) == []
+def outcomes(gpu_check, tmp_path, monkeypatch, text, names, **changes):
+    (tmp_path / "test_some.py").write_text(text)
+    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    verdicts = list(make(gpu_check, **changes).verdicts([f"test_some.py::test_{name}" for name in names]))
+    assert [verdict.test for verdict in verdicts] == [f"test_some.py::test_{name}" for name in names[: len(verdicts)]]
+    return [verdict.outcome for verdict in verdicts], [verdict.said for verdict in verdicts]
 
 
-def test_what_passed_is_not_run_again(gpu_check, tmp_path, monkeypatch):
-    path, ran = tmp_path / "test_some.py", tmp_path / "ran"
-    path.write_text(
-        f"""
+def test_a_test_that_crashes_takes_no_other_along(gpu_check, tmp_path, monkeypatch):
+    text = "import os\ndef test_a(): pass\ndef test_b(): os._exit(3)\ndef test_c(): pass\ndef test_d(): assert 0\n"
+    found, said = outcomes(gpu_check, tmp_path, monkeypatch, text, "abcd")
+    assert found == ["passed", "failed", "passed", "failed"] and "assert 0" in said[3]
+    assert outcomes(gpu_check, tmp_path, monkeypatch, text, "abcd", minutes=0) == ([], [])
+
+
+SOME = """
 import pytest
 @pytest.fixture
 def broken(): assert 0
+@pytest.fixture
+def breaks():
+    yield
+    assert 0
 @pytest.mark.parametrize("x", ["a", "b - c", (1, 2)], ids=str)
 def test_x(x):
-    open({str(ran)!r}, "a").write(f"{{x}};")
+    open("ran", "a").write(f"{x};")
     assert x != (1, 2)
 def test_y(broken): pass
+def test_z(breaks): open("ran", "a").write("z;")
+def test_skipped(): pytest.skip("no (such) thing")
+def test_last(): pass
 """
-    )
+
+
+def test_what_failed_runs_again_only_if_the_device_may_be_lost(gpu_check, tmp_path, monkeypatch):
+    names = ["x[a]", "x[b - c]", "x[(1, 2)]", "skipped", "y"]
+    found, said = outcomes(gpu_check, tmp_path, monkeypatch, SOME, names)
+    assert found == ["passed", "passed", "failed", "skipped", "failed"] and said[3] == "no (such) thing"
+    assert (tmp_path / "ran").read_text() == "a;b - c;(1, 2);(1, 2);"
+    (tmp_path / "ran").unlink()
+    found, said = outcomes(gpu_check, tmp_path, monkeypatch, SOME, ["x[(1, 2)]", "z", "last"])
+    assert found == ["failed", "failed", "passed"] and (tmp_path / "ran").read_text() == "(1, 2);z;"
+
+
+def test_what_is_skipped_or_cannot_be_imported_is_said(gpu_check, tmp_path, monkeypatch, capsys):
+    rows = []
+    monkeypatch.setattr(gpu_check.Check, "record", lambda self, **row: rows.append(row))
+    check = make(gpu_check)
+    (tmp_path / "test_some.py").write_text(SOME)
     monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
-    tests = [f"test_some.py::test_{name}" for name in ("x[a]", "x[b - c]", "x[(1, 2)]", "y")]
-    verdicts = dict(make(gpu_check).verdicts(tests))
-    assert [test for test, said in verdicts.items() if said is None] == tests[:2] and list(verdicts) == tests
-    assert ran.read_text() == "a;b - c;(1, 2);(1, 2);"
+    check._collected = ["test_some.py::test_skipped", "test_some.py::test_last"], ["tests/test_other.py"]
+    with pytest.raises(gpu_check.Failure, match=r"^tests/test_other\.py$"):
+        check.parity()
+    assert check.left_out == ["1 tests: no (such) thing"] and "1 of 2 tests passed, 1 skipped, 0 failed" in capsys.readouterr().out
+    assert rows[0]["skipped"] == ["test_some.py::test_skipped"] and rows[0]["not_imported"] == ["tests/test_other.py"]
 
 
 def test_only_tests_of_the_device_are_found(gpu_check):
-    found = make(gpu_check, device="cuda", tests="").tests()
+    found, broken = make(gpu_check, device="cuda", tests="").tests()
+    assert not broken and sum(test.startswith(gpu_check.SANITIZED) for test in found) > 30
     assert len(found) > 100 and all("cuda" in test and "cuda_sim" not in test.split("[", 1)[1] for test in found)
     for name in ("test_parity.py::test_parity[", "test_cuda_kernels.py::test_attention_on_tensor_cores["):
         assert any(name in test for test in found)
@@ -131,6 +162,7 @@ def test_it_builds_for_the_gpus_that_are_there(gpu_check, monkeypatch):
         commands.clear()
         make(gpu_check, device="cuda", arch=arch).build()
         assert f"-DNEEDLE_CUDA_ARCHITECTURES={expected}" in commands[0] and "--build" in commands[1]
+        assert "Ninja" in commands[0]
 
 
 def test_a_stage_that_takes_too_long_ends_with_its_children(gpu_check):

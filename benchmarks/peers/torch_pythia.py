@@ -6,6 +6,7 @@ backward, AdamW.
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import torch
@@ -102,10 +103,17 @@ def make_optimizer(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
 
-def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """One step on ids and targets, each (B, T); the loss is returned on the device."""
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    targets: torch.Tensor,
+    region: contextlib.AbstractContextManager,
+) -> torch.Tensor:
+    """One step on ids and targets, each (B, T), forward within ``region`` (autocast); the loss is returned on the device."""
     optimizer.zero_grad(set_to_none=True)
-    loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+    with region:
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
     loss.backward()
     optimizer.step()
     return loss.detach()

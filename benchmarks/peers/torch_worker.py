@@ -26,34 +26,42 @@ def _place(device: str) -> str:
 
 
 def _case(step: Callable[[], float | None], device: str) -> Case:
-    on_gpu = torch.device(device).type == "cuda"
-
-    def finished_step() -> float | None:
-        value = step()
-        if on_gpu:
-            torch.cuda.synchronize()
-        return value
-
     versions = {"torch": str(torch.__version__)}
-    if on_gpu:
-        versions["device"] = torch.cuda.get_device_name()
-    return Case(finished_step, versions, torch.get_num_threads(), torch.cuda.max_memory_allocated if on_gpu else None)
+    if torch.device(device).type != "cuda":
+        return Case(step, versions, torch.get_num_threads())
+    versions |= {"device": torch.cuda.get_device_name(), "cudnn": str(torch.backends.cudnn.version())}
+
+    def memory() -> dict[str, int]:
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        return dict(zip(("device_peak_bytes", "device_peak_reserved_bytes"), peaks))
+
+    return Case(step, versions, torch.get_num_threads(), memory, finish=torch.cuda.synchronize)
 
 
 SIZES = {"14m": (128, 4, 512), "70m": (512, 8, 2048)}  # width, heads, feed-forward; 6 layers
 
 
 def pythia_step(
-    batch_size: int, seq_len: int, vocab_size: int, device: str = "cpu", pattern: str | None = None, model_size: str = "70m"
+    batch_size: int,
+    seq_len: int,
+    vocab_size: int,
+    device: str = "cpu",
+    pattern: str | None = None,
+    model_size: str = "70m",
+    precision: str = "fp32",
 ) -> Case:
-    """A training step of Pythia on the same random tokens every time; the value is the loss. Dense whatever ``pattern`` says."""
+    """A training step of Pythia on the same random tokens every time; the value is the loss. Dense whatever ``pattern`` says.
+
+    precision: fp32, or bf16, which is autocast.
+    """
     device = _place(device)
     torch.manual_seed(0)
     model = Pythia(vocab_size, seq_len, *SIZES[model_size]).to(device)
     optimizer = make_optimizer(model)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch_size, seq_len + 1))
     ids, targets = (torch.from_numpy(part.copy()).to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
-    return _case(lambda: train_step(model, optimizer, ids, targets).item(), device)
+    region = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
+    return _case(lambda: train_step(model, optimizer, ids, targets, region).item(), device)
 
 
 def generation(
@@ -161,5 +169,6 @@ def product(kind: str, size: int, density: float, device: str = "cpu", dtype: st
 
 
 if __name__ == "__main__":
+    torch.set_float32_matmul_precision("highest")  # no TF32, as in needle
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     serve(pythia_step, generation, read, attention, product, adds, loss, gemm)
