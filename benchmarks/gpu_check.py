@@ -341,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
     LOG.write_text("")
     left_out = {"build"} if options.no_build else {"ready", "parity", "benchmarks", "sanitizer"} if options.build_only else set()
     stages = [getattr(check, name) for name in STAGES if name in options.stages and name not in left_out]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     failed = []
     try:
         for stage in stages:
@@ -358,8 +358,11 @@ def main(argv: list[str] | None = None) -> int:
                 break
     finally:
         check.end_processes()
-    say("\n".join(f"left out: {what}" for what in check.left_out))
-    say("\n".join(failed) if failed else "gpu-check: everything held")
+        signal.signal(signal.SIGTERM, before)
+    for line in (*(f"left out: {what}" for what in check.left_out), *failed):
+        say(line)
+    if not failed:
+        say("gpu-check: everything held")
     return 1 if failed else 0
 
 

@@ -94,9 +94,17 @@ GROUPS: dict[str, list[Row]] = {
 }  # fmt: skip
 
 
-# Kernels of microseconds: so many are under way that what one wait costs does not show.
+def _of_some_ms(row: Row) -> Row:
+    """With as many steps to a sample as keep a large GPU busy for some 8 ms, so that what one wait costs does not show."""
+    size, heads, head_dim = row.args.get("size", 0), 8, 64
+    causal = 2 * row.args.get("seq_len", 0) ** 2 * heads * head_dim
+    flops = {"gemm": row.ops, "product": 2 * size**3, "attention": causal * (3.5 if row.args.get("backward") else 1)}[row.case]
+    wanted = {"float32": 4e11, "bfloat16": 4e12}[row.args.get("dtype", "float32")]
+    return replace(row, repeat=int(min(200, max(1, wanted / flops))))
+
+
 for group in ("gpu_gemm", "gpu_attention", "gpu_products"):
-    GROUPS[group] = [replace(row, repeat=50 if row.args.get("seq_len", 0) < 8192 else 10) for row in GROUPS[group]]
+    GROUPS[group] = [_of_some_ms(row) for row in GROUPS[group]]
 
 
 def _beside(group: str, row: Row) -> dict[str, Row]:
