@@ -11,6 +11,10 @@
 
 #include "dtype.h"
 
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
 namespace needle::cpu {
 
 #if defined(__AVX512F__)
@@ -49,11 +53,43 @@ NEEDLE_INLINE Vec<A> broadcast(A value) {
   return value - Vec<A>{};
 }
 
-// Loads convert 16-bit floats to float, stores round back; n < kLanes loads or stores the first n
-// lanes alone.
+// A register of float as the bits of float16 or bfloat16, and back: by the processor's instructions
+// where it has them.
 typedef uint16_t HalfBits __attribute__((vector_size(kVectorBytes / 2)));
 typedef uint32_t WordBits __attribute__((vector_size(kVectorBytes)));
 
+template <class T>
+NEEDLE_INLINE Vec<float> widened(HalfBits halves) {
+#if defined(__F16C__) && defined(__AVX512F__)
+  // maskz: of the plain one g++ 12 says that it reads what it has not set.
+  if constexpr (std::is_same_v<T, float16>)
+    return (Vec<float>)_mm512_maskz_cvtph_ps(0xffff, (__m256i)halves);
+#elif defined(__F16C__)
+  if constexpr (std::is_same_v<T, float16>) return (Vec<float>)_mm256_cvtph_ps((__m128i)halves);
+#endif
+  const WordBits bits = __builtin_convertvector(halves, WordBits);
+  if constexpr (std::is_same_v<T, float16>) return from_float16_bits<Vec<float>>(bits);
+  return from_bfloat16_bits<Vec<float>>(bits);
+}
+template <class T>
+NEEDLE_INLINE HalfBits narrowed(Vec<float> v) {
+#if defined(__F16C__) && defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float16>)
+    return (HalfBits)_mm512_maskz_cvtps_ph(0xffff, (__m512)v, _MM_FROUND_TO_NEAREST_INT);
+#elif defined(__F16C__)
+  if constexpr (std::is_same_v<T, float16>)
+    return (HalfBits)_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT);
+#endif
+  WordBits bits;
+  if constexpr (std::is_same_v<T, float16>)
+    bits = to_float16_bits<WordBits>(v);
+  else
+    bits = to_bfloat16_bits<WordBits>(v);
+  return __builtin_convertvector(bits, HalfBits);
+}
+
+// Loads convert 16-bit floats to float, stores round back; n < kLanes loads or stores the first n
+// lanes alone.
 template <class T>
 NEEDLE_INLINE Vec<accum_t<T>> load(const T* from) {
   if constexpr (sizeof(T) == sizeof(accum_t<T>)) {
@@ -63,9 +99,7 @@ NEEDLE_INLINE Vec<accum_t<T>> load(const T* from) {
   } else {
     HalfBits halves;
     memcpy(&halves, from, sizeof halves);
-    const WordBits bits = __builtin_convertvector(halves, WordBits);
-    if constexpr (std::is_same_v<T, float16>) return from_float16_bits<Vec<float>>(bits);
-    return from_bfloat16_bits<Vec<float>>(bits);
+    return widened<T>(halves);
   }
 }
 template <class T>
@@ -82,12 +116,7 @@ NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v) {
   if constexpr (sizeof(T) == sizeof(accum_t<T>)) {
     memcpy(to, &v, sizeof v);
   } else {
-    WordBits bits;
-    if constexpr (std::is_same_v<T, float16>)
-      bits = to_float16_bits<WordBits>(v);
-    else
-      bits = to_bfloat16_bits<WordBits>(v);
-    const HalfBits halves = __builtin_convertvector(bits, HalfBits);
+    const HalfBits halves = narrowed<T>(v);
     memcpy(to, &halves, sizeof halves);
   }
 }
@@ -103,6 +132,21 @@ NEEDLE_INLINE void for_vectors(int64_t n, Whole&& whole, Rest&& rest) {
   for (; i + kLanes<A> <= n; i += kLanes<A>) whole(i);
   if (i < n) rest(i, n - i);
 }
+
+// to[i] = from[i], of which one is float and the other float16 or bfloat16, in other memory.
+template <class From, class To>
+void convert_floats(const From* from, int64_t n, To* to) {
+  for_vectors<float>(
+      n, [&](int64_t i) { store(to + i, load(from + i)); },
+      [&](int64_t i, int64_t lanes) {
+        for (int64_t l = i; l < i + lanes; ++l) to[l] = To(float(from[l]));
+      });
+}
+// Whether it can.
+template <class From, class To>
+constexpr bool are_converted_floats =
+    sizeof(From) + sizeof(To) == 6 && std::is_same_v<accum_t<From>, float> &&
+    std::is_same_v<accum_t<To>, float>;
 
 template <class A>
 NEEDLE_INLINE A sum_lanes(Vec<A> v) {

@@ -13,6 +13,7 @@
 #include "../common/backend.h"
 #include "../common/ewise_math_cpu.h"
 #include "../common/parallel.h"
+#include "../common/simd_cpu.h"
 #include "../common/strided_cpu.h"
 
 #pragma GCC diagnostic ignored "-Wint-in-bool-context"  // a * b on bools means a and b
@@ -98,6 +99,15 @@ Row row_of(BinaryOp op) {
   throw std::invalid_argument("unknown binary op");
 }
 
+// A run of storage type From as To, 16-bit floats converted.
+template <class From, class To>
+void copy(const From* from, int64_t n, To* to) {
+  if constexpr (are_converted_floats<From, To>)
+    convert_floats(from, n, to);
+  else
+    for (int64_t i = 0; i < n; ++i) to[i] = To(from[i]);
+}
+
 // --- operands ------------------------------------------------------------------------------------
 
 // An input, of storage type S, seen as contiguous pieces of the arithmetic type C.
@@ -143,7 +153,7 @@ class Operand {
  private:
   static void gather(const S* row, int64_t stride, int64_t n, C* to) {
     if (stride == 1)
-      for (int64_t i = 0; i < n; ++i) to[i] = C(row[i]);
+      copy<S, C>(row, n, to);
     else if (stride == 0)
       std::fill(to, to + n, C(*row));
     else
@@ -209,8 +219,7 @@ void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive,
   // Results first .. first + n of a piece to elements at .. at + n.
   const auto put = [&](const C* results, int64_t first, int64_t at, int64_t n) {
     if (rounds) {
-      S* to = reinterpret_cast<S*>(base) + at;
-      for (int64_t i = 0; i < n; ++i) to[i] = S(results[first + i]);
+      copy<C, S>(results + first, n, reinterpret_cast<S*>(base) + at);
     } else {
       const char* from = reinterpret_cast<const char*>(results) + first * item;
       std::memcpy(base + at * item, from, size_t(n * item));

@@ -8,6 +8,7 @@
 
 #include "../common/backend.h"
 #include "../common/parallel.h"
+#include "../common/simd_cpu.h"
 #include "../common/strided_cpu.h"
 
 namespace needle::cpu {
@@ -53,7 +54,10 @@ template <class From, class To>
 void convert_row(const char* from, char* to, int64_t n) {
   const From* x = reinterpret_cast<const From*>(from);
   To* y = reinterpret_cast<To*>(to);
-  for (int64_t i = 0; i < n; ++i) y[i] = convert<To>(x[i]);
+  if constexpr (are_converted_floats<From, To>)
+    convert_floats(x, n, y);
+  else
+    for (int64_t i = 0; i < n; ++i) y[i] = convert<To>(x[i]);
 }
 
 using MoveRow = void (*)(const char* from, int64_t from_stride, char* to, int64_t to_stride,
