@@ -133,20 +133,16 @@ NEEDLE_INLINE void for_vectors(int64_t n, Whole&& whole, Rest&& rest) {
   if (i < n) rest(i, n - i);
 }
 
-// to[i] = from[i], of which one is float and the other float16 or bfloat16, in other memory.
+// to[i] = convert<To>(from[i]), in other memory; between float and a 16-bit float by vectors.
 template <class From, class To>
-void convert_floats(const From* from, int64_t n, To* to) {
-  for_vectors<float>(
-      n, [&](int64_t i) { store(to + i, load(from + i)); },
-      [&](int64_t i, int64_t lanes) {
-        for (int64_t l = i; l < i + lanes; ++l) to[l] = To(float(from[l]));
-      });
+void convert_run(const From* from, int64_t n, To* to) {
+  constexpr bool kBothFloat =
+      std::is_same_v<accum_t<From>, float> && std::is_same_v<accum_t<To>, float>;
+  int64_t i = 0;
+  if constexpr (kBothFloat && sizeof(From) != sizeof(To))
+    for (; i + kLanes<float> <= n; i += kLanes<float>) store(to + i, load(from + i));
+  for (; i < n; ++i) to[i] = convert<To>(from[i]);
 }
-// Whether it can.
-template <class From, class To>
-constexpr bool are_converted_floats =
-    sizeof(From) + sizeof(To) == 6 && std::is_same_v<accum_t<From>, float> &&
-    std::is_same_v<accum_t<To>, float>;
 
 template <class A>
 NEEDLE_INLINE A sum_lanes(Vec<A> v) {

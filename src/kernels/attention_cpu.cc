@@ -64,8 +64,7 @@ Matrix<A> fetch(const Rows<T>& from, int64_t first, int64_t n, int64_t D, A* buf
     (void)n, (void)D, (void)buffer;
     return {from.row(first), from.stride};
   } else {
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t d = 0; d < D; ++d) buffer[i * D + d] = A(from.row(first + i)[d]);
+    for (int64_t i = 0; i < n; ++i) convert_run(from.row(first + i), D, buffer + i * D);
     return {buffer, D};
   }
 }

@@ -99,15 +99,6 @@ Row row_of(BinaryOp op) {
   throw std::invalid_argument("unknown binary op");
 }
 
-// A run of storage type From as To, 16-bit floats converted.
-template <class From, class To>
-void copy(const From* from, int64_t n, To* to) {
-  if constexpr (are_converted_floats<From, To>)
-    convert_floats(from, n, to);
-  else
-    for (int64_t i = 0; i < n; ++i) to[i] = To(from[i]);
-}
-
 // --- operands ------------------------------------------------------------------------------------
 
 // An input, of storage type S, seen as contiguous pieces of the arithmetic type C.
@@ -153,7 +144,7 @@ class Operand {
  private:
   static void gather(const S* row, int64_t stride, int64_t n, C* to) {
     if (stride == 1)
-      copy<S, C>(row, n, to);
+      convert_run(row, n, to);
     else if (stride == 0)
       std::fill(to, to + n, C(*row));
     else
@@ -219,7 +210,7 @@ void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive,
   // Results first .. first + n of a piece to elements at .. at + n.
   const auto put = [&](const C* results, int64_t first, int64_t at, int64_t n) {
     if (rounds) {
-      copy<C, S>(results + first, n, reinterpret_cast<S*>(base) + at);
+      convert_run(results + first, n, reinterpret_cast<S*>(base) + at);
     } else {
       const char* from = reinterpret_cast<const char*>(results) + first * item;
       std::memcpy(base + at * item, from, size_t(n * item));

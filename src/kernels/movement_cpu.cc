@@ -52,12 +52,7 @@ constexpr int64_t kPiece = 256;
 using ConvertRow = void (*)(const char* from, char* to, int64_t n);
 template <class From, class To>
 void convert_row(const char* from, char* to, int64_t n) {
-  const From* x = reinterpret_cast<const From*>(from);
-  To* y = reinterpret_cast<To*>(to);
-  if constexpr (are_converted_floats<From, To>)
-    convert_floats(x, n, y);
-  else
-    for (int64_t i = 0; i < n; ++i) y[i] = convert<To>(x[i]);
+  convert_run(reinterpret_cast<const From*>(from), n, reinterpret_cast<To*>(to));
 }
 
 using MoveRow = void (*)(const char* from, int64_t from_stride, char* to, int64_t to_stride,
