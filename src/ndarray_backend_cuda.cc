@@ -63,6 +63,7 @@ class StagingRing {
 // modules.
 struct Device {
   cudaStream_t stream = nullptr;
+  cudaMemPool_t pool = nullptr;  // the driver's default one
   int id = 0, multiprocessors = 0;
   size_t total_bytes = 0;
   int64_t scratch_bytes = kScratchBytes;
@@ -83,7 +84,6 @@ struct Device {
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
     cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
     // Freed memory stays with the driver's pool across syncs; empty_cache() gives it back.
-    cudaMemPool_t pool = nullptr;
     uint64_t keep_all = UINT64_MAX;
     cuda_check(cudaDeviceGetDefaultMemPool(&pool, id), "cudaDeviceGetDefaultMemPool");
     cuda_check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep_all),
@@ -150,10 +150,8 @@ class DeviceMemory : public MemorySource {
     cudaFreeAsync(ptr, device_in_use().stream);
   }
   void trim() override {
-    cudaMemPool_t pool = nullptr;
-    cuda_check(cudaDeviceGetDefaultMemPool(&pool, device().id), "cudaDeviceGetDefaultMemPool");
     cuda_check(cudaStreamSynchronize(device().stream), "cudaStreamSynchronize");
-    cuda_check(cudaMemPoolTrimTo(pool, 0), "cudaMemPoolTrimTo");
+    cuda_check(cudaMemPoolTrimTo(device().pool, 0), "cudaMemPoolTrimTo");
   }
 };
 
@@ -238,12 +236,16 @@ py::dict device_properties() {
   size_t free_bytes = 0, total_bytes = 0;
   cuda_check(cudaGetDeviceProperties(&p, device().id), "cudaGetDeviceProperties");
   cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  uint64_t pool_bytes = 0;
+  cuda_check(cudaMemPoolGetAttribute(device().pool, cudaMemPoolAttrReservedMemCurrent, &pool_bytes),
+             "cudaMemPoolGetAttribute");
   py::dict d;
   d["name"] = std::string(p.name);
   d["compute_capability"] = py::make_tuple(p.major, p.minor);
   d["multiprocessors"] = p.multiProcessorCount;
   d["total_bytes"] = total_bytes;
   d["free_bytes"] = free_bytes;
+  d["pool_bytes"] = pool_bytes;  // of the driver's pool, from which arrays are, used or not
   d["shared_bytes_per_block"] = p.sharedMemPerBlock;
   d["shared_bytes_per_block_optin"] = p.sharedMemPerBlockOptin;
   d["warp_size"] = p.warpSize;

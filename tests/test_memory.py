@@ -170,6 +170,22 @@ def test_the_parts_of_the_process_add_up(cpu):
     assert parts["cached"] == cached + nbytes and min(parts.values()) >= 0
 
 
+@pytest.mark.parametrize("name", ["cuda_sim", "cuda"])
+def test_the_parts_of_a_card_add_up(name):
+    device = usable(name)
+    array = empty((1 << 26,), device=device)
+    held, nbytes = memory.process(device), array.buffer_bytes
+    assert held["device_framework"] == device.memory_stats()["live"] >= nbytes
+    parts = [held["device_" + part] for part in ("framework", "cached", "context_and_others")]
+    assert min(parts) >= 0 and sum(parts) <= held["device_total"]
+    del array
+    freed = memory.process(device)
+    assert held["device_framework"] - freed["device_framework"] == freed["device_cached"] - held["device_cached"] == nbytes
+    memory.empty_cache(device)
+    # The driver gives back whole chunks, of which others may still hold a part.
+    assert memory.process(device)["device_cached"] <= freed["device_cached"] - nbytes // 2
+
+
 def test_an_emptied_cache_leaves_nothing_between_small_arrays(cpu):
     before = memory.process(cpu)["rss"]
     arrays = [ndl.init.ones(25_000, device=cpu) for _ in range(1000)]

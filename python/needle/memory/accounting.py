@@ -134,7 +134,8 @@ def process(device: BackendDevice | None = None) -> dict[str, int]:
 
     arrays: live on the CPU devices; cached: kept by their allocators for reuse (both as far as they have been touched); libraries:
     code and data of files; rest: heaps, with what freed small arrays have left in them, stacks, numpy's arrays. On a GPU further
-    ``device_*`` parts: framework (live), cached, context and other processes (what the driver counts beyond them), total.
+    ``device_*`` parts: framework (live), cached (by needle, and by the driver's pool, which keeps what needle gives back until
+    ``empty_cache``), context and other processes (what the driver counts beyond them), total.
     Linux only: elsewhere ``rss`` is 0. source: proc(5).
     """
     device = as_device(device)
@@ -159,7 +160,8 @@ def process(device: BackendDevice | None = None) -> dict[str, int]:
     if device.name in ("cuda", "cuda_sim") and device.mod is not None:
         raw, card = device.mod.memory_stats(), device.mod.device_properties()
         found["device_framework"] = raw["live"]
-        found["device_cached"] = raw["reserved"] - raw["live"]
-        found["device_context_and_others"] = max(0, card["total_bytes"] - card["free_bytes"] - raw["reserved"])
+        pool = max(card["pool_bytes"], raw["reserved"])
+        found["device_cached"] = pool - raw["live"]
+        found["device_context_and_others"] = max(0, card["total_bytes"] - card["free_bytes"] - pool)
         found["device_total"] = card["total_bytes"]
     return found

@@ -48,7 +48,7 @@ std::vector<Stream*>& streams() {
   static std::vector<Stream*> all{&default_stream};
   return all;
 }
-std::atomic<size_t> bytes_in_use{0};
+std::atomic<size_t> bytes_in_use{0}, bytes_in_pool{0};
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local std::string last_fault;
 
@@ -159,13 +159,23 @@ cudaError_t cudaFree(void* pointer) {
   return error;
 }
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
-  return cudaMalloc(pointer, bytes);
+  const cudaError_t error = cudaMalloc(pointer, bytes);
+  if (error == cudaSuccess) bytes_in_pool += malloc_usable_size(*pointer);
+  return error;
 }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
   return do_or_enqueue(stream, [pointer] {
-    if (pointer) bytes_in_use -= malloc_usable_size(pointer);
+    if (pointer) {
+      bytes_in_use -= malloc_usable_size(pointer);
+      bytes_in_pool -= malloc_usable_size(pointer);
+    }
     std::free(pointer);
   });
+}
+cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr attribute, void* value) {
+  if (attribute != cudaMemPoolAttrReservedMemCurrent) return remember(cudaErrorInvalidValue);
+  *static_cast<uint64_t*>(value) = bytes_in_pool;
+  return cudaSuccess;
 }
 cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
   *pointer = std::malloc(bytes ? bytes : 1);

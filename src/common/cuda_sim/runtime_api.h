@@ -105,9 +105,15 @@ cudaError_t cudaFuncSetAttribute(R (*function)(A...), cudaFuncAttribute attribut
   return cudaFuncSetAttribute(reinterpret_cast<const void*>(function), attribute, value);
 }
 
-// Freed memory goes back to the heap at once, so a memory pool has nothing to keep or to trim.
+// Freed memory goes back to the heap at once, so a memory pool has what is in use, nothing to keep
+// or to trim.
 using cudaMemPool_t = void*;
-enum cudaMemPoolAttr { cudaMemPoolAttrReleaseThreshold = 4 };
+enum cudaMemPoolAttr {
+  cudaMemPoolAttrReleaseThreshold = 4,    // uint64_t
+  cudaMemPoolAttrReservedMemCurrent = 5,  // uint64_t
+};
+NEEDLE_SIM_HIDDEN cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr attribute,
+                                                      void* value);
 inline cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
   *pool = nullptr;
   return cudaSuccess;
