@@ -63,6 +63,7 @@ struct Own {
   static constexpr int64_t kDepth = 4096 / sizeof(T), kM = 1032, kStrip = (512 << 10) / sizeof(T);
   static constexpr int64_t kSummed = 1024;  // columns of C that are summed before they are rounded
   static constexpr int64_t kMinRows = 96, kMinCols = 2 * kCols;  // of a task
+  static constexpr int64_t kPacked = 4 * kRows;                  // rows of A a task packs
   static_assert(kM % kRows == 0 && kStrip >= kMinCols * kDepth);
   // Of a row in a panel of A; the excess keeps the rows of a panel in different sets of the cache.
   static constexpr int64_t kStride = kDepth + kLane;
@@ -79,21 +80,28 @@ struct Own {
   // than kRows.
   static constexpr int64_t kSets = 4096 / sizeof(T);
 
-  // A panel of kRows rows, those beyond `rows` zero: element (i, p) at [i][p], or at [p][i] when
-  // ta, so that each is a copy in order of memory.
-  static void pack_a(bool ta, int64_t rows, int64_t k, const In* a, int64_t lda, T* to) {
-    if (ta) {
-      for (int64_t p = 0; p < k; ++p, a += lda, to += kRows) {
-        if (kReadable && rows == kRows)
-          std::memcpy(to, a, kRows * sizeof(T));
-        else if (rows == kRows)
-          for (int i = 0; i < kRows; ++i) to[i] = T(a[i]);
-        else
-          for (int i = 0; i < kRows; ++i) to[i] = i < rows ? T(a[i]) : T(0);
-      }
-      return;
+  // Panels of Width columns, those beyond `cols` zero: element (p, j) of a panel at [p][j], and
+  // `distance` elements from a panel to the next. Rows are read across all panels at once: memory
+  // gives what lies side by side the fastest.
+  template <int Width>
+  static void pack_columns(int64_t k, int64_t cols, const In* from, int64_t ld, T* to,
+                           int64_t distance) {
+    const int64_t whole = cols / Width, rest = cols % Width;
+    if (rest > 0) std::fill_n(to + whole * distance, Width * k, T(0));
+    constexpr int64_t kAhead = 6;  // rows, each on a page of its own, which hardware stops at
+    for (int64_t p = 0; p < k; ++p, from += ld, to += Width) {
+      if (p + kAhead < k)
+        for (int64_t j = 0; j < cols; j += kLane) __builtin_prefetch(from + kAhead * ld + j);
+      for (int64_t i = 0; i < whole; ++i) copy_row(from + i * Width, Width, to + i * distance);
+      if (rest > 0) std::copy_n(from + whole * Width, rest, to + whole * distance);
     }
-    for (int64_t i = 0; i < kRows; ++i, a += lda, to += kStride) {
+  }
+
+  // Panels of kRows rows, kRows * kStride elements each, those beyond `rows` zero: element (i, p)
+  // of a panel at [i][p], or at [p][i] when ta, so that each is a copy in order of memory.
+  static void pack_a(bool ta, int64_t rows, int64_t k, const In* a, int64_t lda, T* to) {
+    if (ta) return pack_columns<kRows>(k, rows, a, lda, to, kRows * kStride);
+    for (int64_t i = 0; i < round_up(rows, kRows); ++i, a += lda, to += kStride) {
       if (i < rows)
         copy_row(a, k, to);
       else
@@ -101,24 +109,13 @@ struct Own {
     }
   }
 
-  // Panels of kCols columns, k * kCols elements each, columns beyond `cols` zero: element (p, j) of
-  // a panel at [p][j]. Rows of B are read across all panels at once: memory gives what lies side by
-  // side the fastest.
+  // Panels of kCols columns, k * kCols elements each, those beyond `cols` zero: element (p, j) of a
+  // panel at [p][j].
   static void pack_b(bool tb, int64_t k, int64_t cols, const In* b, int64_t ldb, T* to) {
-    const int64_t whole = cols / kCols * kCols, rest = cols - whole;
-    if (rest > 0) std::fill_n(to + whole * k, kCols * k, T(0));
-    if (tb) {
-      for (int64_t j = 0; j < cols; j += kCols)
-        transpose_tile(b + j * ldb, ldb, std::min<int64_t>(kCols, cols - j), k, to + j * k, kCols);
-      return;
-    }
-    constexpr int64_t kAhead = 6;  // rows, each on a page of its own, which hardware stops at
-    for (int64_t p = 0; p < k; ++p, b += ldb, to += kCols) {
-      if (p + kAhead < k)
-        for (int64_t j = 0; j < cols; j += kLane) __builtin_prefetch(b + kAhead * ldb + j);
-      for (int64_t j = 0; j < whole; j += kCols) copy_row(b + j, kCols, to + j * k);
-      if (rest > 0) std::copy_n(b + whole, rest, to + whole * k);
-    }
+    if (!tb) return pack_columns<kCols>(k, cols, b, ldb, to, k * kCols);
+    if (cols % kCols) std::fill_n(to + cols / kCols * kCols * k, kCols * k, T(0));
+    for (int64_t j = 0; j < cols; j += kCols)
+      transpose_tile(b + j * ldb, ldb, std::min<int64_t>(kCols, cols - j), k, to + j * k, kCols);
   }
 
   // kRows x kCols of C, of which rows x cols are there.
@@ -164,10 +161,10 @@ struct Own {
     T* const panels = workspace().panels;
     const int64_t in_place =
         !kReadable || ta || lda % kSets == 0 ? 0 : rows / kRows * kRows;  // rows
-    parallel_for(ceil_div(rows - in_place, kRows), [&](int64_t panel) {
+    parallel_for(ceil_div(rows - in_place, kPacked), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
-      const int64_t i = in_place + panel * kRows;
-      pack_a(ta, std::min<int64_t>(kRows, rows - i), depth, a + (ta ? i : i * lda), lda,
+      const int64_t i = in_place + task * kPacked;
+      pack_a(ta, std::min(kPacked, rows - i), depth, a + (ta ? i : i * lda), lda,
              panels + i * kStride);
     });
 
