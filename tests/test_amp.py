@@ -545,6 +545,14 @@ def test_the_scale_follows_megatron():
     assert (scaler.steps, scaler.skipped_steps) == (12, 5)
 
 
+def test_a_shorter_interval_than_that_of_the_saved_state_is_kept_to():
+    scaler = amp.GradScaler(init_scale=16, growth_interval=9)
+    schedule(scaler, [True] * 8)
+    shorter = amp.GradScaler(growth_interval=3)
+    shorter.load_state_dict(scaler.state_dict())
+    assert schedule(shorter, [True] * 4) == [32, 32, 32, 64]
+
+
 def test_at_the_least_scale_there_is_no_going_on():
     scaler = amp.GradScaler(init_scale=4, min_scale=2, hysteresis=1)
     opt, params, _ = with_gradients(ndl.cpu_numpy(), [[1.0]])
@@ -727,3 +735,27 @@ def test_the_norm_is_that_of_all_gradients(device, count):
         assert step.grad_norm == pytest.approx(expected, rel=1e-5) and 3 < step.loss < 5
         updated.append(again.embed_out.numpy())
     np.testing.assert_allclose(*updated, rtol=0, atol=1e-7)
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next(host):
+    config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=40, max_seq_len=8)
+    ids = ndl.Tensor(np.arange(16).reshape(2, 8) % 7, device=host, dtype="int32", requires_grad=False)
+    bad = ndl.Tensor(np.full((2, 8), 99), device=host, dtype="int32", requires_grad=False)
+    model, fresh = (Pythia(config, device=host) for _ in range(2))
+    optimizer = AdamW(model.parameters())
+    for batches, error in (([(ids, ids), (bad, ids)], IndexError), ([(ids, ids)], StopIteration)):
+        with pytest.raises(error):
+            train_step(model, optimizer, batches, 2)
+    step = train_step(model, optimizer, [(ids, ids)] * 2, 2)
+    assert step == train_step(fresh, AdamW(fresh.parameters()), [(ids, ids)] * 2, 2)
+
+
+def test_every_optimizer_can_take_a_step_of_a_model(cpu):
+    config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=40, max_seq_len=8)
+    ids = ndl.Tensor(np.arange(16).reshape(2, 8) % 7, device=cpu, dtype="int32", requires_grad=False)
+    norms = [
+        train_step(m, kind(m.parameters()), [(ids, ids)]).grad_norm
+        for kind in (SGD, Adam, AdamW)
+        for m in [Pythia(config, device=cpu)]
+    ]
+    assert norms[0] == pytest.approx(norms[2], rel=1e-6) and norms[1] == norms[0]

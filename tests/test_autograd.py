@@ -5,6 +5,7 @@ import gc
 import math
 import pickle
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -35,6 +36,33 @@ def test_backward_overwrites_and_accumulate_adds(host):
         f().backward(accumulate=True)
         with pytest.raises(GraphError, match="accumulated gradient has no history"):
             x.grad.backward()
+
+
+def test_an_op_keeps_the_axes_it_was_given(host):
+    """A list may change before backward, and a generator can be read once."""
+    values = np.arange(24.0).reshape(2, 3, 4)
+    weights = {order: leaf(np.arange(24.0).reshape(np.transpose(values, order).shape), host) for order in [(1, 2, 0), (2, 0, 1)]}
+    for order, weight in weights.items():
+        for given in (list, iter, tuple):
+            x, axes = leaf(values, host), given(order)
+            y = ops.permute(x, axes) * weight
+            if isinstance(axes, list):
+                axes[:] = [0, 1, 2]
+            y.sum().backward()
+            np.testing.assert_array_equal(x.grad.numpy(), np.transpose(weight.numpy(), np.argsort(order)))
+    for make in (lambda x, n: x.sum(n), lambda x, n: x.mean(n), lambda x, n: ops.max(x, n), lambda x, n: ops.logsumexp(x, n),
+                 lambda x, n: ops.flip(x, n)):  # fmt: skip
+        gradients = []
+        for axes in ([0, 2], (0, 2)):
+            x = leaf(values, host)
+            y = make(x, axes)
+            if isinstance(axes, list):
+                axes[:] = [1]
+            (y * y).sum().backward()
+            gradients.append(x.grad.numpy())
+        np.testing.assert_array_equal(*gradients)
+    with pytest.raises(ShapeError, match=r"\[sum\] both axes 0 and axis 1 are given"):
+        leaf(values, host).sum(0, axis=1)
 
 
 def test_a_scalar_is_a_number_to_python(host):
@@ -89,7 +117,7 @@ def test_what_is_no_tensor_is_named(host):
             lambda y: ops.add(x, y), lambda y: ops.multiply(y, x), ops.relu, ops.softmax, lambda y: ops.broadcast_to(y, (2, 2)),
             lambda y: ops.astype(y, "float32"), lambda y: ops.embedding(x, y), lambda y: ops.cross_entropy(y, x), ops.logsumexp,
             lambda y: ops.linear_cross_entropy(x, y, x), lambda y: ops.attention(x, y, x), nn.BatchNorm1d(2), nn.BatchNorm2d(2),
-            nn.Conv(1, 1, 1), nn.Flatten(), nn.Dropout(0.0), nn.SeededDropout(0.5), nn.LayerNorm(2), nn.RNN(2, 2), nn.LSTM(2, 2),
+            nn.Conv(1, 1, 1), nn.Flatten(), nn.Dropout(0.0), nn.SeededDropout(0.5, 1), nn.LayerNorm(2), nn.RNN(2, 2), nn.LSTM(2, 2),
         ):  # fmt: skip
             with pytest.raises(DTypeError, match=r"input [01] is of type [\w.]+ \(accepted: a Tensor\)"):
                 f(other)
@@ -536,6 +564,23 @@ def test_lazy_mode(host):
         autograd.LAZY_MODE = False
 
 
+def test_what_is_put_off_without_a_gradient_has_no_history_once_it_is_there(host, monkeypatch):
+    monkeypatch.setattr(autograd, "LAZY_MODE", True)
+    total, c = (leaf([v], host, requires_grad=False) for v in (0.0, 1.0))
+    passed = []
+    for _ in range(5):
+        total = total + c
+        passed.append(weakref.ref(total))
+    kept = total * 2
+    assert total._data is None and total.item() == 5 and not total.inputs
+    assert [x() is None for x in passed] == [True] * 4 + [False]
+    x = leaf([3.0], host)
+    y = x * kept
+    del total, kept
+    y.backward()
+    assert x.grad.item() == 10
+
+
 def test_what_is_put_off_is_computed_from_what_was_there(host, monkeypatch):
     monkeypatch.setattr(autograd, "LAZY_MODE", True)
     model, x = nn.Linear(3, 2, device=host), leaf(np.ones((4, 3)), host)
@@ -769,3 +814,50 @@ def test_no_reference_cycles(cpu):
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_one_no_grad_serves_two_threads(host):
+    shared, inside, leave = ndl.no_grad(), threading.Event(), threading.Event()
+    found = []
+
+    def other():
+        with shared:
+            inside.set()
+            leave.wait(10)
+        found.append(autograd.is_grad_enabled())
+
+    thread = threading.Thread(target=other)
+    with shared:
+        thread.start()
+        inside.wait(10)
+    assert autograd.is_grad_enabled()
+    leave.set()
+    thread.join()
+    assert found == [True]
+
+
+def test_a_bool_is_taken_from_whole_numbers(host):
+    a, b = (ndl.Tensor(v, device=host, dtype=d) for v, d in (([3, 4], "int32"), ([True, False], "bool")))
+    assert (a - b).dtype == "int32" and (a - b).numpy().tolist() == [2, 4]
+
+
+def test_a_gradient_of_nan_is_not_clipped_away(host):
+    for kind in (SGD, Adam, AdamW):
+        params = [leaf([1.0], host), leaf([2.0], host)]
+        params[0].grad, params[1].grad = leaf([math.nan], host), leaf([100.0], host)
+        optimizer = kind(params)
+        assert math.isnan(float(optimizer.clip_grad_norm(1.0)))
+        optimizer.step()
+        assert [math.isnan(p.item()) for p in params] == [True, True]
+
+
+def test_moments_are_of_one_device(cpu):
+    params = [leaf([1.0], device) for device in (cpu, ndl.cpu_numpy())]
+    for kind in (Adam, AdamW):
+        with pytest.raises(DeviceError, match=rf"\[{kind.__name__}\] parameters are on cpu\(\) and cpu_numpy\(\) \(accepted: one"):
+            kind(params)
+
+
+def test_what_cannot_be_called_cannot_be_recomputed():
+    with pytest.raises(TypeError, match=r"\[remat\] cannot call int \(accepted: a Module"):
+        ndl.remat(5)

@@ -619,6 +619,8 @@ def test_image_data(tmp_path):
     assert isinstance(test[1], tuple) and label == 2 and test[np.array([2, 0])][0].shape == (2, 3, 32, 32)
     batches = [(X.shape, y.shape) for X, y in data.DataLoader(dataset=train, batch_size=4, shuffle=True)]
     assert batches == [((4, 3, 32, 32), (4,))] * 3 + [((3, 3, 32, 32), (3,))]
+    flipping = data.CIFAR10Dataset(str(tmp_path), train=False, transforms=[data.RandomFlipHorizontal(p=1.0)])
+    np.testing.assert_array_equal(flipping[1][0], test[1][0][:, :, ::-1])
     picture = np.arange(5 * 4 * 2).reshape(5, 4, 2)
     np.random.seed(0)
     flipped, kept = data.RandomFlipHorizontal(p=1.0)(picture), data.RandomFlipHorizontal(p=0.0)(picture)

@@ -148,6 +148,7 @@ def test_greedy_text_is_that_of_the_full_forward_pass(device, pattern):
     model = small(pattern, device)
     steps = 3 if device.name == "cuda_sim" else 20
     out = model.generate(PROMPTS, max_new_tokens=steps, pad_token_id=60)
+    np.testing.assert_array_equal(model.generate(iter(PROMPTS), max_new_tokens=steps, pad_token_id=60), out)
     assert out.shape == (4, 33 + steps) and out.dtype == np.int64
     for row, prompt in zip(out, PROMPTS, strict=True):
         expected = list(prompt)

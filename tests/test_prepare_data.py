@@ -309,6 +309,23 @@ def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small
     assert found(tmp_path / "x")[1] == expected(tokenizer, ["new"])[0] and leftovers(tmp_path) == []
 
 
+def test_what_a_run_left_may_be_damaged(tmp_path, tokenizer, small):
+    write_inputs(tmp_path / "in")
+    given = (tmp_path / "in", tmp_path / "x")
+    for name in ("run.json", "state.json"):
+        with pytest.raises(KeyboardInterrupt):
+            prepare(*given, tokenizer=tokenizer, report=stopped_after(2), save_every_s=0)
+        kept = (tmp_path / ".x.partial" / name).read_bytes()
+        for damaged in (b"", b"[]", b"{}", kept.replace(b":", b": 1, ", 1), b'{"totals": 3, "skipped": 1, "sources": [1]}'):
+            (tmp_path / ".x.partial" / name).write_bytes(damaged)
+            with pytest.raises(DataError, match=rf"\[output\] cannot go on: .*{name}: .* \(--restart begins again\)"):
+                prepare(*given, tokenizer=tokenizer)
+        (tmp_path / ".x.partial" / name).write_bytes(kept)
+    prepare(*given, tokenizer=tokenizer)
+    prepare(str(tmp_path / "in"), tmp_path / "y", tokenizer=tokenizer)
+    assert pair(tmp_path / "x") == pair(tmp_path / "y")
+
+
 def test_a_file_that_changes_meanwhile(tmp_path, tokenizer, small):
     (tmp_path / "x.txt").write_text(make_text(0, 300))
 

@@ -4,7 +4,9 @@ import json
 import math
 import os
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -411,6 +413,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         file.write(b"half")
         raise RuntimeError
     assert cached_files(tmp_path) == ["x"] and path.read_bytes() == b"old"
+
+
+def test_threads_that_write_one_file_leave_one_of_theirs(tmp_path):
+    path, begun = tmp_path / "x", threading.Barrier(2)
+
+    def write(content):
+        with write_atomically(path) as file:
+            begun.wait(10)
+            file.write(content)
+
+    contents = [letter * 100_000 for letter in (b"a", b"b")]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(write, contents))
+    assert path.read_bytes() in contents and cached_files(tmp_path) == ["x"]
 
 
 # ---- batches

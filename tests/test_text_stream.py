@@ -61,6 +61,17 @@ def test_a_token_costs_the_same_however_long_the_text_is():
     assert max(seen) <= 40
 
 
+def test_nor_does_it_where_a_decoder_leaves_out_the_first_space():
+    seen = []
+
+    def decode(ids):
+        seen.append(len(ids))
+        return "".join(f" {i}" for i in ids)[1:]
+
+    pieces, rest = stream(range(300), decode)
+    assert "".join(pieces) + rest == " ".join(map(str, range(300))) and max(seen) <= 40
+
+
 def test_a_real_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
     from needle.data.text_tokenizer import train_tokenizer

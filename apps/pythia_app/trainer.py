@@ -18,6 +18,7 @@ from needle.data.prefetch import Prefetch
 from needle.data.text import TextData, TokenBatches
 from needle.errors import CheckpointError, DataError
 from needle.models import Pythia, PythiaConfig, checkpointed, load_published, train_step
+from needle.models.generation import inference
 from needle.models.training import Step
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED
@@ -166,13 +167,11 @@ class Trainer:
     def held_out_loss(self, text: TextData, tokens: int = EVAL_TOKENS) -> float:
         """Mean cross entropy in nats over the first ``tokens`` of the held-out text."""
         total = count = 0.0
-        self.model.eval()
-        with ndl.no_grad(), amp.autocast.named(self.options.precision, self.device):
+        with inference(), amp.autocast.named(self.options.precision, self.device):
             for batch in self._held_out(text, tokens):
                 ids, targets = self.tensors(batch)
                 total += self.model.loss(ids, targets).item() * targets.size
                 count += targets.size
-        self.model.train()
         return total / count
 
 

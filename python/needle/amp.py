@@ -258,7 +258,7 @@ class GradScaler:
             self._back_off()
             return
         self._good_steps += 1
-        if self._good_steps == self.growth_interval:
+        if self._good_steps >= self.growth_interval:
             self._good_steps, self._patience = 0, self.hysteresis
             self._scale *= self.growth_factor
 

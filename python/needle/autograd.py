@@ -34,6 +34,7 @@ LAZY_MODE = False  # True: ops that record a graph compute when their value is f
 
 # Each thread has its own of these: an evaluation beside a training step must not take the step's graph away.
 _grad_enabled = ContextVar("grad_enabled", default=True)
+_outer: ContextVar[tuple] = ContextVar("outer", default=())  # (_grad_enabled around the innermost no_grad, that of the next ...)
 _segment: ContextVar[Segment | None] = ContextVar("segment", default=None)  # the innermost rematerialize() that is being run
 # While an autocast region is open: (op, inputs) -> the inputs, cast as ``op.autocast`` says.
 _autocast: ContextVar[Callable[[Op, Sequence[Any]], Sequence[Any]] | None] = ContextVar("autocast", default=None)
@@ -60,15 +61,14 @@ class no_grad:
 
     _enable = False
 
-    def __init__(self) -> None:
-        self._before: list[bool] = []  # one for each time it is entered
-
     def __enter__(self) -> None:
-        self._before.append(_grad_enabled.get())
+        _outer.set((_grad_enabled.get(), _outer.get()))
         _grad_enabled.set(self._enable)
 
     def __exit__(self, *exc: object) -> None:
-        _grad_enabled.set(self._before.pop())
+        before, outer = _outer.get()
+        _grad_enabled.set(before)
+        _outer.set(outer)
 
     def __call__(self, function: Callable) -> Callable:
         check_runs_in_its_call(type(self).__name__, function)
@@ -355,7 +355,6 @@ class Value:
         autocast = current_autocast()
         if autocast is not None:
             inputs = autocast(op, inputs)
-        value = cls.__new__(cls)
         requires_grad = False
         if is_grad_enabled():
             for x in inputs:
@@ -363,16 +362,8 @@ class Value:
                     requires_grad = True
                     break
         if LAZY_MODE and is_grad_enabled():  # without a graph nothing is put off: gradients are summed in place
-            value._setup(None, requires_grad)
-            node = Node(op, tuple([x._as_node() for x in inputs]), requires_grad, value)
-            if requires_grad:
-                segment = current_segment()
-                if segment is not None:
-                    segment.take(node)
-                else:
-                    for n in node.inputs:
-                        home_of(n)
-                node.keep()
+            value = cls.__new__(cls)
+            value._put_off(op, inputs, requires_grad)
             return value
         arrays = []
         for x in inputs:
@@ -380,36 +371,56 @@ class Value:
         out = op.compute(*arrays)
         if type(out) is not NDArray and not isinstance(out, (NDArray, tuple)):
             raise DTypeError(f"[{type(op).__name__}] compute gave a {type_name(out)} (accepted: an NDArray, or a tuple of them)")
+        value = cls.__new__(cls)
         value._setup(out, requires_grad)
         if requires_grad:
-            in_nodes = []
-            for x in inputs:
-                in_nodes.append(x._node or x._as_node())
-            node = Node(op, tuple(in_nodes), True, value)
-            node.spec = spec_of(out) if isinstance(out, tuple) else (out._shape, out._dtype, out._device)
+            value._record(op, inputs, arrays, out)
+        return value
+
+    def _put_off(self, op: Op, inputs: Sequence[Value], requires_grad: bool) -> None:
+        """Lazy mode: a node whose array is made when it is first asked for."""
+        self._setup(None, requires_grad)
+        node = Node(op, tuple([x._as_node() for x in inputs]), requires_grad, self)
+        if requires_grad:
             segment = current_segment()
             if segment is not None:
                 segment.take(node)
-                for n, array in zip(in_nodes, arrays):
-                    if n in segment.boundary and n.segment is None and not n.op.recomputes_output:  # type: ignore[union-attr]
-                        n.array = array
-            reads = op.reads_inputs
-            if reads:
-                for i in range(len(in_nodes)) if reads is True else reads:  # type: ignore[union-attr]
-                    n = in_nodes[i]
-                    if n.op is not None:
-                        n.readers += 1
-                        if n.segment is not None and home_of(n) is not None:
-                            continue  # an interior of a segment: brought back when backward comes there
-                        if not n.op.recomputes_output:
-                            n.array = arrays[i]
-            if op.reads_output:
-                node.readers = 1
-                if segment is None:
-                    node.array = out
+            else:
+                for n in node.inputs:
+                    home_of(n)
+            node.keep()
             if _node_made is not None:
                 _node_made(node)
-        return value
+
+    def _record(self, op: Op, inputs: Sequence[Value], arrays: list, out: Any) -> None:
+        """Makes this the value of a node, which keeps of ``arrays`` and ``out`` what gradients will read."""
+        in_nodes = []
+        for x in inputs:
+            in_nodes.append(x._node or x._as_node())
+        node = Node(op, tuple(in_nodes), True, self)
+        node.spec = spec_of(out) if isinstance(out, tuple) else (out._shape, out._dtype, out._device)
+        segment = current_segment()
+        if segment is not None:
+            segment.take(node)
+            for n, array in zip(in_nodes, arrays):
+                if n in segment.boundary and n.segment is None and not n.op.recomputes_output:  # type: ignore[union-attr]
+                    n.array = array
+        reads = op.reads_inputs
+        if reads:
+            for i in range(len(in_nodes)) if reads is True else reads:  # type: ignore[union-attr]
+                n = in_nodes[i]
+                if n.op is not None:
+                    n.readers += 1
+                    if n.segment is not None and home_of(n) is not None:
+                        continue  # an interior of a segment: brought back when backward comes there
+                    if not n.op.recomputes_output:
+                        n.array = arrays[i]
+        if op.reads_output:
+            node.readers = 1
+            if segment is None:
+                node.array = out
+        if _node_made is not None:
+            _node_made(node)
 
 
 class TensorTuple(Value):
@@ -708,8 +719,8 @@ class Tensor(Value):
         other = self._other(other)
         if not isinstance(other, Tensor):
             return ops.AddScalar(-other)(self)
-        if other.dtype == "uint8" and self.dtype not in ("uint8", "bool"):  # negated as it is, it would wrap around
-            other = ops.astype(other, self.dtype)
+        if other.dtype in ("uint8", "bool") and self.dtype not in (other.dtype, "bool"):
+            other = ops.astype(other, self.dtype)  # negated as it is, it would wrap around, or become int64
         return ops.EWiseAdd()(self, ops.Negate()(other))
 
     def __rsub__(self, other):
@@ -797,6 +808,8 @@ def _axes(op: str, axes: Any, axis: Any, dtype: Any, out: Any) -> Any:
     """The axes by either name. raises: DTypeError for the rest of what numpy passes."""
     if dtype is not None or out is not None:
         raise DTypeError(f"[{op}] dtype or out is given (accepted: axes, or axis, and keepdims)")
+    if axes is not None and axis is not None:
+        raise ShapeError(f"[{op}] both axes {axes!r} and axis {axis!r} are given (accepted: one of them)")
     return axes if axis is None else axis
 
 

@@ -179,15 +179,7 @@ def run_backward(
         while order:
             node = order.pop()
             op = node.op
-            if isinstance(op, TensorTupleOp):
-                grad = _tuple_gradient(grads, node)
-            else:
-                grad = grads.pop(node, None)
-                own = isinstance(grad, _Owned)
-                if own:
-                    grad = grad.tensor
-                if grad is not None:
-                    grad = _fitting(grad, node.spec[1] if node.spec else spec_of(realize(node))[1])
+            grad, own = _taken(grads, node)
             if op is None or node in stop:
                 if grad is not None:
                     found[node] = grad
@@ -212,6 +204,16 @@ def run_backward(
             for segment in segments:  # whose arrays nobody read
                 segment.disarm()
     return found
+
+
+def _taken(grads: dict, node: Node) -> tuple[Any, bool]:
+    """The gradient that has come together for ``node``, if any, and whether nothing else holds its array."""
+    if isinstance(node.op, TensorTupleOp):
+        return _tuple_gradient(grads, node), False
+    grad = grads.pop(node, None)
+    own = isinstance(grad, _Owned)
+    grad = grad.tensor if own else grad
+    return (None if grad is None else _fitting(grad, node.spec[1] if node.spec else spec_of(realize(node))[1])), own
 
 
 def _made_ready(root: Node, order: list[Node], stop: frozenset[Node]) -> dict[Segment, list[Node]]:

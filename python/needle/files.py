@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from threading import get_ident
 from typing import Any, BinaryIO
 
 from .errors import DataError
@@ -21,7 +22,7 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
 
     raises: OSError if the folder cannot be made, or the file not be written to its end.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.tmp")
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

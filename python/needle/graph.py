@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -165,27 +166,22 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
 
     raises: GraphError if an input was changed in place after a value was first computed from it.
     """
-    order: list[Node] = []
-    uses: dict[Node, int] = {}  # by the ops computed here, and one for being wanted
     values: dict[Node, Any] = {}  # what was there and what is computed, until its last use: another thread may drop the node's
-    for target in wanted:
-        uses[target] = uses.get(target, 0) + 1
-        stack = [(target, iter(target.inputs))] if uses[target] == 1 else []
-        while stack:
-            node, inputs = stack[-1]
-            for n in inputs:
-                if n in uses:
-                    uses[n] += 1
-                    continue
-                uses[n] = 1
+    order = list(dict.fromkeys(wanted))
+    seen = set(order)
+    for node in order:  # which grows
+        for n in node.inputs:
+            if n not in seen:
+                seen.add(n)
                 found = n.peek()
                 if found is None:
-                    stack.append((n, iter(n.inputs)))
-                    break
-                values[n] = found
-            else:
-                order.append(node)
-                stack.pop()
+                    order.append(n)
+                else:
+                    values[n] = found
+    order.sort(key=attrgetter("born"))
+    uses = Counter(wanted)  # by the ops computed here, and one for being wanted
+    for node in order:
+        uses.update(node.inputs)
     asked = set(wanted)
     for node in order:
         arrays = [values[n] for n in node.inputs]
@@ -201,6 +197,9 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
             handle = node.live_handle()
             if handle is not None:
                 handle._data = value
+            if not node.requires_grad:  # a constant has no history
+                node.op, node.inputs, node.array = None, (), value
+                continue
         kept = node in asked or not node.op.recomputes_output  # type: ignore[union-attr]
         if kept and node.readers and (node.segment is None or node.segment.open):
             node.array = value

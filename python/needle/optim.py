@@ -16,7 +16,7 @@ from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
-from .errors import CheckpointError, ShapeError, type_name
+from .errors import CheckpointError, DeviceError, ShapeError, type_name
 
 _Update = tuple[dict[str, Any], Tensor, NDArray, NDArray]
 
@@ -40,7 +40,8 @@ def _checked(op: str, **numbers: Any) -> None:
 
 
 class Optimizer:
-    """Holds the parameters that ``step`` updates in place; a parameter without a gradient is left as it is.
+    """Holds the parameters that ``step`` updates in place; a parameter without a gradient is left as it is. One whose array is not
+    row-major (a transposed view, say) has an array of its own from its first step on.
 
     raises: TypeError for what is no Tensor; ValueError for no parameter at all, and for one that is there twice, which would take
     two steps.
@@ -75,12 +76,14 @@ class Optimizer:
         """Makes what is missing, zeros in float32 (float64 for float64), all before the first update: as that allocates nothing, a
         step that runs out of memory has changed nothing.
         """
+        made: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in self.STATES}
         for _, p, w, _ in updates:
             for kind in self.STATES:
-                states = getattr(self, kind)
-                if p not in states:
-                    state = states[p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
+                if p not in getattr(self, kind):
+                    state = made[kind][p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
                     state.category = OPTIMIZER_STATE
+        for kind, states in made.items():
+            getattr(self, kind).update(states)
 
     def named_states(self, names: Sequence[str] | None = None) -> dict[str, NDArray]:
         """The arrays that the next step goes on from and changes, ``m.0`` being the ``m`` of the first parameter.
@@ -128,9 +131,12 @@ class Optimizer:
         return dict(zip(names, self.params))
 
     def clip_grad_norm(self, max_norm: float = 0.25) -> float:
-        """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before. raises: ValueError."""
+        """Scales the gradients so that their joint norm is at most ``max_norm``; returns the norm before.
+
+        raises: ValueError. OutOfMemoryError leaves some of them scaled.
+        """
         norm = math.sqrt(self._sumsq(max_norm).item())
-        scale = min(1.0, max_norm / (norm + 1e-6))
+        scale = min(max_norm / (norm + 1e-6), 1.0)  # in this order: a norm of NaN makes NaN of all
         for p in self.params:  # also by 1: a plan, which has no norm, takes the memory of every step
             if p.grad is not None:
                 p.grad = Tensor.make_const(p.grad.realize_cached_data() * scale)
@@ -234,7 +240,11 @@ class _Moments(_Grouped):
 
     def __init__(self, params, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float):
         super().__init__(params, lr, weight_decay)
-        _checked(type(self).__name__, beta1=beta1, beta2=beta2, eps=eps)
+        op = type(self).__name__
+        _checked(op, beta1=beta1, beta2=beta2, eps=eps)
+        devices = list(dict.fromkeys(p.device for p in self.params))
+        if len(devices) > 1:
+            raise DeviceError(f"[{op}] parameters are on {devices[0]} and {devices[1]} (accepted: one device)")
         self.eps = eps
         self.t = 0
         self.m: dict[Tensor, NDArray] = {}

@@ -45,7 +45,7 @@ class BlockLayout:
         mask = np.array(mask, dtype=bool)
         if mask.ndim == 2:
             mask = mask[None]
-        if mask.ndim != 3:
+        if mask.ndim != 3 or not len(mask):
             raise ShapeError(f"[BlockLayout] mask has shape {mask.shape} (accepted: (rows, cols) or (heads, rows, cols))")
         if not hasattr(block, "__index__") or block not in BLOCK_SIZES:
             raise ShapeError(f"[BlockLayout] block size {block!r} (accepted: multiples of 16 from 16 to 128)")

@@ -879,18 +879,23 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
         raise DTypeError(f"[matmul] cannot multiply an NDArray with {type(b).__name__} (accepted: NDArray)")
     if a._device != b._device:
         raise DeviceError(f"[matmul] arrays are on different devices: {a._device} and {b._device}")
-    if len(a._shape) < 2 or len(b._shape) < 2:
-        if a.ndim == 0 or b.ndim == 0:
-            raise ShapeError(f"[matmul] needs at least one dimension: a is {a._shape}, b is {b._shape}")
-        full_a = a._view((1,) + a._shape, (0,) + a._strides) if a.ndim == 1 else a
-        full_b = b._view(b._shape + (1,), b._strides + (0,)) if b.ndim == 1 else b
-        if out is not None:
-            leading = out._shape[: max(out.ndim - (a.ndim > 1) - (b.ndim > 1), 0)]
-            out = out.reshape((*leading, full_a._shape[-2], full_b._shape[-1]))
-        product = matmul(full_a, full_b, out, accumulate)
-        shape = product._shape
-        shape = shape[:-2] + (shape[-2:-1] if a.ndim > 1 else ()) + (shape[-1:] if b.ndim > 1 else ())
-        return product.reshape(shape)
+    if len(a._shape) > 1 and len(b._shape) > 1:
+        return _matmul(a, b, out, accumulate)
+    if a.ndim == 0 or b.ndim == 0:
+        raise ShapeError(f"[matmul] needs at least one dimension: a is {a._shape}, b is {b._shape}")
+    row, column = a.ndim == 1, b.ndim == 1  # as a matrix of one
+    a = a._view((1,) + a._shape, (0,) + a._strides) if row else a
+    b = b._view(b._shape + (1,), b._strides + (0,)) if column else b
+    if out is not None:
+        leading = out._shape[: max(out.ndim - (not row) - (not column), 0)]
+        out = out.reshape(leading + (a._shape[-2], b._shape[-1]))
+    product = _matmul(a, b, out, accumulate)
+    shape = product._shape
+    return product.reshape(shape[:-2] + (() if row else shape[-2:-1]) + (() if column else shape[-1:]))
+
+
+def _matmul(a: NDArray, b: NDArray, out: NDArray | None, accumulate: bool) -> NDArray:
+    """``matmul`` of at least two axes each."""
     if a._shape[-1] != b._shape[-2]:
         raise ShapeError(f"[matmul] inner dimensions differ: a is {a._shape}, b is {b._shape}")
     if a._dtype != b._dtype:

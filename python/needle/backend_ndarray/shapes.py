@@ -34,6 +34,11 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
+def frozen(lengths: Any) -> Any:
+    """Lengths or axes as an op keeps them until backward, when the caller's list may hold others: several as a tuple."""
+    return tuple(lengths) if isinstance(lengths, Iterable) and not isinstance(lengths, str) else lengths
+
+
 def as_shape(shape: Any, least: int = 0) -> tuple[int, ...]:
     """The length, or the lengths, as a tuple. raises: ShapeError for one that is no whole number of at least ``least``."""
     try:

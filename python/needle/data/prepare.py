@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -149,16 +149,17 @@ class _Run:
             _empty(self.folder)
             with self._emptied_by_errors():
                 self._begin(given, tokenizer, vocab_size)
-        run = _read_json(self.folder / "run.json")
-        skipped = set(run["skipped"])
-        state = _read_json(self.folder / "state.json") if (self.folder / "state.json").exists() else None
-        totals = Totals(**state["totals"]) if state else Totals()
-        if state and publish(self.folder, self.prefix):  # it was killed at the very end
+        skipped = _read_json(self.folder / "run.json", lambda run: set(run["skipped"]))
+        totals, place, written = Totals(), Place(0, 0, 1), None
+        if (self.folder / "state.json").exists():
+            totals, place, written = _read_json(
+                self.folder / "state.json", lambda state: (Totals(**state["totals"]), Place(*state["place"]), state["writer"])
+            )
+        if written and publish(self.folder, self.prefix):  # it was killed at the very end
             return self._prepared(totals, load_tokenizer(_outputs(self.prefix)[2]).size, skipped)
         tokenizer = tokenizer or load_tokenizer(self.folder / "tokenizer.json")
         encoder = _Encoder(tokenizer, self._end(tokenizer), self.sources, self.settings["key"], self.skip_invalid)
-        writer = TokenWriter(self.folder, tokenizer.size, state and state["writer"])
-        place = Place(*state["place"]) if state else Place(0, 0, 1)
+        writer = TokenWriter(self.folder, tokenizer.size, written)
         try:
             self._write(writer, encoder, read_blocks(self.sources, skipped, place, encoder), totals, save_every_s)
             with self._emptied_by_errors():
@@ -182,8 +183,9 @@ class _Run:
         """True if the folder holds a run that can be gone on with. raises: DataError if it holds another one."""
         if not (self.folder / "run.json").exists():
             return False
-        run = _read_json(self.folder / "run.json")
-        before = [Source(Path(path), size, stamp) for path, size, stamp in run["sources"]]
+        run, before = _read_json(
+            self.folder / "run.json", lambda run: (run, [Source(Path(path), size, stamp) for path, size, stamp in run["sources"]])
+        )
         differs = next((f"--{name}" for name, value in self.settings.items() if run.get(name) != value), None)
         for now, then in zip(self.sources, before):
             if now.path == then.path and now != then:
@@ -239,10 +241,9 @@ class _Run:
 
     def _write(self, writer: TokenWriter, encoder: _Encoder, blocks: Iterator[Block], totals: Totals, save_every_s: float) -> None:
         """Takes the blocks through the threads and writes what they make of them, in order."""
-        waiting: deque[tuple[Block, Future]] = deque()
         place: Place | None = None
         settled = True  # place, totals and what the writer has belong together
-        all_bytes, ahead, saved = self.all_bytes, 0, time.monotonic()
+        all_bytes, saved = self.all_bytes, time.monotonic()
 
         def save() -> None:
             if place is not None:
@@ -250,6 +251,33 @@ class _Run:
                 with files.write_whole(self.folder / "state.json") as file:
                     file.write(json.dumps(state).encode())
 
+        try:
+            with contextlib.closing(self._encoded(encoder, blocks)) as found:
+                for block, encoded in found:
+                    settled = False
+                    writer.write(encoded.ids, encoded.ends)
+                    place = block.after
+                    totals.text_bytes += block.nbytes
+                    totals.tokens, totals.documents = writer.tokens, writer.documents
+                    totals.empty += encoded.empty
+                    totals.invalid += encoded.invalid
+                    totals.cut += encoded.cut
+                    settled = True
+                    self.report(Progress(block.done_bytes, all_bytes, totals))
+                    if time.monotonic() - saved >= save_every_s:
+                        save()
+                        saved = time.monotonic()
+            save()
+        except (DataError, KeyboardInterrupt):
+            if settled:
+                with contextlib.suppress(DataError):  # where there is no room, the state before stays
+                    save()
+            raise
+
+    def _encoded(self, encoder: _Encoder, blocks: Iterator[Block]) -> Generator[tuple[Block, _Encoded]]:
+        """Each block with what the threads make of it, in order: some of them are at work ahead of the one that is given."""
+        waiting: deque[tuple[Block, Future]] = deque()
+        ahead = 0
         with _alone_in_a_thread(), ThreadPoolExecutor(self.workers, "prepare") as pool:
             try:
                 block = next(blocks, None)
@@ -260,31 +288,13 @@ class _Run:
                         waiting.append((block, pool.submit(encoder, block)))
                         ahead += block.nbytes
                         block = next(blocks, None)
-                        continue
-                    oldest, future = waiting.popleft()
-                    encoded = future.result()
-                    settled = False
-                    writer.write(encoded.ids, encoded.ends)
-                    place = oldest.after
-                    totals.text_bytes += oldest.nbytes
-                    totals.tokens, totals.documents = writer.tokens, writer.documents
-                    totals.empty += encoded.empty
-                    totals.invalid += encoded.invalid
-                    totals.cut += encoded.cut
-                    settled = True
-                    ahead -= oldest.nbytes
-                    self.report(Progress(oldest.done_bytes, all_bytes, totals))
-                    if time.monotonic() - saved >= save_every_s:
-                        save()
-                        saved = time.monotonic()
-                save()
-            except (DataError, KeyboardInterrupt):
+                    else:
+                        oldest, future = waiting.popleft()
+                        yield oldest, future.result()
+                        ahead -= oldest.nbytes
+            finally:
                 for _, future in waiting:
                     future.cancel()
-                if settled:
-                    with contextlib.suppress(DataError):  # where there is no room, the state before stays
-                        save()
-                raise
 
 
 # ---- what becomes of it
@@ -408,10 +418,11 @@ def _outputs(prefix: Path) -> list[Path]:
     return [prefix.with_name(prefix.name + ending) for ending in (".bin", ".idx", TOKENIZER_ENDING)]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, take: Callable[[dict[str, Any]], Any]) -> Any:
+    """What ``take`` takes out of the object in a file. raises: DataError if it cannot be read or has something else in it."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+        return take(files.parse_json(path.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"[output] cannot go on: {path}: {files.reason(error)} (--restart begins again)") from error
 
 

@@ -228,7 +228,7 @@ class TokenBatches(Iterator):
         for key, value in self._identity().items():
             if state.get(key, value) != value:  # an older state may lack some
                 raise DataError(f"[{self.name}] the saved position is in other data: {key} {state[key]} ({value})")
-        position = state["position_windows"]
+        position = state.get("position_windows")
         if type(position) is not int or not 0 <= position < 1 << 62:
             raise DataError(f"[{self.name}] the saved position is no position: {position!r} (a count of windows)")
         self.position_windows = position

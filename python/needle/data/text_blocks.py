@@ -110,11 +110,11 @@ class Block:
     done_bytes: int
 
 
-def find_sources(inputs: Sequence[str | Path], made: Sequence[Path] = ()) -> tuple[list[Source], set[int]]:
+def find_sources(inputs: str | Path | Sequence[str | Path], made: Sequence[Path] = ()) -> tuple[list[Source], set[int]]:
     """The files, and which of them were found in folders. made: what the run writes; found in a folder it is no text."""
     sources: list[Source] = []
     in_folders: set[int] = set()
-    for given in inputs:
+    for given in [inputs] if isinstance(inputs, (str, Path)) else inputs:
         path = Path(os.path.abspath(files.home(given)))
         folder = os.path.isdir(path)
         if not folder and not os.path.isfile(path):

@@ -286,8 +286,9 @@ def _tokens(model: Pythia, prompts: list[np.ndarray], config: GenerationConfig) 
 def generate(model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options) -> np.ndarray:
     """What ``Pythia.generate`` gives."""
     config = replace(generation_config or GenerationConfig(), **options)
-    new = np.stack(list(stream(model, input_ids, config)), axis=1)  # (B, new tokens)
-    rows = [np.concatenate([prompt, row]) for prompt, row in zip(as_prompts(input_ids, model.config.vocab_size), new, strict=True)]
+    prompts = as_prompts(input_ids, model.config.vocab_size)
+    new = np.stack(list(stream(model, prompts, config)), axis=1)  # (B, new tokens)
+    rows = [np.concatenate(pair) for pair in zip(prompts, new, strict=True)]
     out = np.full((len(rows), max(map(len, rows))), config.pad_id)
     for row, values in zip(out, rows, strict=True):
         row[: len(values)] = values

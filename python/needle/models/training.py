@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,9 @@ import numpy as np
 from .. import amp
 from ..autograd import Tensor
 from ..backend_ndarray.device import BackendDevice
+from ..errors import ShapeError
 from ..memory.planning import Build, peak_bytes, smallest
-from ..memory.units import parse_bytes
+from ..memory.units import parse_bytes, readable
 from ..optim import AdamW
 from .pythia import Pythia, PythiaConfig
 
@@ -44,12 +46,12 @@ def train_step(
     total = 0.0
     loss: Tensor | float = 0.0
     source = iter(micro_batches)
-    for _ in range(count):
+    for i in range(count):
         total += float(loss)
         ids, targets = next(source)
         with amp.autocast.named(precision, model.device):
             loss = model.loss(ids, targets)
-        scaler.scale(loss if count == 1 else loss * (1 / count)).backward(accumulate=count > 1)
+        scaler.scale(loss if count == 1 else loss * (1 / count)).backward(accumulate=i > 0)
         loss = loss.detach()  # read when the update is on its way too, or a GPU would stand idle until that comes
         del ids, targets
     scaler.unscale_(optimizer)
@@ -57,7 +59,7 @@ def train_step(
     scaler.step(optimizer)
     optimizer.reset_grad()
     scaler.update()
-    return Step((total + float(loss)) / count, norm.item())
+    return Step((total + float(loss)) / count, float(norm))
 
 
 def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, precision: str = "fp32") -> Build:
@@ -87,15 +89,27 @@ def checkpointed(
     precision: str = "fp32",
 ) -> PythiaConfig:
     """``config`` with so many layers at a time checkpointed; or, where ``checkpoint_layers`` is an amount of memory like "600MiB",
-    with as few of them as keep the planned peak of training within it.
+    with as few of them as keep the planned peak of training within it, and if not even all of them do, with all of them, two or
+    more at a time.
 
-    raises: ShapeError if not even all of them do.
+    raises: ShapeError if that is not enough either.
     """
     if isinstance(checkpoint_layers, int):
         return replace(config, checkpoint_layers=checkpoint_layers)
-    first = lambda n: replace(config, checkpoint_layers=(1,) * n)  # noqa: E731
-    peak_of = lambda n: peak_bytes(plannable(first(n), batch_size, seq_len, accumulation_steps, precision))  # noqa: E731
-    return first(smallest(peak_of, checkpoint_layers, config.layers))
+    limit = parse_bytes(checkpoint_layers)
+
+    @cache
+    def peak_of(layers: int | tuple[int, ...]) -> int:
+        changed = replace(config, checkpoint_layers=layers)
+        return peak_bytes(plannable(changed, batch_size, seq_len, accumulation_steps, precision))
+
+    ways = sorted({-(-config.layers // parts) for parts in range(1, config.layers + 1)})
+    best = 1 if peak_of(1) <= limit else min(ways, key=peak_of)
+    if peak_of(best) > limit:
+        least = f"at least {readable(peak_of(best))}, {peak_of(best):,} bytes"
+        raise ShapeError(f"[plan] {readable(limit)} is not enough (accepted: {least})")
+    layers = best if best > 1 else (1,) * smallest(lambda n: peak_of((1,) * n), limit, config.layers)
+    return replace(config, checkpoint_layers=layers)
 
 
 def layers_or_bytes(text: str) -> int | str:

@@ -29,8 +29,13 @@ def _in_place(operation: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], A
     return write
 
 
+_next_number = itertools.count().__next__
+
+
 class Parameter(Tensor):
     """A Tensor that a Module's ``parameters()`` finds. Its memory counts as ``parameter``."""
+
+    _number: int  # in the order in which they are made
 
     __iadd__, __isub__ = _in_place(operator.add), _in_place(operator.sub)
     __imul__, __itruediv__ = _in_place(operator.mul), _in_place(operator.truediv)
@@ -38,6 +43,7 @@ class Parameter(Tensor):
     def _setup(self, data, requires_grad: bool) -> None:
         super()._setup(data, requires_grad)
         data.category = PARAMETER
+        self._number = _next_number()
 
     def __setitem__(self, index, value) -> None:
         """Writes into the array. raises: GraphError while a graph is recorded: this would become a result, which nobody trains."""
@@ -362,10 +368,11 @@ class Dropout(Module):
 class SeededDropout(Dropout):
     """``ops.dropout`` in training. Masks depend on ``seed`` and ``drawn`` alone: a count of the numbers used so far, in fours.
 
+    Two with one seed drop the same elements; a model's layers share one object, or have seeds of their own.
     So they can be computed again on any device, and a run that is resumed goes on with the masks it would have had.
     """
 
-    def __init__(self, p: float, seed: int = 0):
+    def __init__(self, p: float, seed: int):
         super().__init__(p)
         self.seed, self.drawn = seed, 0
 

@@ -155,7 +155,8 @@ class LSTM(Module):
             zeros = init.zeros(X.shape[1], self.hidden_size, device=X.device, dtype=X.dtype)
             states: list = [(zeros, zeros)] * self.num_layers
         else:
-            states = list(zip(ops.split(h[0], 0), ops.split(h[1], 0)))
+            h_first, c_first = h
+            states = list(zip(ops.split(h_first, 0), ops.split(c_first, 0)))
         last_h, last_c = [], []
         for cell, (h0, c0) in zip(self.lstm_cells, states):
             X, c = ops.lstm(X, h0, c0, cell.W_ih, cell.W_hh, cell._bias())

@@ -24,6 +24,9 @@ class BlockSparseMatmul(TensorOp):
 class SDD(BlockSparseMatmul):
     """The layout's blocks of a @ b. a: (batch, m, k); b: (batch, k, n). grad: da = dC b^T (dsd), db = a^T dC (dds)."""
 
+    def __init__(self, layout: BlockLayout):
+        super().__init__(layout)
+
     def compute(self, a, b):
         return kernels.blocksparse_sdd(a, b, self.layout)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..autograd import Tensor
-from ..backend_ndarray.ndarray import full
+from ..backend_ndarray.ndarray import full as _full
 from ..errors import ShapeError
 from ._reads import _InputRead, _NoRead
 from .ops_index import _Embed
@@ -118,7 +118,7 @@ class Dilate(_Dilation):
 
     def compute(self, a):
         every = self._every(a.ndim)
-        out = full([n * (part.step or 1) for n, part in zip(a.shape, every)], 0, a.dtype, a.device)
+        out = _full([n * (part.step or 1) for n, part in zip(a.shape, every)], 0, a.dtype, a.device)
         out[every] = a
         return out
 

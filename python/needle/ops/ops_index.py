@@ -8,7 +8,7 @@ import numpy as np
 
 from ..autograd import NDArray, Tensor, TensorOp, is_grad_enabled
 from ..backend_ndarray import kernels
-from ..backend_ndarray.ndarray import full
+from ..backend_ndarray.ndarray import full as _full
 from ..errors import ShapeError
 from ._reads import _NoRead
 from .ops_mathematic import matmul, unbroadcast
@@ -75,7 +75,7 @@ class _Embed(_NoRead):
         self.shape, self.index = shape, index
 
     def compute(self, a):
-        out = full(self.shape, 0, a.dtype, a.device)
+        out = _full(self.shape, 0, a.dtype, a.device)
         _view(out, self.index)[...] = a
         return out
 
@@ -99,7 +99,7 @@ class SetItem(_NoRead):
         part = getitem(out_grad, self.index)
         extra = max(0, b.ndim - part.ndim)  # axes of length 1 in front
         part = reshape(unbroadcast(part, b.shape[extra:]), b.shape)
-        zeros = Tensor.make_const(full(b.shape, 0, out_grad.dtype, out_grad.device))
+        zeros = Tensor.make_const(_full(b.shape, 0, out_grad.dtype, out_grad.device))
         return SetItem(self.index)(out_grad, zeros), part
 
 

@@ -6,8 +6,8 @@ import math
 
 from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
-from ..backend_ndarray.shapes import normalize_axes, normalize_axis, reduced_shape
-from .ops_mathematic import broadcast_to, exp, summation, where
+from ..backend_ndarray.shapes import frozen, normalize_axes, normalize_axis, reduced_shape
+from .ops_mathematic import broadcast_to, exp, where
 from .ops_shape import reshape, transpose
 
 
@@ -27,7 +27,7 @@ class LogSumExp(TensorOp):
     autocast = "float32"
 
     def __init__(self, axes=None):
-        self.axes = axes
+        self.axes = frozen(axes)
 
     def compute(self, Z):
         axes = normalize_axes(self.axes, Z.ndim, "logsumexp")

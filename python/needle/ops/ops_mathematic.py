@@ -22,10 +22,10 @@ from ..autograd import (
     check_tensors,
     is_grad_enabled,
 )
-from ..backend_ndarray.ndarray import full
+from ..backend_ndarray.ndarray import full as _full
 from ..backend_ndarray.ndarray import matmul as _matmul
 from ..backend_ndarray.ndarray import where as _where
-from ..backend_ndarray.shapes import normalize_axes, reduced_shape
+from ..backend_ndarray.shapes import frozen, normalize_axes, reduced_shape
 from ..backend_selection import Device
 from ..errors import DTypeError, ShapeError, type_name
 from ._reads import _InputRead, _NoRead, _OutputRead
@@ -45,7 +45,7 @@ class BroadcastTo(_NoRead):
     """The array repeated along axes of length 1 and new leading axes."""
 
     def __init__(self, shape):
-        self.shape = shape
+        self.shape = frozen(shape)
 
     def compute(self, a):
         return a.broadcast_to(self.shape)
@@ -63,6 +63,13 @@ def _shared(x: Tensor, share: NDArray) -> Tensor:
     """x * share, and 0 where share is 0: what was not taken has no part in an infinite slope, as sqrt has it at 0."""
     weight = Tensor.make_const(share)
     return where(weight, x * weight, 0)
+
+
+class _OfScalar(TensorOp):
+    """An op with a number as its other operand."""
+
+    def __init__(self, scalar):
+        self.scalar = scalar
 
 
 class EWiseAdd(_NoRead):
@@ -84,11 +91,8 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     return _ADD(a, b)
 
 
-class AddScalar(_NoRead):
+class AddScalar(_OfScalar, _NoRead):
     """a + scalar."""
-
-    def __init__(self, scalar):
-        self.scalar = scalar
 
     def compute(self, a):
         # Tensor's a - 3 comes as a + (-3), a number that uint8 does not have.
@@ -122,11 +126,8 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     return _MULTIPLY(a, b)
 
 
-class MulScalar(_NoRead):
+class MulScalar(_OfScalar, _NoRead):
     """a * scalar."""
-
-    def __init__(self, scalar):
-        self.scalar = scalar
 
     def compute(self, a):
         return a * self.scalar
@@ -167,13 +168,10 @@ def power(a: Tensor, b: Tensor) -> Tensor:
     return EWisePow()(a, b)
 
 
-class PowerScalar(_InputRead):
+class PowerScalar(_OfScalar, _InputRead):
     """a ** scalar."""
 
     autocast = "float32"
-
-    def __init__(self, scalar):
-        self.scalar = scalar
 
     def compute(self, a):
         return a**self.scalar
@@ -209,11 +207,8 @@ def divide(a: Tensor, b: Tensor) -> Tensor:
     return EWiseDiv()(a, b)
 
 
-class DivScalar(_NoRead):
+class DivScalar(_OfScalar, _NoRead):
     """a / scalar."""
-
-    def __init__(self, scalar):
-        self.scalar = scalar
 
     def compute(self, a):
         return a / self.scalar
@@ -227,13 +222,10 @@ def divide_scalar(a: Tensor, scalar) -> Tensor:
     return DivScalar(scalar)(a)
 
 
-class RDivScalar(TensorOp):
+class RDivScalar(_OfScalar):
     """scalar / a. grad: -y / a."""
 
     autocast = "float32"
-
-    def __init__(self, scalar):
-        self.scalar = scalar
 
     def compute(self, a):
         return self.scalar / a
@@ -525,7 +517,7 @@ def _tensor_or_number(x: Tensor | float, dtype: str, device: Device) -> Tensor:
     """A number as a 0-d Tensor, which widens ``dtype`` as in ``+``; a Tensor as it is."""
     if isinstance(x, Tensor):
         return x
-    return Tensor.make_const(full((), x, dt.with_scalar(dtype, x, device.default_float), device))
+    return Tensor.make_const(_full((), x, dt.with_scalar(dtype, x, device.default_float), device))
 
 
 def _extremum(op: _Extremum, a: Tensor | float, b: Tensor | float) -> Tensor:
@@ -555,7 +547,7 @@ class Where(TensorOp):
 
     def gradient(self, out_grad, node):
         condition, a, b = node.inputs
-        zero = Tensor.make_const(full((), 0, out_grad.dtype, out_grad.device))
+        zero = Tensor.make_const(_full((), 0, out_grad.dtype, out_grad.device))
         grad_a = unbroadcast(where(condition, out_grad, zero), a.shape) if a.requires_grad else None
         grad_b = unbroadcast(where(condition, zero, out_grad), b.shape) if b.requires_grad else None
         return None, grad_a, grad_b
@@ -630,7 +622,7 @@ class Summation(_NoRead):
     autocast = "float32"
 
     def __init__(self, axes=None, keepdims: bool = False):
-        self.axes = axes
+        self.axes = frozen(axes)
         self.keepdims = keepdims
 
     def compute(self, a):
@@ -672,7 +664,7 @@ class Max(TensorOp):
     """Maximum over axes; the gradient goes to the largest elements, shared among equals."""
 
     def __init__(self, axes=None, keepdims: bool = False):
-        self.axes = axes
+        self.axes = frozen(axes)
         self.keepdims = keepdims
 
     def compute(self, a):
@@ -728,7 +720,7 @@ class MatMul(_InputRead):
         wide_b = reshape(b, b.shape + (1,)) if b.ndim == 1 else b
         shape = out_grad.shape
         if b.ndim == 1:
-            shape = (() if shape == (1,) and a.ndim == 1 else shape) + (1,)
+            shape = shape + (1,)
         if a.ndim == 1:
             shape = shape[:-1] + (1,) + shape[-1:]
         wide = reshape(out_grad, shape)

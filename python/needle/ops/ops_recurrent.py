@@ -7,7 +7,7 @@ from functools import reduce
 from .. import dtype as dt
 from ..autograd import Tensor, TensorTupleOp, check_tensors
 from ..backend_ndarray import kernels
-from ..backend_ndarray.ndarray import full
+from ..backend_ndarray.ndarray import full as _full
 from ..backend_ndarray.ndarray import matmul as _matmul
 from .ops_mathematic import astype, sigmoid, tanh
 from .ops_shape import reshape, split, stack
@@ -75,7 +75,7 @@ def lstm(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tens
     """
     check_tensors("lstm", x, h, c, w_ih, w_hh)
     if bias is None:
-        bias = Tensor.make_const(full(w_hh.shape[-1:], 0, w_hh.dtype, w_hh.device))
+        bias = Tensor.make_const(_full(w_hh.shape[-1:], 0, w_hh.dtype, w_hh.device))
     inputs = (x, h, c, w_ih, w_hh, bias)
     dtype = reduce(dt.promote, [t.dtype for t in inputs])
     found = LSTM()(*[astype(t, dtype) for t in inputs])

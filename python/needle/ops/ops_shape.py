@@ -8,8 +8,9 @@ from operator import index
 
 from .. import dtype as dt
 from ..autograd import Tensor, TensorTuple, TensorTupleOp
-from ..backend_ndarray.ndarray import NDArray, empty, full
-from ..backend_ndarray.shapes import normalize_axes, normalize_axis
+from ..backend_ndarray.ndarray import NDArray
+from ..backend_ndarray.ndarray import empty as _empty
+from ..backend_ndarray.shapes import frozen, normalize_axes, normalize_axis
 from ..errors import DeviceError, ShapeError
 from ._reads import _NoRead
 from .ops_tuple import make_tuple
@@ -19,7 +20,7 @@ class Reshape(_NoRead):
     """The same elements in row-major order under another shape; one length may be -1."""
 
     def __init__(self, shape):
-        self.shape = shape
+        self.shape = frozen(shape)
 
     def compute(self, a):
         return (a if a._contiguous else a.compact()).reshape(self.shape)
@@ -37,7 +38,7 @@ class Transpose(_NoRead):
     """Swaps two axes, by default the last two."""
 
     def __init__(self, axes=None):
-        self.axes = axes
+        self.axes = frozen(axes)
 
     def compute(self, a):
         if self.axes is not None and (not isinstance(self.axes, (tuple, list)) or len(self.axes) != 2):
@@ -61,7 +62,7 @@ class Permute(_NoRead):
     """The axes in another order, numpy's transpose."""
 
     def __init__(self, axes):
-        self.axes = axes
+        self.axes = frozen(axes)
 
     def compute(self, a):
         return a.permute(self.axes)
@@ -81,7 +82,7 @@ class Flip(_NoRead):
     """The elements in reverse order along ``axes`` (None: all)."""
 
     def __init__(self, axes=None):
-        self.axes = axes
+        self.axes = frozen(axes)
 
     def compute(self, a):
         return a.flip(normalize_axes(self.axes, a.ndim, "flip"))
@@ -144,7 +145,7 @@ class Stack(_NoRead):
         if any(a.shape != first.shape for a in args):
             raise ShapeError(f"[stack] shapes differ: {[a.shape for a in args]}")
         axis = normalize_axis(self.axis, first.ndim + 1, "stack")
-        out = empty(first.shape[:axis] + (len(args),) + first.shape[axis:], _widest(args), first.device)
+        out = _empty(first.shape[:axis] + (len(args),) + first.shape[axis:], _widest(args), first.device)
         for i, a in enumerate(args):
             out[(slice(None),) * axis + (slice(i, i + 1),)] = a
         return out
@@ -197,7 +198,7 @@ class Concatenate(_NoRead):
         if any(r != rest[0] for r in rest):
             raise ShapeError(f"[concatenate] shapes differ beside axis {axis}: {[a.shape for a in args]}")
         length = sum(a.shape[axis] for a in args)
-        out = empty(first.shape[:axis] + (length,) + first.shape[axis + 1 :], _widest(args), first.device)
+        out = _empty(first.shape[:axis] + (length,) + first.shape[axis + 1 :], _widest(args), first.device)
         start = 0
         for a in args:
             out[(slice(None),) * axis + (slice(start, start + a.shape[axis]),)] = a

@@ -48,7 +48,8 @@ class CIFAR10Dataset(Dataset):
         self.y = np.concatenate(labels)
 
     def __getitem__(self, index) -> tuple:
-        return self._transformed(self.X[index]), self.y[index]
+        images = self._transformed(np.moveaxis(self.X[index], -3, -1))  # transforms are of (H, W, C)
+        return np.moveaxis(images, -1, -3), self.y[index]
 
     def __len__(self) -> int:
         return len(self.y)
