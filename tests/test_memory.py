@@ -14,6 +14,7 @@ import threading
 import traceback
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -28,6 +29,8 @@ from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import GraphError, OutOfMemoryError, ShapeError
+from needle.memory import sites
+from needle.memory.trace import holders
 from needle.models import SIZES, Pythia, PythiaConfig, checkpointed, plannable, train_step
 from needle.optim import SGD, Adam, AdamW
 
@@ -528,6 +531,55 @@ def test_networks_of_one_type_have_rows_of_their_own():
     assert rows["Sequential.modules"]["parameter"] == 4 * 11_000 and rows["Sequential2.modules"]["parameter"] == 4 * 110
 
 
+def test_networks_keep_their_names_when_their_arrays_are_replaced(cpu):
+    pair = [nn.Sequential(nn.Linear(10, width, device=cpu)) for width in (1000, 10)]
+
+    def named():
+        return [
+            h.module for h in sorted(holders(cpu), key=lambda h: -h.nbytes) if h.category == "parameter" and "modules.0" in h.module
+        ]
+
+    before = named()
+    pair[0].load_state_dict(pair[0].state_dict())
+    assert before == named() and before[0] == "Sequential.modules.0"
+
+
+def test_a_module_that_has_gone_leaves_its_name_to_no_other(cpu):
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(np.ones((8, 8)))
+
+        def forward(self, x):
+            return ops.exp(x @ self.weight)
+
+    class Second(First):
+        pass
+
+    x = ndl.ones(8, 8, requires_grad=False)
+    with memory.trace(cpu):
+        for _ in range(20):  # until one of the second kind lies where one of the first was
+            first = First()
+            kept, place = first(x), id(first)
+            del first
+            others = [Second() for _ in range(50)]
+            if any(id(m) == place for m in others):
+                break
+        (made,) = [h for h in holders(cpu) if h.site.op == "Exp"]
+    assert made.module == ""
+    del kept
+
+
+def test_threads_plan_in_turns():
+    plan = functools.partial(
+        memory.plan, plannable(PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=40), 2, 8)
+    )
+    expected = plan()
+    with ThreadPoolExecutor(4) as pool:
+        found = [future.result() for future in [pool.submit(plan) for _ in range(12)]]
+    assert {(p.peak_bytes, p.step_bytes) for p in found} == {(expected.peak_bytes, expected.step_bytes)}
+
+
 def test_what_a_module_made_for_its_call_takes_is_that_of_the_one_around_it():
     class Layer(nn.Module):
         def __init__(self, device):
@@ -643,6 +695,17 @@ def test_a_budget_chooses_how_many_layers_are_checkpointed():
         assert chosen.checkpoint_segments == (1,) * n
     with pytest.raises(ShapeError, match=f"{peaks[4]:,} bytes"):
         checkpointed(config, f"{peaks[4] - 1}", 8, 64)
+    config = replace(
+        TINY, layers=6, vocab_size=2000
+    )  # whose peak is at the end of forward: what lies between segments counts there
+    peaks = [memory.peak_bytes(plannable(replace(config, checkpoint_layers=n), 8, 64)) for n in range(1, 7)]
+    least = min(peaks)
+    assert least < peaks[0]
+    for budget in (peaks[0], peaks[0] - 1, least):
+        chosen = checkpointed(config, f"{budget}", 8, 64)
+        assert memory.peak_bytes(plannable(chosen, 8, 64)) <= budget
+    with pytest.raises(ShapeError, match=f"{least:,} bytes"):
+        checkpointed(config, f"{least - 1}", 8, 64)
 
 
 @pytest.fixture
@@ -796,6 +859,75 @@ def test_advice_that_cannot_help_says_so(limited):
         changes = [(str(batch), {"batch": batch}) for batch in batches]
         with pytest.raises(OutOfMemoryError, match=said), memory.advise(build_for, changes):
             build_for()(limited)
+
+
+def test_advice_where_the_plan_fits_is_that_something_else_is_held(limited):
+    build_for = lambda batch=8: plannable(TINY, batch, 64)  # noqa: E731
+    memory.set_limit(memory.stats(limited).live + memory.peak_bytes(build_for()), limited)
+    history = []
+    with pytest.raises(OutOfMemoryError) as caught, memory.advise(build_for, [("--batch_size 4", {"batch": 4})]):
+        step = build_for()(limited)
+        while True:
+            step()
+            history.append(empty((5000,), device=limited))
+    assert "so it would fit: something is held that the plan does not have" in str(caught.value)
+    assert "what fits" not in str(caught.value)
+
+
+def test_the_line_that_asked_is_one_line(limited):
+    x = ndl.Tensor(np.ones((200, 200)), device=limited)
+    with memory.LeakCheck():
+        y = (x * x).sum()  # made here
+        memory.set_limit(memory.stats(limited).live + 1000, limited)
+        with pytest.raises(OutOfMemoryError, match=r"asked by gradient of EWiseMul, test_memory.py:\d+: y = .*# made here"):
+            y.backward()
+
+
+def test_two_threads_that_fail_at_once_are_both_told(limited):
+    held = ndl.ones(1000, device=limited)
+    memory.set_limit(memory.stats(limited).live + 1000, limited)
+    together, texts = threading.Barrier(2), []
+
+    def fail():
+        together.wait(10)
+        with pytest.raises(OutOfMemoryError) as caught:
+            empty((1000,), device=limited)
+        texts.append(str(caught.value))
+
+    threads = [threading.Thread(target=fail) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all("asked by fail" in text and "largest holders" in text for text in texts) and len(texts) == 2 and held.size
+
+
+def test_states_that_could_not_all_be_made_are_not_there(limited):
+    params = [nn.Parameter(np.ones((100, 100)), device=limited) for _ in range(3)]
+    for p in params:
+        p.grad = ndl.Tensor(np.ones((100, 100)), device=limited, requires_grad=False)
+    optimizer = Adam(params)
+    live = memory.stats(limited).live
+    memory.set_limit(live + 130_000, limited)  # three of six
+    with pytest.raises(OutOfMemoryError):
+        optimizer.step()
+    assert memory.stats(limited).live == live
+    optimizer.load_state_dict(optimizer.state_dict())
+    memory.set_limit(None, limited)
+    optimizer.step()
+    assert params[2].numpy()[0, 0] < 1
+
+
+def test_sites_of_modules_that_have_gone_are_forgotten(limited):
+    """Those that a forward makes for itself come by the thousand."""
+    memory.set_limit(memory.stats(limited).live + (1 << 20), limited)
+    x, kept = ndl.ones(64, 64, device=limited, requires_grad=False), nn.Linear(64, 64, device=limited)
+    first = kept(x)
+    for _ in range(3000):
+        nn.ReLU()(x)
+    assert len(sites._sites) < 2200
+    (made,) = [h for h in holders(limited) if h.site.op == "Linear"]
+    assert made.module == "weight" and first.shape == (64, 64)  # of the layer that is alone
 
 
 def test_advice_that_fails_takes_nothing_from_the_rest(limited):
@@ -1247,6 +1379,41 @@ def test_the_bytes_of_a_leak_are_those_that_come_free(with_layer, cpu, make):
     assert found["history"] == memory.stats(cpu).live - before
     history.clear()
     assert memory.stats(cpu).live == before
+
+
+class Refuses(type):
+    @property
+    def __name__(cls):
+        raise LookupError
+
+
+class Table:
+    """Finds attributes where it likes."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values):
+        self._values = values
+
+    def __getattr__(self, name):
+        return self._values[name]
+
+
+class Hidden(metaclass=Refuses):
+    __class__ = property(lambda self: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda losses: Table({"losses": losses}), lambda losses: [setattr(h := Hidden(), "losses", losses), h]]
+)
+def test_a_class_that_fails_when_it_is_asked_ends_no_search(with_layer, make):
+    losses = []
+    holder = [make(losses)]
+    with memory.LeakCheck(warn=False) as check:
+        for _ in range(3):
+            losses.append(relu_of_layer())
+            check.step()
+    assert sum(leak.tensors for leak in check.found.values()) >= 1 and holder
 
 
 def test_objects_that_are_none_of_needles_are_not_asked_what_they_are(with_layer):

@@ -34,10 +34,8 @@ class Budget:
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
         """What leaves a step's result as it is: each layer computed again in backward, smaller micro-batches, both."""
         batch, count = self.options.batch_size, self.options.accumulation_steps
-        smaller: list[dict[str, Any]] = []
-        while batch % 2 == 0:
-            batch, count = batch // 2, count * 2
-            smaller.append({"batch_size": batch, "accumulation_steps": count})
+        parts = [n for n in range(2, batch + 1) if batch % n == 0]
+        smaller: list[dict[str, Any]] = [{"batch_size": batch // n, "accumulation_steps": count * n} for n in parts]
         found = smaller
         if self.options.checkpoint_layers != 1:
             again = {"checkpoint_layers": 1}

@@ -132,10 +132,10 @@ class peak:
 def process(device: BackendDevice | None = None) -> dict[str, int]:
     """How this process's resident memory (RSS) comes about, in bytes: the parts add up to ``rss``.
 
-    arrays: live on the CPU devices; cached: kept by their allocators for reuse (both as far as they have been touched); libraries:
-    code and data of files; rest: heaps, with what freed small arrays have left in them, stacks, numpy's arrays. On a GPU further
-    ``device_*`` parts: framework (live), cached (by needle, and by the driver's pool, which keeps what needle gives back until
-    ``empty_cache``), context and other processes (what the driver counts beyond them), total.
+    arrays: live on the CPU devices; cached: kept by their allocators for reuse (in both also what was never touched, which is
+    missing in rest); libraries: code and data of files; rest: heaps, with what freed small arrays have left in them, stacks,
+    numpy's arrays. On a GPU further ``device_*`` parts: framework (live), cached (by needle, and by the driver's pool, which keeps
+    what needle gives back until ``empty_cache``), context and other processes (what the driver counts beyond them), total.
     Linux only: elsewhere ``rss`` is 0. source: proc(5).
     """
     device = as_device(device)

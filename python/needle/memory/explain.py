@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import copy_context
+from contextvars import ContextVar, copy_context
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +49,15 @@ class advise:
         return sum(nbytes for _, serial, nbytes, *_ in device.require().memory_holders() if serial <= last)
 
     def text(self, budget: int) -> str:
-        """Two lines: what the step needs, and the first change with which it stays within ``budget`` bytes."""
-        return self._context.run(self._text, budget)
+        """Two lines: what the step needs, and the first change with which it stays within ``budget`` bytes, if it needs one."""
+        return self._context.copy().run(self._text, budget)  # two threads may fail at once
 
     def _text(self, budget: int) -> str:
         needed = peak_bytes(self.build_for(), self.steps)
         lines = [f"the step needs {readable(needed)} at its peak (planned); {readable(budget)} is there"]
+        if needed <= budget:
+            lines.append("so it would fit: something is held that the plan does not have (needle.memory.leaks() tells of graphs)")
+            return "\n".join(lines)
         least: tuple[int, str] | None = None
         for what, change in self.changes:
             peak = peak_bytes(self.build_for(**change), self.steps)
@@ -69,7 +72,7 @@ class advise:
 
 
 _advisers: list[advise] = []
-_explaining = False
+_explaining = ContextVar("explaining", default=False)
 
 
 def capacity(device: BackendDevice) -> int:
@@ -97,17 +100,16 @@ def _container_limits() -> Iterator[int]:
 
 def explain(error: OutOfMemoryError, message: str) -> str:
     """``message`` with all that is known about it, a line each."""
-    global _explaining
     device = next((d for d in sites.used_devices() if d.name == error.stats.get("device")), None)
-    if device is None or _explaining:
+    if device is None or _explaining.get():
         return message
-    _explaining, lines = True, [message]
+    lines, outside = [message], _explaining.set(True)
     try:
         lines.extend(_lines(device, error))  # one by one: what is said before a failure stays
     except Exception as trouble:  # an explanation must never hide the failure that it explains
         lines.append(f"(no more could be said: {type(trouble).__name__}: {trouble})")
     finally:
-        _explaining = False
+        _explaining.reset(outside)
         sites.remember_failure(error)  # last: the planning above asks for memory, too
     return "\n  ".join("\n".join(lines).splitlines())
 
@@ -115,7 +117,8 @@ def explain(error: OutOfMemoryError, message: str) -> str:
 def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
     caller = sites.calling(sys._getframe(2))
     module = ModuleNames(device).of(0, caller)
-    yield f"asked by {caller.what}{f' of {module}' if module else ''}, {(caller.forward or caller).place}: {caller.code}"
+    line = caller.forward or caller  # of a gradient: where its op was called
+    yield f"asked by {caller.what}{f' of {module}' if module else ''}, {line.place}: {line.code}"
     by_category = zip(CATEGORIES, error.stats["by_category"])
     yield "live: " + (", ".join(f"{name} {readable(n)}" for name, n in by_category if n) or "nothing")
     groups = grouped(holders(device))[:HOLDERS_SHOWN]

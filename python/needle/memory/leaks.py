@@ -28,7 +28,6 @@ from .units import readable
 
 _DEPTH = 11  # objects between a name and a Tensor, dicts of attributes among them
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_PAUSES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _PAUSED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _NO_WAY = (type, types.ModuleType, types.FrameType, Node)  # too much leads to these, or nothing
 
@@ -40,8 +39,8 @@ class LeakWarning(UserWarning):
 @dataclass(frozen=True)
 class Leak:
     """Tensors under one name that hold graphs. name: as the program knows it. place: file and line where the latest of the Tensors
-    was made, "" if lines were not recorded then. steps: of how many steps; 0 without a LeakCheck. nbytes: of arrays that live only
-    for it.
+    was made, "" if lines were not recorded then. steps: of how many steps; 0 without a LeakCheck. nbytes: of arrays that no
+    other Tensor holds.
     """
 
     name: str
@@ -210,15 +209,15 @@ def names_of(targets: list[Any]) -> list[str]:
                     titles[key] = _title(r)
                     continue
                 name = _name_in(r, item)
-                if isinstance(r, types.FrameType):
+                if issubclass(type(r), types.FrameType):
                     in_frames.add(key)
                 if name:
                     if name.isidentifier() or key not in names:  # a variable says more than an attribute as near
                         names[key] = name
-                elif isinstance(r, types.FunctionType) and item is r.__closure__:
+                elif issubclass(type(r), types.FunctionType) and item is r.__closure__:
                     cells = zip(map(id, r.__closure__ or ()), r.__code__.co_freevars)
                     names.update((cell, f"{n} in the closure of {r.__name__}") for cell, n in cells if cell in seen)
-                elif not isinstance(r, _NO_WAY):
+                elif not issubclass(type(r), _NO_WAY):
                     on_the_way[id(r)] = r
                     parts.setdefault(id(r), []).append(key)
                     above.add(id(r))
@@ -298,36 +297,44 @@ def _running_locals() -> list[tuple[str, Any]]:
 
 def _name_in(r: Any, item: Any) -> str:
     """What ``r`` calls ``item``, if r has names for things: globals, an object, a generator, a returned frame."""
-    if isinstance(r, types.FrameType):
+    if issubclass(type(r), types.FrameType):
         key = _key(sites.locals_of(r), item)
         if not key or sites.is_core(r.f_code.co_filename):
             return ""
         paused = None  # from Python 3.11 on such an object has no frame that could be seen here
-        if r.f_code.co_flags & _PAUSES:
-            paused = next((o for o in gc.get_referrers(r) if isinstance(o, _PAUSED)), None)
+        if r.f_code.co_flags & sites.SUSPENDED:
+            paused = next((o for o in gc.get_referrers(r) if issubclass(type(o), _PAUSED)), None)
         return f"{key} in {_paused_title(paused) if paused is not None else f'{r.f_code.co_name}, kept by a traceback'}"
-    if isinstance(r, _PAUSED):
-        frame = next((found for name in ("gi_frame", "cr_frame", "ag_frame") if (found := getattr(r, name, None))), None)
+    if issubclass(type(r), _PAUSED):
+        frame = next((found for name in ("gi_frame", "cr_frame", "ag_frame") if (found := _attribute(r, name))), None)
         key = _key(sites.locals_of(frame), item) if frame is not None else ""
         return f"{key} in {_paused_title(r)}" if key else ""
     if type(r) is dict:
-        module = sys.modules.get(str(r.get("__name__")))
-        return _key(r, item) if module is not None and vars(module) is r else ""
-    if isinstance(r, (*_CONTAINERS, Value, Node, NDArray, np.ndarray, weakref.ref, types.CellType)):
+        name = r.get("__name__")
+        return _key(r, item) if type(name) is str and _attribute(sys.modules.get(name), "__dict__") is r else ""
+    if issubclass(type(r), (*_CONTAINERS, Value, Node, NDArray, np.ndarray, weakref.ref, types.CellType)):
         return ""
-    attributes = dict(getattr(r, "__dict__", {}))
+    attributes = dict(_attribute(r, "__dict__") or {})
     for kind in type(r).__mro__:
         slots = kind.__dict__.get("__slots__", ())
-        attributes.update((n, getattr(r, n, None)) for n in ((slots,) if isinstance(slots, str) else slots))
+        attributes.update((n, _attribute(r, n)) for n in ((slots,) if isinstance(slots, str) else slots))
     key = _key(attributes, item)
     return f"{_title(r)}.{key}" if key else ""
 
 
 def _owns(owner: Any, names: dict) -> bool:
     """Whether the dict is of the attributes of ``owner``."""
-    if isinstance(owner, type):
+    if issubclass(type(owner), type):
         return any(x is names for x in gc.get_referents(owner)) and "__module__" in names
-    return not isinstance(owner, types.FrameType) and getattr(owner, "__dict__", None) is names
+    return not issubclass(type(owner), types.FrameType) and _attribute(owner, "__dict__") is names
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """None where there is none, or where a class's own way of looking it up fails: a search must not end somebody's training."""
+    try:
+        return getattr(owner, name, None)
+    except Exception:
+        return None
 
 
 def _paused_title(paused: Any) -> str:
@@ -335,7 +342,7 @@ def _paused_title(paused: Any) -> str:
 
 
 def _title(owner: Any) -> str:
-    return owner.__name__ if isinstance(owner, (type, types.FunctionType)) else type(owner).__name__
+    return str(_attribute(owner if issubclass(type(owner), (type, types.FunctionType)) else type(owner), "__name__"))
 
 
 def _key(names: dict, item: Any) -> str:

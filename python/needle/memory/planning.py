@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import RLock
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
 Build = Callable[[BackendDevice], Callable[[], Any]]
+_planning = RLock()  # the meta device has one allocator: threads plan in turns
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
     """
     device = meta() if device is None else as_device(device)
     reads: dict[str, None] = {}
-    with _alone(device), _reads_noted(reads), trace(device) as t:
+    with _planning, _alone(device), _reads_noted(reads), trace(device) as t:
         step = _built(build, device)
         for i in range(steps):
             t.mark(f"step {i + 1}")
@@ -115,7 +117,7 @@ _ENDS = {plan.__code__, GradScaler.step.__code__}
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
     """``plan(...).peak_bytes`` by the allocator's own counters, without a trace, and without a word of ``Plan.reads``."""
     device = meta() if device is None else as_device(device)
-    with _alone(device), peak(device) as found:
+    with _planning, _alone(device), peak(device) as found:
         step = _built(build, device)
         for _ in range(steps):
             step()

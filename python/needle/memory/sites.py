@@ -1,24 +1,26 @@
 """Where memory is asked for: the line of the user's code, the op, the module. A site is made by looking at the Python stack.
 
 Allocators ask for a site where an allocation is large (``LARGE_BYTES``), and for each one while a trace is on. Sites are numbered,
-each once, so that a holder of memory carries one number; there are as many as there are places, not as there are allocations.
+each once, so that a holder of memory carries one number; there are as many as there are places and modules, not as there are
+allocations, and those of modules that have gone are forgotten.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import linecache
 import os
 import sys
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable
 from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 from .. import autograd, backward, graph
+from ..autograd import Tensor
 from ..backend_ndarray import device as device_module
 from ..backend_ndarray.device import BackendDevice, meta
 from ..backend_selection import all_devices
@@ -37,8 +39,8 @@ class Site(NamedTuple):
     """A place where memory is asked for.
 
     file, line, function: the innermost frame outside needle's core. op: the op that computes, if one does; phase: ``forward``,
-    ``backward``, ``recompute``, ``optimizer`` or "". modules, parameter: ids of the Modules that were called, the innermost
-    first, and of a parameter that is involved, 0 if there is none. forward: for a gradient, where its op was called.
+    ``backward``, ``recompute``, ``optimizer`` or "". modules, parameter: the Modules that were called, the innermost first, and
+    a parameter that is involved, all by weak references: an id may come again. forward: for a gradient, where its op was called.
     """
 
     file: str
@@ -46,9 +48,14 @@ class Site(NamedTuple):
     function: str
     op: str = ""
     phase: str = ""
-    modules: tuple[int, ...] = ()
-    parameter: int = 0
+    modules: tuple[weakref.ref[Module], ...] = ()
+    parameter: weakref.ref[Tensor] | None = None
     forward: Site | None = None
+
+    def has_gone(self) -> bool:
+        """Whether a module or parameter of it has."""
+        gone = self.parameter is not None and self.parameter() is None
+        return gone or any(m() is None for m in self.modules) or (self.forward is not None and self.forward.has_gone())
 
     @property
     def place(self) -> str:
@@ -75,13 +82,15 @@ class Site(NamedTuple):
 
 
 NOWHERE = Site("", 0, "")
-_sites: list[Site] = [NOWHERE]
+_sites: dict[int, Site] = {}
 _numbers: dict[Site, int] = {}
+_next_number = itertools.count(1).__next__
+_most = 1024  # sites, before those that have gone are forgotten
 
 
 def site(number: int) -> Site:
     """The site with that number; ``NOWHERE`` for 0."""
-    return _sites[number]
+    return _sites.get(number, NOWHERE)
 
 
 # --- reading the stack ---
@@ -128,23 +137,27 @@ def _from_node(phase: str) -> _Tell:
     return tell
 
 
-def _parameter_of(inputs: Iterable[Any]) -> int:
-    return next((id(x) for x in inputs if isinstance(x, Parameter)), 0)
+def _parameter_of(inputs: Iterable[Any]) -> weakref.ref[Tensor] | None:
+    return _reference(next((x for x in inputs if isinstance(x, Parameter)), None))
+
+
+def _reference(parameter: Tensor | None) -> weakref.ref[Tensor] | None:
+    return None if parameter is None else weakref.ref(parameter)
 
 
 def _from_backward(frame: FrameType, found: dict[str, Any]) -> None:
     if "phase" not in found:
-        found["phase"], found["parameter"] = "backward", id(_read(frame, "handle")[0])
+        found["phase"], found["parameter"] = "backward", _reference(_read(frame, "handle")[0])
 
 
 def _from_optimizer(frame: FrameType, found: dict[str, Any]) -> None:
     if "phase" not in found:
         owner, p = _read(frame, "self", "p")
-        found["op"], found["phase"], found["parameter"] = type(owner).__name__, "optimizer", id(p)
+        found["op"], found["phase"], found["parameter"] = type(owner).__name__, "optimizer", _reference(p)
 
 
 def _from_module(frame: FrameType, found: dict[str, Any]) -> None:
-    found.setdefault("modules", []).extend(map(id, _read(frame, "self")))
+    found.setdefault("modules", []).extend(map(weakref.ref, _read(frame, "self")))
 
 
 # What the frames of some of needle's functions tell, by id(code): the hash of a code object is that of all that is in it.
@@ -185,16 +198,29 @@ def calling(frame: FrameType | None) -> Site:
         frame = frame.f_back
     file, line, function = (user.f_code.co_filename, user.f_lineno, user.f_code.co_name) if user else ("", 0, "")
     where = (file, line, function, found.get("op", ""), found.get("phase", ""))
-    return Site(*where, tuple(found.get("modules", ())), found.get("parameter", 0), found.get("forward"))
+    return Site(*where, tuple(found.get("modules", ())), found.get("parameter"), found.get("forward"))
 
 
 def number(found: Site) -> int:
     """The number of a site; the same for equal ones."""
     known = _numbers.get(found)
     if known is None:
-        known = _numbers[found] = len(_sites)
-        _sites.append(found)
+        if len(_sites) >= _most:
+            _forget_what_has_gone()
+        known = _numbers[found] = _next_number()
+        _sites[known] = found
     return known
+
+
+def _forget_what_has_gone() -> None:
+    """Of a module that is made for each call there is a site for each. What memory, or a trace, still names stays."""
+    global _most
+    if not _tracing:
+        named = {event[-1] for device in used_devices() for event in device.require().memory_holders()}
+        for known, found in [*_sites.items()]:
+            if known not in named and found.has_gone():
+                del _sites[known], _numbers[found]
+    _most = max(1024, 2 * len(_sites))
 
 
 def _hook(nbytes: int) -> int:
@@ -264,7 +290,7 @@ def mark_nodes(wanted: bool) -> None:
 
 _failed: weakref.WeakSet[OutOfMemoryError] = weakref.WeakSet()
 _returning = False  # frames of theirs may be about to return, as far as is known
-_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def remember_failure(error: OutOfMemoryError) -> None:
@@ -288,7 +314,7 @@ def free_failed_frames() -> None:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         for frame in frames:
             locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
-        if frames and frames[0].f_code.co_flags & _SUSPENDED:
+        if frames and frames[0].f_code.co_flags & SUSPENDED:
             del frames[0]  # it may have caught the error and be waiting to go on: clearing it would end it
         over = {frame for frame in frames if _cleared(frame)}
         before, emptied = -1, 0
@@ -325,13 +351,13 @@ def _empty_functions(frames: Iterable[FrameType]) -> int:
 
 def _unshared(found: Iterable[Any]) -> list[Any]:
     """Those that nothing refers to but the places where they were found, which are as many as the times that they come."""
-    items = [*found, object()]
-    times, listed_once = Counter(map(id, items)), sys.getrefcount(items[-1])
-    alone = []
-    for i in range(len(items) - 1):
-        if sys.getrefcount(items[i]) == listed_once - 1 + 2 * times[id(items[i])]:  # in this list, and where it was found
-            alone.append(items[i])
-    return alone
+    entries: dict[int, list] = {}  # id: the object, and in how many places it was found
+    for item in found:
+        entries.setdefault(id(item), [item, 0])[1] += 1
+    item = None
+    nobodys = [object(), 0]
+    alone = sys.getrefcount(nobodys[0])
+    return [entry[0] for entry in entries.values() if sys.getrefcount(entry[0]) == alone + entry[1]]
 
 
 def used_devices() -> list[BackendDevice]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ..autograd import Tensor
 from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
 from ..backend_selection import as_device
@@ -44,25 +46,25 @@ class ModuleNames:
         modules = [m for m in modules if any(p.device == device for p in m.parameters())]
         children = {id(child) for m in modules for child in m._children()}
         roots = [m for m in modules if id(m) not in children]
-        self.modules: dict[int, str] = {}
-        self.parameters: dict[int, str] = {}
+        self.modules: dict[weakref.ref[Module], str] = {}
+        self.parameters: dict[weakref.ref[Tensor], str] = {}
         self.serials: dict[int, str] = {}
         made: Counter[str] = Counter()
-        for root in sorted(roots, key=lambda m: min(p.realize_cached_data().serial for p in m.parameters())):
+        for root in sorted(roots, key=lambda m: min(p._number for p in m.parameters())):
             name = type(root).__name__
             made[name] += 1
             if made[name] > 1:
                 name += str(made[name])
             prefix = name + "." if len(roots) > 1 else ""
             for path, module in _walk(root, ""):
-                self.modules.setdefault(id(module), (prefix + path).rstrip(".") or name)
+                self.modules.setdefault(weakref.ref(module), (prefix + path).rstrip(".") or name)
             for path, p in root.named_parameters():
-                self.parameters.setdefault(id(p), prefix + path)
+                self.parameters.setdefault(weakref.ref(p), prefix + path)
                 self.serials.setdefault(p.realize_cached_data().serial, prefix + path)
 
     def of(self, serial: int, site: Site) -> str:
         """The module that memory belongs to; for a parameter of the outermost module the parameter's own name; "" if unknown."""
-        name = self.serials.get(serial) or self.parameters.get(site.parameter, "")
+        name = self.serials.get(serial) or (self.parameters.get(site.parameter, "") if site.parameter else "")
         if not name and site.forward is not None:
             return self.of(0, site.forward)
         called = (self.modules[m] for m in site.modules if m in self.modules)  # one made for its call is gone by then
@@ -120,7 +122,7 @@ class trace:
         return self
 
     def mark(self, text: str) -> None:
-        """Names this moment: events from here on belong to ``text``."""
+        """Names this moment: what is made from here on belongs to ``text``, and what is freed after the first of it."""
         self.marks.append((self.device.require().memory_stats()["allocations"], text))
 
     def __exit__(self, *exc: object) -> None:

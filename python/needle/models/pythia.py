@@ -79,7 +79,7 @@ class PythiaConfig:
         if self.pattern is not None:
             causal_pattern(self.pattern, 1, self.block, self.window)  # refuses what there is not
         counts = self.checkpoint_layers if isinstance(self.checkpoint_layers, tuple) else (self.checkpoint_layers,)
-        if any(n < 0 for n in counts) or (isinstance(self.checkpoint_layers, tuple) and sum(counts) > self.layers):
+        if any(n < 0 for n in counts) or sum(counts) > self.layers:
             raise ShapeError(f"[pythia] checkpoint_layers is {self.checkpoint_layers} (accepted: 0 to {self.layers} layers)")
 
     @classmethod
