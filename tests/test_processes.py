@@ -1,6 +1,8 @@
 """The CPU device in its process: several Python threads, children, the end of the interpreter, and how many threads it takes."""
 
+import contextlib
 import functools
+import math
 import os
 import resource
 import subprocess
@@ -110,6 +112,18 @@ def test_a_number_of_threads_that_is_none(cpu, number):
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == wanted
     with pytest.raises(ValueError, match=r"\[set_num_threads\] no such number of threads: -1"):
         cpu.set_num_threads(-1)
+
+
+def test_there_are_as_many_threads_as_cores(cpu):
+    """Those that the process may use: of its affinity mask, less where a container has a quota."""
+    cores = sorted(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError):
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        cores = cores if quota == "max" else cores[: max(1, math.ceil(int(quota) / int(period)))]
+    for wanted in (cores, cores[:1]):
+        done = run(COUNT, preexec_fn=functools.partial(os.sched_setaffinity, 0, wanted), NEEDLE_NUM_THREADS="")
+        assert done.stdout == f"2000000.0 {len(wanted)}\n", done.stderr
+    assert run("import needle as ndl; print(ndl.cpu().num_threads())", NEEDLE_NUM_THREADS="4096").stdout == "4096\n"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda_sim"])
