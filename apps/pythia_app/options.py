@@ -29,6 +29,7 @@ DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
 DEVICE_HELP = f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}"
 MOST_TOKENS = 1 << 22  # in a micro-batch
 HUGE = (1 << 63) - 1
+STEPS = 200  # with which the default run ends more than a nat below token frequencies alone, on any Python's library
 # What a whole number may be; far above what runs, so that planning and tokenizing never meet a number they cannot hold.
 RANGES = {
     "vocab_size": (1, LARGEST_VOCABULARY),
@@ -85,7 +86,7 @@ def _parser() -> Parser:
     flag(data, "in_order", action="store_true", help="take the text as it lies, for what is shuffled already")
     training = parser.add_argument_group("training")
     flag(training, "epochs", type=float, default=None, help="passes over the text, if max_steps is not given")
-    flag(training, "max_steps", type=int, default=None, help="optimizer steps (default: 150, or what epochs says)")
+    flag(training, "max_steps", type=int, default=None, help=f"optimizer steps (default: {STEPS}, or what epochs says)")
     flag(training, "batch_size", type=int, default=2, help="sequences in a micro-batch")
     flag(training, "seq_len", type=int, default=512, help="positions in a sequence")
     flag(training, "accumulation_steps", type=int, default=1, help="micro-batches in a step")

@@ -21,7 +21,7 @@ from needle.models import Pythia, PythiaConfig, checkpointed, load_published, tr
 from needle.models.generation import inference
 from needle.models.training import Step
 from needle.optim import AdamW
-from pythia_app.options import CHANGEABLE, FIXED
+from pythia_app.options import CHANGEABLE, FIXED, STEPS
 
 EVAL_TOKENS = 32_768
 COMPARED_STEPS = 20
@@ -99,7 +99,7 @@ class Trainer:
         self._held_out(text)  # what is too short is found before training
         per_step = options.batch_size * options.accumulation_steps
         by_epochs = math.ceil((options.epochs or 0) * batches.windows_per_epoch / per_step)
-        self.steps = options.max_steps or by_epochs or 150
+        self.steps = options.max_steps or by_epochs or STEPS
         self.step = 0
         self.metrics = {"tokens": 0, "seconds": 0.0}  # of the whole run, however often it was resumed
 
