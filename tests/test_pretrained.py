@@ -24,7 +24,7 @@ from needle.checkpoints import read_folder, read_tensors, write_folder, write_te
 from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
 from needle.errors import CheckpointError, DataError, DTypeError
 from needle.models import SIZES, Pythia, PythiaConfig, published_state
-from needle.models.pretrained import parse_size
+from needle.models.pretrained import parse_size, tokenizer_of
 
 safetensors, hypothesis = pytest.importorskip("safetensors"), pytest.importorskip("hypothesis")
 st = hypothesis.strategies
@@ -202,6 +202,31 @@ def test_the_tokenizer_goes_along(tmp_path):
     assert again.decode(again.encode(TEXT)) == TEXT
     about = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     assert about["eos_token"] == "<|endoftext|>" and about["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
+    """Of a tokenizer without it transformers must hear that there is none, or it would stop at an ordinary token."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "<pad>": 1, "</s>": 2, "a": 3}, unk_token="a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=4)
+    for about, end in (
+        (None, None),
+        ({"eos_token": "</s>"}, 2),
+        ({"eos_token": {"content": "</s>"}}, 2),
+        ({"eos_token": None}, None),
+    ):
+        if about is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+        tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+        assert tokenizer.end_of_text == end
+        Pythia(config).save_pretrained(tmp_path / "model", tokenizer)
+        saved = json.loads((tmp_path / "model" / "config.json").read_text())
+        assert saved["eos_token_id"] == saved["bos_token_id"] == end
+        assert tokenizer_of(tmp_path / "model").end_of_text == end
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    assert load_tokenizer(tmp_path / "tokenizer.json").end_of_text is None
 
 
 @pytest.mark.skipif("NEEDLE_TEST_TOKENIZER" not in os.environ, reason="NEEDLE_TEST_TOKENIZER names no 20B_tokenizer.json")
@@ -560,7 +585,6 @@ HOSTILE = {
 
 @pytest.mark.parametrize("target", ["/dev/zero", "/etc/hostname", "tokenizer.json", "pipe", "large"])
 def test_hostile_tokenizers(folder, target):
-    from needle.models.pretrained import tokenizer_of
 
     path = folder / "tokenizer.json"
     path.unlink(missing_ok=True)

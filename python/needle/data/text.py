@@ -23,7 +23,7 @@ from ..errors import DataError
 from ..files import home
 from .shuffle import shuffled
 from .text_corpus import HELD_OUT_FRACTION, Corpus, load_corpus
-from .text_tokenizer import SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
+from .text_tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
 from .token_cache import read_tokens, write_tokens
 from .token_files import TOKENIZER_ENDING, find_token_file, read_token_file, sample
 
@@ -83,6 +83,8 @@ def load_text(
         encoder = load_tokenizer(tokenizer)
         vocab_size = _vocabulary(vocab_size, encoder)
         tokenizer_key = hashlib.sha256(encoder.to_json().encode()).hexdigest()  # however it is written
+        if encoder.end_of_text != encoder.tokenizer.token_to_id(END_OF_TEXT):
+            tokenizer_key += f" {encoder.end_of_text}"
     else:
         vocab_size = 10_000 if vocab_size is None else vocab_size
         tokenizer_key = f"bpe {vocab_size}"

@@ -12,6 +12,7 @@ import numpy as np
 from .. import files
 from ..errors import DataError
 
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"  # GPT-NeoX's name for the token after each document
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 LARGEST_VOCABULARY = 1 << 20  # far above what is in use: ``tokenizers`` takes room for all of it before it looks at the text
@@ -23,13 +24,14 @@ class TextTokenizer:
     """Text to ids and back. ``size``: how many ids it can make; ``end_of_text``: the id after a document, or None.
 
     tokenizer: of the package ``tokenizers``. A file may say that texts are cut off or filled up, which this one never does.
+    end_of_text: the token after a document, where the tokenizer has it.
     """
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, end_of_text: str = END_OF_TEXT):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
-        self.end_of_text: int | None = tokenizer.token_to_id(END_OF_TEXT)
+        self.end_of_text: int | None = tokenizer.token_to_id(end_of_text)
         self.size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def extends(self, other: TextTokenizer) -> bool:
@@ -108,7 +110,10 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
-    """raises: DataError if ``tokenizers`` is missing, or ``path`` is absent or not in the format of tokenizer.json."""
+    """The tokenizer of a tokenizer.json, whose token after a text a tokenizer_config.json beside it may name.
+
+    raises: DataError if ``tokenizers`` is missing, or ``path`` is absent or not in that format.
+    """
     tokenizers, path = _import_tokenizers(), Path(path)
     try:
         if path.is_fifo():  # it is read again, for its checksum
@@ -117,7 +122,17 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
     except (OSError, ValueError) as error:
         raise DataError(f"[tokenizer] cannot read {path}: {files.reason(error)} (a tokenizer.json)") from error
     with _library_errors(f"not a tokenizer file: {path}", "a tokenizer.json"):
-        return TextTokenizer(tokenizers.Tokenizer.from_str(text))
+        return TextTokenizer(tokenizers.Tokenizer.from_str(text), _named_end(path))
+
+
+def _named_end(path: Path) -> str:
+    """What transformers takes for the end of a text; its own files say so beside a file of that very name."""
+    with contextlib.suppress(OSError, ValueError):
+        token = files.parse_json(files.read_small(path.with_name(TOKENIZER_CONFIG))).get("eos_token")
+        token = token.get("content") if isinstance(token, dict) else token
+        if path.name == TOKENIZER and isinstance(token, str):
+            return token
+    return END_OF_TEXT
 
 
 @contextlib.contextmanager

@@ -14,14 +14,14 @@ from ..backend_ndarray import BackendDevice
 from ..backend_ndarray import meta as shapes_only
 from ..backend_selection import as_device
 from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
-from ..data.text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer
+from ..data.text_tokenizer import END_OF_TEXT, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, load_tokenizer
 from ..errors import CheckpointError, DataError, ShapeError
 from ..memory.explain import capacity
 from ..memory.units import parse_bytes
 from .published import config_from_json, config_json, fitting, load_published, published_state
 from .pythia import Pythia, PythiaConfig
 
-CONFIG, TOKENIZER, TOKENIZER_CONFIG = "config.json", "tokenizer.json", "tokenizer_config.json"
+CONFIG = "config.json"
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -127,12 +127,15 @@ def save(model: Pythia, folder: Path, tokenizer: TextTokenizer | None, max_shard
 def write(model: Pythia, folder: Path, tokenizer: TextTokenizer | None = None, max_shard_bytes: int = 5 * 10**9) -> None:
     """The files, into a folder that has none of them. raises: OSError."""
     write_folder(folder, published_state(model), max_shard_bytes)
-    end = 0 if tokenizer is None or tokenizer.end_of_text is None else tokenizer.end_of_text
+    end = 0 if tokenizer is None else tokenizer.end_of_text  # 0: of the published tokenizer
     _write_json(folder / CONFIG, config_json(model.config, model.dtype, end))
     if tokenizer is None:
         return
     (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
-    special = {} if tokenizer.end_of_text is None else dict.fromkeys(("bos_token", "eos_token", "unk_token"), END_OF_TEXT)
+    name = None if end is None else tokenizer.tokenizer.id_to_token(end)
+    special = {} if name is None else {"bos_token": name, "eos_token": name}
+    if name == END_OF_TEXT:
+        special["unk_token"] = name
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.max_seq_len, **special}
     _write_json(folder / TOKENIZER_CONFIG, {**about, "clean_up_tokenization_spaces": False})
 

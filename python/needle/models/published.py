@@ -93,7 +93,7 @@ def published_state(model: Pythia) -> dict[str, NDArray]:
     return {published_name(name): array.permute((1, 0)) if _is_transposed(name) else array for name, array in arrays.items()}
 
 
-def config_json(config: PythiaConfig, dtype: str, end_of_text: int) -> dict[str, Any]:
+def config_json(config: PythiaConfig, dtype: str, end_of_text: int | None) -> dict[str, Any]:
     """config.json of a model, for old and new versions of transformers."""
     D, rotated, fraction = config.head_width, config.rotary_width, config.rotary_fraction
     if int(D * fraction) != rotated:  # odd: transformers would rotate that one, too
