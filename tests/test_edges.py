@@ -136,6 +136,23 @@ def test_memory_given_to_an_array_holds_it(device):
         device.strided_fill(handle, (1,), -1, (3,), 7.0)
     with pytest.raises(IndexError, match="a view reaches elements 0 to 14 of an array of 12"):
         device.to_numpy(handle, (5, 3), (3, 1), 0)
+    with pytest.raises(IndexError, match="a view reaches"):
+        device.to_numpy(handle, (5,), (2**62,), 0)
+    if device.name != "cpu_numpy":
+        with pytest.raises(IndexError, match="view outside its array"):
+            handle.view(2**62, 2**62)
+        with pytest.raises(ValueError, match="a view has a length of -2"):
+            device.to_numpy(handle, (-2, -3), (1, 1), 0)
+        for outer, length, inner in ((2, 2**62, 2), (-1, -1, 5), (2**40, 1, 2**40)):
+            with pytest.raises(IndexError, match=r"\[reduce\] an array is smaller"):
+                device.reduce_sum(handle, handle, outer, length, inner)
+
+
+def test_true_is_any_byte_but_zero(device):
+    given, other = np.array([2, 0, 3], np.uint8).view(bool), array([True, False, True], device, dtype="bool")
+    x = NDArray(given, device=device, dtype="bool")
+    assert x.sum().item() == 2 and x.astype("int32").numpy().tolist() == [1, 0, 1]
+    assert (x == other).numpy().all() and x.logical_and(other).numpy().tolist() == [True, False, True]
 
 
 def test_a_product_goes_where_it_fits(device):

@@ -83,7 +83,7 @@ class Array {
 
   // The elements offset .. offset + size of this array, sharing its memory.
   Array view(int64_t offset, int64_t size) const {
-    if (offset < 0 || size < 0 || offset + size > size_)
+    if (offset < 0 || size < 0 || offset > size_ || size > size_ - offset)
       throw std::out_of_range("view outside its array");
     return Array(storage_, static_cast<char*>(ptr_) + offset * dtype_size(dtype_), size, dtype_);
   }

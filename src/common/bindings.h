@@ -85,15 +85,21 @@ inline View checked(const Array& array, const Dims& shape, const Dims& strides, 
     throw std::invalid_argument("a view has " + std::to_string(shape.size()) + " dimensions and " +
                                 std::to_string(strides.size()) + " strides");
   int64_t low = offset, high = offset;
-  bool empty = false;
+  bool empty = false, inside = true;
   for (size_t i = 0; i < shape.size(); ++i) {
-    if (shape[i] <= 0) empty = true;
-    (strides[i] < 0 ? low : high) += (shape[i] - 1) * strides[i];
+    if (shape[i] < 0)
+      throw std::invalid_argument("a view has a length of " + std::to_string(shape[i]));
+    if (shape[i] == 0) empty = true;
+    int64_t reach = 0, &end = strides[i] < 0 ? low : high;
+    if (__builtin_mul_overflow(shape[i] - 1, strides[i], &reach) ||
+        __builtin_add_overflow(end, reach, &end))
+      inside = false;
   }
-  if (!empty && (low < 0 || high >= array.size()))
-    throw std::out_of_range("a view reaches elements " + std::to_string(low) + " to " +
-                            std::to_string(high) + " of an array of " +
-                            std::to_string(array.size()));
+  if (!empty && (!inside || low < 0 || high >= array.size()))
+    throw std::out_of_range(
+        "a view reaches " +
+        (inside ? "elements " + std::to_string(low) + " to " + std::to_string(high) : "far") +
+        " of an array of " + std::to_string(array.size()));
   return View{array, shape, strides, offset};
 }
 
@@ -243,7 +249,14 @@ inline void from_numpy(py::array a, const Array& out) {
                                 std::to_string(out.size()));
   const void* from = a.data();
   Unlocked unlocked(out.size(), kAsynchronous);
-  if (out.size() > 0) copy_from_host(from, out);
+  if (out.size() == 0) return;
+  copy_from_host(from, out);
+  // True is any byte but 0 to numpy, 1 to C++ and to kernels.
+  if (out.dtype() == DType::kBool) {
+    const Array bytes(out.shared_storage(), out.ptr(), out.size(), DType::kUInt8);
+    const Dims shape{out.size()}, contiguous;
+    scalar_binary(BinaryOp::ne, View{bytes, shape, contiguous}, Scalar{}, out);
+  }
 }
 
 inline void copy_checked(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,
@@ -385,7 +398,11 @@ inline void bind_reduce(py::module_& m) {
     const bool of_nothing = op == ReduceOp::sum || op == ReduceOp::prod || op == ReduceOp::sumsq;
     const auto run = [op, of_nothing](const Array& a, const Array& out, int64_t outer,
                                       int64_t reduce_size, int64_t inner) {
-      if (a.size() < outer * reduce_size * inner || out.size() < outer * inner)
+      int64_t results = 0, elements = 0;
+      if (std::min({outer, reduce_size, inner}) < 0 ||
+          __builtin_mul_overflow(outer, inner, &results) ||
+          __builtin_mul_overflow(results, reduce_size, &elements) || a.size() < elements ||
+          out.size() < results)
         throw std::out_of_range("[reduce] an array is smaller than its shape says");
       if (reduce_size == 0 && outer * inner > 0 && !of_nothing)
         throw std::invalid_argument(

@@ -1,7 +1,7 @@
-// The functions that ewise_ops.def calls, for CPU code. The float versions are free of branches and
-// table look-ups, so that g++ vectorizes loops over them; each says its error against float64 in
-// units of the last place (ulp). float64 goes through libm. NaN, infinities and signed zeros come
-// out as numpy's do.
+// The functions that ewise_ops.def calls, for CPU code. Those of float that contain an exponential
+// are written for vectors (simd_cpu.h), the others free of branches and table look-ups, so that g++
+// vectorizes loops over them; each says its error against float64 in units of the last place (ulp).
+// float64 goes through libm. NaN, infinities and signed zeros come out as numpy's do.
 #pragma once
 
 #include <algorithm>
@@ -11,55 +11,28 @@
 #include <type_traits>
 
 #include "dtype.h"
+#include "simd_cpu.h"
 
 namespace needle::cpu {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// A polynomial in x by its coefficients, the highest first.
-template <class... Rest>
-inline float polynomial(float x, float sum, Rest... coefficients) {
+// A polynomial in x by its coefficients, the highest first; of float or of floats.
+using Floats = Vec<float>;
+template <class F, class First, class... Rest>
+NEEDLE_INLINE F polynomial(F x, First first, Rest... coefficients) {
+  F sum = F{} + first;
   ((sum = sum * x + coefficients), ...);
   return sum;
 }
 
-// x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to an integer that stands in the
-// low bits of the sum.
-struct ExpParts {
-  int32_t n;
-  float r;
-};
-inline ExpParts exp_parts(float x) {
-  const float shifted = x * 1.44269504f + 0x1.8p23f;
-  const float n = shifted - 0x1.8p23f;
-  return {bit_cast<int32_t>(shifted) - bit_cast<int32_t>(0x1.8p23f),
-          (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f};
-}
-// e^r - 1 - r = r^2 (1/2 + r/6 + ...), the series as far as float sees it.
-inline float exp_tail(float r) {
-  return polynomial(r, 1.f / 5040, 1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 0.5f) * r * r;
-}
-// -126 <= n <= 127
-inline float power_of_two(int32_t n) { return bit_cast<float>((n + 127) << 23); }
-
-// 1 ulp. 2^n is applied in two halves, so that the smallest and the largest results come out right.
-inline float m_exp(float x) {
-  x = x < -104.f ? -104.f : x;  // comparisons are false for NaN, which so passes through
-  x = x > 89.f ? 89.f : x;
-  const ExpParts p = exp_parts(x);
-  const int32_t half = p.n >> 1;
-  return (1.f + (p.r + exp_tail(p.r))) * power_of_two(half) * power_of_two(p.n - half);
+NEEDLE_INLINE Mask<float> bits_of(Floats x) { return bit_cast<Mask<float>>(x); }
+NEEDLE_INLINE Floats absolute(Floats x) { return bit_cast<Floats>(bits_of(x) & 0x7fffffff); }
+NEEDLE_INLINE Floats with_sign_of(Floats sign, Floats x) {
+  return bit_cast<Floats>((bits_of(sign) & INT32_MIN) | bits_of(x));
 }
 
-// 2 ulp. 2^n (e^r - 1) + (2^n - 1), halved inside so that n = 128 does not overflow early.
-inline float m_expm1(float x) {
-  float c = x < -30.f ? -30.f : x;
-  c = c > 89.f ? 89.f : c;
-  const ExpParts p = exp_parts(c);
-  const float half = power_of_two(p.n - 1);
-  const float y = 2.f * (half * (p.r + exp_tail(p.r)) + (half - 0.5f));
-  return x == 0.f ? x : y;
-}
+NEEDLE_INLINE Floats m_exp(Floats x) { return vexp<float>(x); }
 
 // 1 ulp. x = 2^e m with m in [sqrt(1/2), sqrt(2)), then Cephes' polynomial in m - 1.
 inline float m_log(float x) {
@@ -81,31 +54,37 @@ inline float m_log(float x) {
   return x < 0.f || x != x ? std::numeric_limits<float>::quiet_NaN() : y;
 }
 
-// 2 ulp. With t = e^(-2|x|) - 1: tanh |x| = -t / (t + 2).
-inline float m_tanh(float x) {
-  const float t = m_expm1(-2.f * std::fabs(x));
-  return std::copysign(-t / (t + 2.f), x);
+// 2.5 ulp. With t = e^(-2|x|) - 1 = 2^n (e^r - 1) + (2^n - 1): tanh |x| = -t / (t + 2).
+NEEDLE_INLINE Floats m_tanh(Floats x) {
+  const Floats least = broadcast(-30.f);
+  Floats y = absolute(x) * -2.f;
+  y = y < least ? least : y;
+  const ExpParts<float> parts(y);
+  const Floats power = bit_cast<Floats>(Mask<float>((bits_of(parts.shifted) + 127) << 23));
+  const Floats rest = exp_tail<float>(parts.r) * parts.r * parts.r + parts.r;
+  const Floats t = power * rest + (power - 1.f);
+  return with_sign_of(x, absolute(t / (t + 2.f)));
 }
 
-// 2 ulp; e^(-|x|) never overflows.
-inline float m_sigmoid(float x) {
-  const float e = m_exp(-std::fabs(x));
-  return (x < 0.f ? e : 1.f) / (1.f + e);
+// 2.3 ulp; e^(-|x|) never overflows.
+NEEDLE_INLINE Floats m_sigmoid(Floats x) {
+  const Floats e = m_exp(-absolute(x)), one = broadcast(1.f);
+  return (x < Floats{} ? e : one) / (one + e);
 }
 
 // 1 ulp. Minimax polynomials of N. Juffa, BSD-2: x + x p(x^2) near 0, 1 - e^(q(|x|)) beyond.
-inline float m_erf(float x) {
-  const float t = std::fabs(x), s = x * x;
-  const float high = polynomial(t, -1.72853470e-5f, 3.83197126e-4f) * s +
-                     polynomial(t, -3.88396438e-3f, 2.42546219e-2f);
-  float r = polynomial(t, high, -1.06777877e-1f, -6.34846687e-1f, -1.28717512e-1f, -t);
-  r = t > 4.f ? -20.f : r;  // erf is 1 there, and the polynomial ends
-  const float far = std::copysign(1.f - m_exp(r), x);
-  const float near = polynomial(s, -5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f,
-                                -3.76125336e-1f, 1.28379166e-1f) *
-                         x +
-                     x;
-  return x != x ? x : t > 0.927734375f ? far : near;
+NEEDLE_INLINE Floats m_erf(Floats x) {
+  const Floats t = absolute(x), s = x * x;
+  const Floats high = polynomial(t, -1.72853470e-5f, 3.83197126e-4f) * s +
+                      polynomial(t, -3.88396438e-3f, 2.42546219e-2f);
+  Floats r = polynomial(t, high, -1.06777877e-1f, -6.34846687e-1f, -1.28717512e-1f, -t);
+  r = t > broadcast(4.f) ? broadcast(-20.f) : r;  // erf is 1 there, and the polynomial ends
+  const Floats far = with_sign_of(x, 1.f - vexp_negative<float>(r));
+  const Floats near = polynomial(s, -5.96761703e-4f, 4.99119423e-3f, -2.67681349e-2f,
+                                 1.12819925e-1f, -3.76125336e-1f, 1.28379166e-1f) *
+                          x +
+                      x;
+  return t > broadcast(0.927734375f) ? far : near;  // near for NaN
 }
 
 // Angles of powers of two in quarter turns, 2^p 2 / pi modulo 4. A float is a whole number m of 24
@@ -192,10 +171,15 @@ inline T m_pow(T a, T b) {
   }
 }
 
+// The numbers that go with T: T itself, or float for floats.
+template <class T>
+using Number = std::conditional_t<std::is_same_v<T, Floats>, float, T>;
+
 template <class T>
 inline T m_silu_backward(T x, T dy) {
+  const Number<T> one = 1;
   const T s = m_sigmoid(x);
-  return dy * s * (T(1) + x * (T(1) - s));
+  return dy * s * (one + x * (one - s));
 }
 
 // The normal distribution: Phi(x) and phi(x).
@@ -210,15 +194,16 @@ inline Normal<double> m_normal(double x) {
 // Phi within 1.2e-7 everywhere: 1 ulp of its largest value. Phi(-t) e^(t^2 / 2) is a polynomial in
 // t, fitted for the least error of Phi (Lawson's iteration); beyond the last t it stays what it is
 // there, and the exponential, which the density needs too, takes the tail to zero.
-inline Normal<float> m_normal(float x) {
-  float t = std::fabs(x);
-  t = t > 5.75f ? 5.75f : t;  // NaN passes through
-  const float q =
+NEEDLE_INLINE Normal<Floats> m_normal(Floats x) {
+  const Floats last = broadcast(5.75f);
+  Floats t = absolute(x);
+  t = t > last ? last : t;  // NaN passes through
+  const Floats q =
       polynomial(t, 3.07473691e-8f, -9.57478164e-7f, 1.34250000e-5f, -1.13219794e-4f,
                  6.50790578e-4f, -2.76062777e-3f, 9.21831746e-3f, -2.56418381e-2f, 6.20050356e-2f,
                  -1.32827148e-1f, 2.49975219e-1f, -3.98940712e-1f, 4.99999970e-1f);
-  const float e = m_exp(-0.5f * x * x), beyond = q * e;
-  return {x < 0.f ? beyond : 1.f - beyond, e * 0.398942280f};
+  const Floats e = vexp_to_zero<float>(x * x * -0.5f), beyond = q * e;
+  return {x < Floats{} ? beyond : 1.f - beyond, e * 0.398942280f};
 }
 
 // gelu(x) = x Phi(x); its slope is Phi(x) + x phi(x).
@@ -234,15 +219,21 @@ inline T m_gelu_erf_backward(T x, T dy) {
 
 // gelu(x) = x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3).
 template <class T>
+inline T gelu_tanh_of(T x) {
+  using N = Number<T>;
+  return m_tanh(N(0.79788456080286535588) * (x + N(0.044715) * x * x * x));
+}
+template <class T>
 inline T m_gelu_tanh(T x) {
-  const T u = T(0.79788456080286535588) * (x + T(0.044715) * x * x * x);
-  return T(0.5) * x * (T(1) + m_tanh(u));
+  using N = Number<T>;
+  return N(0.5) * x * (N(1) + gelu_tanh_of(x));
 }
 template <class T>
 inline T m_gelu_tanh_backward(T x, T dy) {
-  const T t = m_tanh(T(0.79788456080286535588) * (x + T(0.044715) * x * x * x));
-  const T slope = T(0.79788456080286535588) * (T(1) + T(3 * 0.044715) * x * x);
-  return dy * (T(0.5) * (T(1) + t) + T(0.5) * x * (T(1) - t * t) * slope);
+  using N = Number<T>;
+  const T t = gelu_tanh_of(x);
+  const T slope = N(0.79788456080286535588) * (N(1) + N(3 * 0.044715) * x * x);
+  return dy * (N(0.5) * (N(1) + t) + N(0.5) * x * (N(1) - t * t) * slope);
 }
 
 }  // namespace needle::cpu

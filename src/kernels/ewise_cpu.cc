@@ -12,8 +12,7 @@
 
 #include "../common/backend.h"
 #include "../common/ewise_math_cpu.h"
-#include "../common/parallel.h"
-#include "../common/simd_cpu.h"
+#include "../common/rows_cpu.h"
 #include "../common/strided_cpu.h"
 
 #pragma GCC diagnostic ignored "-Wint-in-bool-context"  // a * b on bools means a and b
@@ -40,6 +39,10 @@ struct Row {
   const char* name;
 };
 
+// Rows of float that contain an exponential, for which g++ would not find the best instructions.
+template <class Op>
+constexpr bool kByVectors = false;
+
 // ivdep: out is an input or does not overlap one.
 template <class Op, Kind kind, class C>
 Row row_of(const char* name) {
@@ -49,12 +52,19 @@ Row row_of(const char* name) {
     row.loop = [](const void* a_, const void* b_, void* out_, int64_t n) {
       const C *a = static_cast<const C*>(a_), *b = static_cast<const C*>(b_);
       Out* out = static_cast<Out*>(out_);
-#pragma GCC ivdep
-      for (int64_t i = 0; i < n; ++i) {
+      if constexpr (kByVectors<Op> && std::is_same_v<C, float>) {
         if constexpr (Op::kInputs == 1)
-          out[i] = Out(Op::apply(a[i]));
+          map_row(a, out, n, [](Vec<C> x) { return Op::apply(x); });
         else
-          out[i] = Out(Op::apply(a[i], b[i]));
+          map_row(a, b, out, n, [](Vec<C> x, Vec<C> y) { return Op::apply(x, y); });
+      } else {
+#pragma GCC ivdep
+        for (int64_t i = 0; i < n; ++i) {
+          if constexpr (Op::kInputs == 1)
+            out[i] = Out(Op::apply(a[i]));
+          else
+            out[i] = Out(Op::apply(a[i], b[i]));
+        }
       }
     };
   return row;
@@ -64,19 +74,34 @@ Row row_of(const char* name) {
   struct Unary_##name {                      \
     static constexpr int kInputs = 1;        \
     template <class T>                       \
-    static auto apply(T x) {                 \
+    NEEDLE_INLINE static auto apply(T x) {   \
       return expression;                     \
     }                                        \
   };
-#define NEEDLE_BINARY(name, kind, expression) \
-  struct Binary_##name {                      \
-    static constexpr int kInputs = 2;         \
-    template <class T>                        \
-    static auto apply(T a, T b) {             \
-      return expression;                      \
-    }                                         \
+#define NEEDLE_BINARY(name, kind, expression)   \
+  struct Binary_##name {                        \
+    static constexpr int kInputs = 2;           \
+    template <class T>                          \
+    NEEDLE_INLINE static auto apply(T a, T b) { \
+      return expression;                        \
+    }                                           \
   };
 #include "../common/ewise_ops.def"
+
+#define BY_VECTORS(op) \
+  template <>          \
+  constexpr bool kByVectors<op> = true;
+BY_VECTORS(Unary_exp)
+BY_VECTORS(Unary_tanh)
+BY_VECTORS(Unary_sigmoid)
+BY_VECTORS(Unary_erf)
+BY_VECTORS(Unary_silu)
+BY_VECTORS(Unary_gelu_erf)
+BY_VECTORS(Unary_gelu_tanh)
+BY_VECTORS(Binary_silu_backward)
+BY_VECTORS(Binary_gelu_erf_backward)
+BY_VECTORS(Binary_gelu_tanh_backward)
+#undef BY_VECTORS
 
 template <class C>
 Row row_of(UnaryOp op) {
@@ -271,11 +296,19 @@ struct Power_half {  // pow(-inf, 1/2) is inf, pow(-0, 1/2) is 0
     return m_abs(x) == T(INFINITY) ? m_abs(x) : m_sqrt(x) + T(0);
   }
 };
+struct Power_inverse_half {  // pow(-inf, -1/2) is 0, pow(-0, -1/2) is inf
+  static constexpr int kInputs = 1;
+  template <class T>
+  static T apply(T x) {
+    return m_abs(x) == T(INFINITY) ? T(0) : T(1) / (m_sqrt(x) + T(0));
+  }
+};
 template <class C>
 Row power_row(double exponent) {
   if (exponent == 2) return row_of<C>(UnaryOp::square);
   if (exponent == 3) return row_of<Power_cube, Kind::NUM, C>("power");
   if (exponent == 0.5) return row_of<Power_half, Kind::NUM, C>("power");
+  if (exponent == -0.5) return row_of<Power_inverse_half, Kind::NUM, C>("power");
   if (exponent == -1) return row_of<C>(UnaryOp::reciprocal);
   return {nullptr, false, false, "power"};
 }

@@ -86,7 +86,8 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
     const A *means = mean.data<A>(), *rstds = rstd.data<A>();
     T *dxs = dx.data<T>(), *dw = dweight.data<T>(), *db = dbias.data<T>();
     A* partials = workspace.data<A>();
-    const int64_t groups = std::min<int64_t>(rows, kLayerNormPartials);
+    // Of 8 rows at least: a group's sums are as much to clear and to add up as a row is.
+    const int64_t groups = std::min<int64_t>(ceil_div(rows, 8), kLayerNormPartials);
     parallel_for(groups, [&](int64_t group) {
       A *group_dw = partials + group * 2 * cols, *group_db = group_dw + cols;
       std::fill_n(group_dw, 2 * cols, A(0));
@@ -95,16 +96,21 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
                      group_db, cols);
     });
     parallel_ranges(cols, 256, [&](int64_t begin, int64_t end) {
-      for (int64_t c = begin; c < end; c += kLanes<A>) {
-        const int64_t n = std::min<int64_t>(kLanes<A>, end - c);
+      const auto add_up = [&](int64_t c, auto... n) {
         Vec<A> sum_w{}, sum_b{};
         for (int64_t group = 0; group < groups; ++group) {
-          sum_w += load(partials + group * 2 * cols + c, n, A(0));
-          sum_b += load(partials + group * 2 * cols + cols + c, n, A(0));
+          const A* from = partials + group * 2 * cols + c;
+          if constexpr (sizeof...(n) == 0)
+            sum_w += load(from), sum_b += load(from + cols);
+          else
+            sum_w += load(from, n..., A(0)), sum_b += load(from + cols, n..., A(0));
         }
-        store(dw + c, sum_w, n);
-        store(db + c, sum_b, n);
-      }
+        store(dw + c, sum_w, n...);
+        store(db + c, sum_b, n...);
+      };
+      for_vectors<A>(
+          end - begin, [&](int64_t c) { add_up(begin + c); },
+          [&](int64_t c, int64_t n) { add_up(begin + c, n); });
     });
   });
 }

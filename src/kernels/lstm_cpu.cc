@@ -9,6 +9,26 @@ namespace {
 
 int64_t rows_per_task(int64_t hidden) { return 1 + 2048 / (hidden + 1); }
 
+NEEDLE_INLINE Vec<double> m_sigmoid(Vec<double> x) {
+  for (int l = 0; l < kLanes<double>; ++l) x[l] = cpu::m_sigmoid(x[l]);
+  return x;
+}
+NEEDLE_INLINE Vec<double> m_tanh(Vec<double> x) {
+  for (int l = 0; l < kLanes<double>; ++l) x[l] = cpu::m_tanh(x[l]);
+  return x;
+}
+using cpu::m_sigmoid, cpu::m_tanh;
+
+// Element k of an array and those after it, one vector of them or the first `n`.
+template <class T, class A = accum_t<T>>
+NEEDLE_INLINE Vec<A> get(const T* from) {
+  return load(from);
+}
+template <class T, class A = accum_t<T>>
+NEEDLE_INLINE Vec<A> get(const T* from, int64_t n) {
+  return load(from, n, A(0));
+}
+
 }  // namespace
 
 void lstm_cell_forward(const Array& gates, const Array& c_before, const Array& c, const Array& h,
@@ -23,15 +43,16 @@ void lstm_cell_forward(const Array& gates, const Array& c_before, const Array& c
         const A* const before = c_before.data<A>() + row * hidden;
         A* const state = c.data<A>() + row * hidden;
         T* const out = h.data<T>() + row * hidden;
-#pragma GCC ivdep
-        for (int64_t k = 0; k < hidden; ++k) {
-          const A in = m_sigmoid(A(i[k])), forget = m_sigmoid(A(f[k]));
-          const A update = m_tanh(A(g[k])), show = m_sigmoid(A(o[k]));
-          const A now = forget * before[k] + in * update;
-          i[k] = T(in), f[k] = T(forget), g[k] = T(update), o[k] = T(show);
-          state[k] = now;
-          out[k] = T(show * m_tanh(now));
-        }
+        const auto some = [&](int64_t k, auto... n) {
+          const Vec<A> in = m_sigmoid(get(i + k, n...)), forget = m_sigmoid(get(f + k, n...));
+          const Vec<A> update = m_tanh(get(g + k, n...)), show = m_sigmoid(get(o + k, n...));
+          const Vec<A> now = forget * get(before + k, n...) + in * update;
+          store(i + k, in, n...), store(f + k, forget, n...);
+          store(g + k, update, n...), store(o + k, show, n...);
+          store(state + k, now, n...);
+          store(out + k, show * m_tanh(now), n...);
+        };
+        for_vectors<A>(hidden, some, some);
       }
     });
   });
@@ -51,17 +72,19 @@ void lstm_cell_backward(const Array& gates, const Array& c_before, const Array& 
         const T *const here = dh.data<T>() + row * hidden, *const next =
                                                                dh_next.data<T>() + row * hidden;
         A* const carried = dc.data<A>() + row * hidden;
-#pragma GCC ivdep
-        for (int64_t k = 0; k < hidden; ++k) {
-          const A in = A(i[k]), forget = A(f[k]), update = A(g[k]), show = A(o[k]);
-          const A shown = m_tanh(state[k]), dy = A(here[k]) + A(next[k]);
-          const A d = carried[k] + dy * show * (A(1) - shown * shown);
-          i[k] = T(d * update * in * (A(1) - in));
-          f[k] = T(d * before[k] * forget * (A(1) - forget));
-          g[k] = T(d * in * (A(1) - update * update));
-          o[k] = T(dy * shown * show * (A(1) - show));
-          carried[k] = d * forget;
-        }
+        const auto some = [&](int64_t k, auto... n) {
+          const Vec<A> in = get(i + k, n...), forget = get(f + k, n...);
+          const Vec<A> update = get(g + k, n...), show = get(o + k, n...);
+          const Vec<A> shown = m_tanh(get(state + k, n...));
+          const Vec<A> dy = get(here + k, n...) + get(next + k, n...);
+          const Vec<A> d = get(carried + k, n...) + dy * show * (A(1) - shown * shown);
+          store(i + k, d * update * in * (A(1) - in), n...);
+          store(f + k, d * get(before + k, n...) * forget * (A(1) - forget), n...);
+          store(g + k, d * in * (A(1) - update * update), n...);
+          store(o + k, dy * shown * show * (A(1) - show), n...);
+          store(carried + k, d * forget, n...);
+        };
+        for_vectors<A>(hidden, some, some);
       }
     });
   });

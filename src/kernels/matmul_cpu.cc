@@ -12,6 +12,7 @@
 #include "../common/gemm_cpu.h"
 #include "../common/integers.h"
 #include "../common/parallel.h"
+#include "../common/simd_cpu.h"
 
 namespace needle::cpu {
 namespace {
@@ -50,8 +51,7 @@ int64_t place(bool trans, int64_t i, int64_t j, int64_t ld) {
 // to (rows, cols), packed = the part of x (row stride ld) that starts at `from`.
 template <class T>
 void widen(const T* from, int64_t ld, int64_t rows, int64_t cols, float* to) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < cols; ++j) to[i * cols + j] = float(from[i * ld + j]);
+  for (int64_t i = 0; i < rows; ++i) convert_run(from + i * ld, cols, to + i * cols);
 }
 
 // One tile: rows i0 .. i0 + rows and columns j0 .. j0 + cols of out.
@@ -85,7 +85,7 @@ void tile(const Product& p, const T* a, const T* b, Out* out, int64_t i0, int64_
     }
     if constexpr (!kInPlace)
       for (int64_t i = 0; i < rows; ++i)
-        for (int64_t j = 0; j < cols; ++j) out[(i0 + i) * p.n + j0 + j] = Out(sum[i * cols + j]);
+        convert_run(sum + i * cols, cols, out + (i0 + i) * p.n + j0);
   } else {
     for (int64_t i = i0; i < i0 + rows; ++i) {
       T* row = out + i * p.n + j0;

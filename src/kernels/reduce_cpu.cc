@@ -14,6 +14,7 @@ namespace needle::cpu {
 namespace {
 
 constexpr int64_t kLanes = 64;      // running values of a row
+constexpr int64_t kFewLanes = 16;   // the same of a short row
 constexpr int64_t kSegment = 4096;  // elements of a row reduced before their result is combined
 constexpr int64_t kStrip = 64;      // neighbouring columns reduced together
 constexpr int64_t kGroup = 64;      // rows of a strip reduced before their result is combined
@@ -58,7 +59,7 @@ struct Max : Types<C, C, C> {
     using Limits = std::numeric_limits<C>;
     return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
   }
-  static C take(C running, C x) { return x > running || x != x ? x : running; }
+  static C take(C running, C x) { return (x > running) | (x != x) ? x : running; }
   static C join(C a, C b) { return take(a, b); }
 };
 template <class C>
@@ -67,32 +68,59 @@ struct Min : Types<C, C, C> {
     using Limits = std::numeric_limits<C>;
     return Limits::has_infinity ? Limits::infinity() : Limits::max();
   }
-  static C take(C running, C x) { return x < running || x != x ? x : running; }
+  static C take(C running, C x) { return (x < running) | (x != x) ? x : running; }
   static C join(C a, C b) { return take(a, b); }
 };
 
 // --- rows ----------------------------------------------------------------------------------------
 
-template <class Op, class S, class C>
+template <class Op, int64_t lanes, class W>
+W join_lanes(W* wide) {
+  if constexpr (lanes == 1) {
+    return wide[0];
+  } else {
+#pragma GCC ivdep
+#pragma GCC unroll 1
+    for (int64_t l = 0; l < lanes / 2; ++l) wide[l] = Op::join(wide[l], wide[l + lanes / 2]);
+    return join_lanes<Op, lanes / 2>(wide);
+  }
+}
+
+// Lanes are joined in pairs, so that few results wait for another; those without an element hold
+// Op::first(), which changes nothing.
+template <class Op, class S, class C, int64_t lanes_>
 typename Op::W reduce_segment(const S* x, int64_t n) {
-  using R = typename Op::R;
-  using W = typename Op::W;
-  R lanes[kLanes];
-  for (int64_t l = 0; l < kLanes; ++l) lanes[l] = Op::first();
+  typename Op::R lanes[lanes_];
+  for (int64_t l = 0; l < lanes_; ++l) lanes[l] = Op::first();
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int64_t l = 0; l < kLanes; ++l) lanes[l] = Op::take(lanes[l], C(x[i + l]));
+  for (; i + lanes_ <= n; i += lanes_)
+    if constexpr (lanes_ == kLanes) {
+      for (int64_t l = 0; l < lanes_; ++l) lanes[l] = Op::take(lanes[l], C(x[i + l]));
+    } else {  // unrolled, g++ would take them one by one
+#pragma GCC unroll 1
+      for (int64_t l = 0; l < lanes_; ++l) lanes[l] = Op::take(lanes[l], C(x[i + l]));
+    }
   for (int64_t l = 0; i < n; ++i, ++l) lanes[l] = Op::take(lanes[l], C(x[i]));
-  W total = W(lanes[0]);
-  for (int64_t l = 1; l < std::min(n, kLanes); ++l) total = Op::join(total, W(lanes[l]));
+  typename Op::W wide[lanes_];
+  for (int64_t l = 0; l < lanes_; ++l) wide[l] = lanes[l];
+  return join_lanes<Op, lanes_>(wide);
+}
+
+template <class Op, class S, class C>
+typename Op::W reduce_few(const S* x, int64_t n) {
+  auto total = typename Op::W(Op::first());
+  for (int64_t i = 0; i < n; ++i)
+    total = Op::join(total, typename Op::W(Op::take(Op::first(), C(x[i]))));
   return total;
 }
 
 template <class Op, class S, class C>
 typename Op::W reduce_row(const S* x, int64_t n) {
-  auto total = reduce_segment<Op, S, C>(x, std::min(n, kSegment));
+  if (n < kFewLanes) return reduce_few<Op, S, C>(x, n);
+  if (n < kLanes) return reduce_segment<Op, S, C, kFewLanes>(x, n);
+  auto total = reduce_segment<Op, S, C, kLanes>(x, std::min(n, kSegment));
   for (int64_t i = kSegment; i < n; i += kSegment)
-    total = Op::join(total, reduce_segment<Op, S, C>(x + i, std::min(kSegment, n - i)));
+    total = Op::join(total, reduce_segment<Op, S, C, kLanes>(x + i, std::min(kSegment, n - i)));
   return total;
 }
 

@@ -24,6 +24,7 @@ void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array
         const int64_t t = row % T, h = row / T % H, b = row / T / H;
         const E* in = from + b * x_strides[0] + h * x_strides[1] + t * x_strides[2];
         E* result = to + b * out_strides[0] + h * out_strides[1] + t * out_strides[2];
+#pragma GCC ivdep  // out is x or does not overlap it
         for (int64_t i = 0; i < half; ++i) {
           const A c = A(cosines[t * half + i]), s = sign * A(sines[t * half + i]);
           const A first = A(in[i * xs]), second = A(in[(i + half) * xs]);
