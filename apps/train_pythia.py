@@ -62,6 +62,8 @@ def start(argv: list[str] | None) -> int:
         print(f"{problem}; going on from {saved.name}", file=sys.stderr)
     state = checkpoint.read_state(saved)
     resumed = parse(argv, state["options"])
+    if not (resumed.checkpoint_dir or resumed.eval_only or resumed.plan):
+        checkpoint.check_newest(saved, Path(where))
     for note in notes(argv, resumed):
         print(f"note: {note}", file=sys.stderr)
     return run(resumed, saved, state)

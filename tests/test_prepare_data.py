@@ -309,6 +309,14 @@ def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small
     assert found(tmp_path / "x")[1] == expected(tokenizer, ["new"])[0] and leftovers(tmp_path) == []
 
 
+def test_what_could_not_begin_is_not_in_the_way_of_a_corrected_command(tmp_path, tokenizer, small):
+    (tmp_path / "x.jsonl").write_text('{"body": "one"}\n')
+    with pytest.raises(DataError, match="no 'text'"):
+        prepare(tmp_path / "x.jsonl", tmp_path / "y", tokenizer=tokenizer)
+    assert leftovers(tmp_path) == []
+    assert prepare(tmp_path / "x.jsonl", tmp_path / "y", tokenizer=tokenizer, key="body").totals.documents == 1
+
+
 def test_what_a_run_left_may_be_damaged(tmp_path, tokenizer, small):
     write_inputs(tmp_path / "in")
     given = (tmp_path / "in", tmp_path / "x")

@@ -395,6 +395,25 @@ def test_checkpointing_changes_no_loss(run, tmp_path):
     assert "computed again" not in chosen.stdout and losses(tmp_path / "chosen") == losses(plain)
 
 
+def test_a_run_that_goes_on_keeps_what_it_was_asked_to_keep(run, tmp_path):
+    folder = tmp_path / "run"
+    kept = lambda: sorted(path.name for path in folder.glob("step-*"))  # noqa: E731
+    assert (
+        run("--max_steps", 3, "--save_every", 1, "--keep_last", 9, "--memory_limit", "4GiB", "--checkpoint_dir", folder).returncode
+        == 0
+    )
+    assert len(kept()) == 3
+    early = kept()[0]
+    assert run("--load_checkpoint", folder, "--max_steps", 5).returncode == 0
+    assert len(kept()) == 5 and "memory_limit: 4GiB" in (folder / "config.yaml").read_text()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    back = run("--load_checkpoint", folder / early)
+    assert back.returncode == 2 and f"{folder} went on to {kept()[-1]}" in back.stderr and "--checkpoint_dir FOLDER" in back.stderr
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert run("--load_checkpoint", folder / early, "--max_steps", 2, "--checkpoint_dir", tmp_path / "other").returncode == 0
+    assert run("--load_checkpoint", folder / early, "--eval_only").returncode == 0
+
+
 def test_precision_is_saved_and_resumed_bitwise(run, interrupted, tmp_path):
     flags = ("--seed", 3, "--max_steps", 5, "--accumulation_steps", 2, "--checkpoint_dir")
     for precision in ("fp32", "bf16", "fp16"):

@@ -46,6 +46,16 @@ def run_of(path: Path) -> Path | None:
     return path.parent if path.name in CheckpointFolder(path.parent).names() else None
 
 
+def check_newest(saved: Path, asked: Path) -> None:
+    """raises: CheckpointError if ``saved`` is just what was asked for, and its run has newer ones, which would be replaced."""
+    newest = CheckpointFolder(saved.parent).names()[-1:] if run_of(saved) is not None else []
+    if newest not in ([], [saved.name]) and asked.resolve() == saved.resolve():
+        raise CheckpointError(
+            f"[load_checkpoint] {saved.parent} went on to {newest[0]}, which a run from {saved.name} would take the place of "
+            "(accepted: with --checkpoint_dir FOLDER, another one)"
+        )
+
+
 def read_state(path: Path) -> dict:
     """What was saved beside the tensors. raises: CheckpointError if it is not what ``save`` writes."""
     try:

@@ -49,6 +49,7 @@ RANGES = {
 CHANGEABLE = (
     "dataset", "tokenizer", "max_tokens", "seed", "batch_size", "accumulation_steps", "checkpoint_layers", "precision", "lr",
     "warmup_steps", "min_lr_ratio", "betas", "eps", "weight_decay", "max_grad_norm", "dropout", "in_order", "init_from",
+    "save_every", "keep_last", "tensorboard", "memory_limit", "device",
 )  # fmt: skip
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 

@@ -268,10 +268,12 @@ class _Run:
                         save()
                         saved = time.monotonic()
             save()
-        except (DataError, KeyboardInterrupt):
+        except (DataError, KeyboardInterrupt) as error:
             if settled:
                 with contextlib.suppress(DataError):  # where there is no room, the state before stays
                     save()
+            if isinstance(error, DataError) and not (self.folder / "state.json").exists():
+                _empty(self.folder)  # nothing that a corrected command could go on with
             raise
 
     def _encoded(self, encoder: _Encoder, blocks: Iterator[Block]) -> Generator[tuple[Block, _Encoded]]:
