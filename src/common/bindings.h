@@ -247,16 +247,11 @@ inline void from_numpy(py::array a, const Array& out) {
     throw std::invalid_argument("[from_numpy] sizes differ: the numpy array has " +
                                 std::to_string(a.size()) + " elements, out has " +
                                 std::to_string(out.size()));
+  // True is any byte but 0 to numpy, 1 to C++ and to kernels.
+  if (out.dtype() == DType::kBool) a = py::array(a.attr("__ne__")(false));
   const void* from = a.data();
   Unlocked unlocked(out.size(), kAsynchronous);
-  if (out.size() == 0) return;
-  copy_from_host(from, out);
-  // True is any byte but 0 to numpy, 1 to C++ and to kernels.
-  if (out.dtype() == DType::kBool) {
-    const Array bytes(out.shared_storage(), out.ptr(), out.size(), DType::kUInt8);
-    const Dims shape{out.size()}, contiguous;
-    scalar_binary(BinaryOp::ne, View{bytes, shape, contiguous}, Scalar{}, out);
-  }
+  if (out.size() > 0) copy_from_host(from, out);
 }
 
 inline void copy_checked(const Array& a, const Dims& a_strides, int64_t a_offset, const Array& out,

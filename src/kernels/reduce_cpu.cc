@@ -59,7 +59,7 @@ struct Max : Types<C, C, C> {
     using Limits = std::numeric_limits<C>;
     return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
   }
-  static C take(C running, C x) { return (x > running) | (x != x) ? x : running; }
+  static C take(C running, C x) { return ((x > running) | (x != x)) ? x : running; }
   static C join(C a, C b) { return take(a, b); }
 };
 template <class C>
@@ -68,7 +68,7 @@ struct Min : Types<C, C, C> {
     using Limits = std::numeric_limits<C>;
     return Limits::has_infinity ? Limits::infinity() : Limits::max();
   }
-  static C take(C running, C x) { return (x < running) | (x != x) ? x : running; }
+  static C take(C running, C x) { return ((x < running) | (x != x)) ? x : running; }
   static C join(C a, C b) { return take(a, b); }
 };
 
