@@ -15,7 +15,7 @@ import traceback
 import types
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -568,6 +568,25 @@ def test_a_module_that_has_gone_leaves_its_name_to_no_other(cpu):
         (made,) = [h for h in holders(cpu) if h.site.op == "Exp"]
     assert made.module == ""
     del kept
+
+
+def test_a_module_that_is_no_key_has_a_name(cpu):
+    @dataclass
+    class Net(nn.Module):
+        width: int = 8
+
+        def __post_init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(np.ones((self.width, self.width)))
+
+        def forward(self, x):
+            return ops.exp(x @ self.weight)
+
+    net, x = Net(), ndl.ones(8, 8, requires_grad=False)
+    with memory.trace(cpu):
+        y = net(x)
+        (made,) = [h for h in holders(cpu) if h.site.op == "Exp"]
+    assert made.module == "Net" and y.shape == (8, 8)
 
 
 def test_threads_plan_in_turns():

@@ -35,6 +35,21 @@ NEEDLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(NEEDLE, "models") + os.sep  # written as a user would write them, and shown as the user's
 
 
+class Reference(weakref.ref):
+    """A weak reference that is a key for its object, also where that cannot be one itself, as a Module that is a dataclass."""
+
+    __slots__ = ("_id",)
+
+    def __init__(self, found: Any):
+        self._id = id(found)
+
+    def __hash__(self) -> int:
+        return self._id
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Reference) and self._id == other._id and self() is other() is not None)
+
+
 class Site(NamedTuple):
     """A place where memory is asked for.
 
@@ -48,8 +63,8 @@ class Site(NamedTuple):
     function: str
     op: str = ""
     phase: str = ""
-    modules: tuple[weakref.ref[Module], ...] = ()
-    parameter: weakref.ref[Tensor] | None = None
+    modules: tuple[Reference, ...] = ()
+    parameter: Reference | None = None
     forward: Site | None = None
 
     def has_gone(self) -> bool:
@@ -137,12 +152,12 @@ def _from_node(phase: str) -> _Tell:
     return tell
 
 
-def _parameter_of(inputs: Iterable[Any]) -> weakref.ref[Tensor] | None:
+def _parameter_of(inputs: Iterable[Any]) -> Reference | None:
     return _reference(next((x for x in inputs if isinstance(x, Parameter)), None))
 
 
-def _reference(parameter: Tensor | None) -> weakref.ref[Tensor] | None:
-    return None if parameter is None else weakref.ref(parameter)
+def _reference(parameter: Tensor | None) -> Reference | None:
+    return None if parameter is None else Reference(parameter)
 
 
 def _from_backward(frame: FrameType, found: dict[str, Any]) -> None:
@@ -157,7 +172,7 @@ def _from_optimizer(frame: FrameType, found: dict[str, Any]) -> None:
 
 
 def _from_module(frame: FrameType, found: dict[str, Any]) -> None:
-    found.setdefault("modules", []).extend(map(weakref.ref, _read(frame, "self")))
+    found.setdefault("modules", []).extend(map(Reference, _read(frame, "self")))
 
 
 # What the frames of some of needle's functions tell, by id(code): the hash of a code object is that of all that is in it.

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..autograd import Tensor
 from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
 from ..backend_selection import as_device
 from ..errors import GraphError
 from ..nn.nn_basic import Module, _parts
 from . import sites
-from .sites import NOWHERE, Site
+from .sites import NOWHERE, Reference, Site
 from .units import readable, table
 
 
@@ -46,8 +44,8 @@ class ModuleNames:
         modules = [m for m in modules if any(p.device == device for p in m.parameters())]
         children = {id(child) for m in modules for child in m._children()}
         roots = [m for m in modules if id(m) not in children]
-        self.modules: dict[weakref.ref[Module], str] = {}
-        self.parameters: dict[weakref.ref[Tensor], str] = {}
+        self.modules: dict[Reference, str] = {}
+        self.parameters: dict[Reference, str] = {}
         self.serials: dict[int, str] = {}
         made: Counter[str] = Counter()
         for root in sorted(roots, key=lambda m: min(p._number for p in m.parameters())):
@@ -57,9 +55,9 @@ class ModuleNames:
                 name += str(made[name])
             prefix = name + "." if len(roots) > 1 else ""
             for path, module in _walk(root, ""):
-                self.modules.setdefault(weakref.ref(module), (prefix + path).rstrip(".") or name)
+                self.modules.setdefault(Reference(module), (prefix + path).rstrip(".") or name)
             for path, p in root.named_parameters():
-                self.parameters.setdefault(weakref.ref(p), prefix + path)
+                self.parameters.setdefault(Reference(p), prefix + path)
                 self.serials.setdefault(p.realize_cached_data().serial, prefix + path)
 
     def of(self, serial: int, site: Site) -> str:
