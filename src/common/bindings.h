@@ -248,7 +248,7 @@ inline void from_numpy(py::array a, const Array& out) {
                                 std::to_string(a.size()) + " elements, out has " +
                                 std::to_string(out.size()));
   // True is any byte but 0 to numpy, 1 to C++ and to kernels.
-  if (out.dtype() == DType::kBool) a = py::array(a.attr("__ne__")(false));
+  if (out.dtype() == DType::kBool) a = a.attr("view")("uint8").attr("astype")("bool");
   const void* from = a.data();
   Unlocked unlocked(out.size(), kAsynchronous);
   if (out.size() > 0) copy_from_host(from, out);
