@@ -1,5 +1,6 @@
 """Devices and apps as fixtures."""
 
+import gc
 import importlib
 import os
 import subprocess
@@ -21,6 +22,8 @@ if folder := os.environ.get("NEEDLE_TEST_PACKAGE"):  # another build than the in
         raise RuntimeError(f"the tests would run {needle.__file__}, not the build in {folder}")
 
 from devices import DEVICES, usable
+
+ROOT = Path(__file__).parent.parent
 
 # Homework 1 and 2's tests, put into tests/hw1 and hw2, run with NEEDLE_BACKEND=np; all others here are for nd.
 if os.environ.get("NEEDLE_BACKEND") == "np":
@@ -46,7 +49,7 @@ def cpu():
 def own_cache(tmp_path_factory):
     """What apps find in their environment: this package, and a cache that is empty at first."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "python"))
+        patch.setenv("PYTHONPATH", str(ROOT / "python"))
         patch.setenv("NEEDLE_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
@@ -54,7 +57,7 @@ def own_cache(tmp_path_factory):
 @pytest.fixture
 def app(monkeypatch, capsys):
     """Runs an app in this process, where it takes no second to start; its end is what ``subprocess.run`` gives."""
-    monkeypatch.chdir(Path(__file__).parent.parent)
+    monkeypatch.chdir(ROOT)
 
     def call(name, *arguments):
         try:
@@ -63,5 +66,27 @@ def app(monkeypatch, capsys):
             code = ended.code
         said = capsys.readouterr()
         return subprocess.CompletedProcess(arguments, code, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture
+def few_objects():
+    """Keeps from the garbage collector, which each plan calls, what the process has: others of its tests may import PyTorch."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def in_root():
+    """Runs Python in the project's folder, in a process of its own, and gives what it says."""
+
+    def call(*arguments):
+        environ = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+        done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, env=environ)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return call

@@ -1,0 +1,275 @@
+"""needle.memory: the accounts of every byte, and the trace of a step."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from devices import usable
+from needle import memory, nn, ops
+from needle.backend_ndarray.ndarray import empty
+from needle.errors import ShapeError
+from needle.models import Pythia, train_step
+from needle.optim import SGD, Adam, AdamW
+from tiny_pythia import TINY, tokens
+
+
+def test_bytes_are_counted_by_category(device):
+    memory.empty_cache(device)
+    before = memory.stats(device).by_category
+    count = lambda: {k: v - before[k] for k, v in memory.stats(device).by_category.items()}  # noqa: E731
+    model = Pythia(TINY, device=device)
+    parameters = 4 * TINY.parameter_count()
+    assert count() == {**dict.fromkeys(before, 0), "parameter": parameters}
+    ids = tokens(device)
+    assert count()["data"] == ids.size * 4
+    loss = model.loss(ids, ids)
+    assert count()["activation"] > 0
+    loss.backward()
+    assert count()["gradient"] == parameters + 4 * (loss.size - 1)
+    optimizer = AdamW(model.parameter_groups())
+    optimizer.step()
+    assert count()["optimizer state"] == 2 * parameters and count()["parameter"] == parameters
+    del loss
+    optimizer.reset_grad()
+    assert count()["activation"] == count()["gradient"] == count()["workspace"] == 0
+
+
+@pytest.mark.parametrize("make", [lambda p: SGD(p, momentum=0.9), lambda p: Adam(p), lambda p: AdamW(p)])
+def test_parameters_and_states_keep_their_category_through_steps(cpu, make):
+    before = memory.stats(cpu).by_category
+    layer = nn.Linear(8, 16, device=cpu)
+    optimizer = make(layer.parameters())
+    for _ in range(3):
+        layer(ndl.Tensor(np.ones((4, 8)), device=cpu, requires_grad=False)).sum().backward()
+        optimizer.step()
+        optimizer.reset_grad()
+    now = memory.stats(cpu).by_category
+    size = 4 * (8 * 16 + 16)
+    assert now["parameter"] - before["parameter"] == size
+    assert now["optimizer state"] - before["optimizer state"] == size * (1 if isinstance(optimizer, SGD) else 2)
+
+
+@pytest.mark.parametrize("kind", [SGD, lambda p, **more: SGD(p, momentum=0.9, **more), Adam, AdamW])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_optimizers_update_in_place(cpu, kind, decay):
+    p = nn.Parameter(np.ones(10_000), device=cpu)
+    p.grad = ndl.Tensor(np.ones(10_000), device=cpu)
+    optimizer = kind([p], weight_decay=decay)
+    optimizer.step()  # makes the state
+    before = p.realize_cached_data()
+    with memory.peak(cpu) as peak:
+        optimizer.step()
+    assert p.realize_cached_data() is before and peak.above_start <= 1024
+
+
+def test_reading_a_scalar_takes_no_memory(device):
+    x = ndl.Tensor(np.arange(6.0).reshape(2, 3), device=device, requires_grad=False)
+    with memory.peak(device) as peak:
+        assert x[1:, 2].item() == 5 and x[:1].numpy().shape == (1, 3)
+    assert peak.above_start == 0
+
+
+def test_each_thread_has_its_own_category(host):
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waits(ops.Exp):
+        def gradient(self, out_grad, node):
+            inside.set()
+            assert go_on.wait(60)
+            return super().gradient(out_grad, node)
+
+    x = ndl.Tensor(np.ones(3), device=host)
+    thread = threading.Thread(target=lambda: Waits()(x).sum().backward())
+    thread.start()
+    assert inside.wait(60)
+    during = empty((3,), device=host)
+    go_on.set()
+    thread.join()
+    assert during.category == empty((3,), device=host).category == 0 and x.grad.realize_cached_data().category == 2
+
+
+def test_peaks_nest(cpu):
+    outer_array = empty((1000,), device=cpu)
+    with memory.peak(cpu) as outer:
+        high = empty((5000,), device=cpu)
+        del high
+        with memory.peak(cpu) as inner:
+            low = empty((2000,), device=cpu)
+        assert inner.above_start == 8000 and inner.by_category["activation"] >= 8000
+        del low
+    assert outer.above_start == 20_000
+    assert memory.stats(cpu).peak >= outer.bytes  # a region's own peak does not hide the one before it
+    del outer_array
+
+
+def test_peaks_overlap(cpu):
+    """As those of two threads do; and neither a reset nor a plan made in between takes anything from them."""
+    memory.reset_peak(cpu)
+    first, second, live = memory.peak(cpu), memory.peak(cpu), memory.stats(cpu).live
+    first.__enter__()
+    high = empty((5000,), device=cpu)
+    del high
+    second.__enter__()
+    assert memory.stats(cpu).peak == live + 20_000
+    low = empty((2000,), device=cpu)
+    del low
+    first.__exit__()
+    assert memory.stats(cpu).peak_reserved >= memory.stats(cpu).peak == live + 20_000
+    memory.reset_peak(cpu)
+    memory.peak_bytes(lambda device: lambda: None, device=cpu)
+    assert memory.stats(cpu).peak == live
+    second.__exit__()
+    assert (first.above_start, second.above_start) == (20_000, 8000)
+
+
+def test_the_parts_of_the_process_add_up(cpu):
+    array = empty((1 << 22,), device=cpu)
+    array.fill(1.0)
+    parts = memory.process(cpu)
+    assert parts["rss"] == sum(parts[name] for name in ("arrays", "cached", "libraries", "rest"))
+    assert parts["arrays"] >= array.buffer_bytes
+    nbytes, cached = array.buffer_bytes, parts["cached"]
+    del array
+    parts = memory.process(cpu)
+    assert parts["rss"] == sum(parts[name] for name in ("arrays", "cached", "libraries", "rest"))
+    assert parts["cached"] == cached + nbytes and min(parts.values()) >= 0
+
+
+@pytest.mark.parametrize("name", ["cuda_sim", "cuda"])
+def test_the_parts_of_a_card_add_up(name):
+    device = usable(name)
+    array = empty((1 << 26,), device=device)
+    held, nbytes = memory.process(device), array.buffer_bytes
+    assert held["device_framework"] == device.memory_stats()["live"] >= nbytes
+    parts = [held["device_" + part] for part in ("framework", "cached", "context_and_others")]
+    assert min(parts) >= 0 and sum(parts) <= held["device_total"]
+    del array
+    freed = memory.process(device)
+    assert held["device_framework"] - freed["device_framework"] == freed["device_cached"] - held["device_cached"] == nbytes
+    memory.empty_cache(device)
+    # The driver gives back whole chunks, of which others may still hold a part.
+    assert memory.process(device)["device_cached"] <= freed["device_cached"] - nbytes // 2
+
+
+def test_an_emptied_cache_leaves_nothing_between_small_arrays(cpu):
+    before = memory.process(cpu)["rss"]
+    arrays = [ndl.init.ones(25_000, device=cpu) for _ in range(1000)]
+    del arrays[1::2]
+    del arrays[1::2]
+    memory.empty_cache(cpu)
+    assert memory.process(cpu)["rss"] - before < 50e6  # of 100 MB
+
+
+def test_amounts_of_memory_are_read():
+    assert (
+        memory.parse_bytes("16GiB") == 16 << 30
+        and memory.parse_bytes("1.5 MB") == 1_500_000
+        and memory.parse_bytes("t4") == memory.GPUS["T4"]
+    )
+    assert memory.parse_bytes(7) == 7
+    for same in ("16G", "16g", "16Gi", "16 gib"):  # Slurm's, Docker's, Kubernetes'
+        assert memory.parse_bytes(same) == 16 << 30
+    assert memory.parse_bytes("512M") == 512 << 20 and memory.parse_bytes("2k") == 2048 and memory.parse_bytes("1TB") == 10**12
+    for wrong in ("T5", "", "GiB", "G", "16i", "16GG", "-1GiB", "0", 0, True, "9" * 400, "9999999TiB", 1 << 63):
+        with pytest.raises(ShapeError, match="not an amount of memory"):
+            memory.parse_bytes(wrong)
+    with pytest.raises(ShapeError, match="not an amount of memory: ''"):
+        memory.set_limit("")
+
+
+def test_amounts_of_memory_are_written():
+    written = {1023: "1023 bytes", 1024: "1.00 KiB", 1_048_570: "1,023.99 KiB", 1_048_575: "1.00 MiB", -(5 << 40): "-5,120.00 GiB"}
+    assert [memory.readable(nbytes) for nbytes in written] == list(written.values())
+
+
+def test_freed_memory_is_cut_to_requests_and_joined_again(cpu):
+    gc.collect()
+    memory.empty_cache(cpu)
+    make = lambda mib: empty((mib << 18,), "float32", cpu)  # noqa: E731
+    before = memory.stats(cpu).reserved
+    whole = make(8)
+    del whole
+    parts = [make(1), make(2), make(3), make(2)]
+    assert memory.stats(cpu).reserved == before + (8 << 20)
+    while parts:
+        del parts[len(parts) // 2]  # from the middle, so that each is joined with a neighbour on either side
+    whole = make(8)
+    assert memory.stats(cpu).reserved == before + (8 << 20)
+    del whole
+    memory.empty_cache(cpu)
+    assert memory.stats(cpu).reserved <= before
+
+
+def test_arrays_never_share_what_was_cut(cpu):
+    rng = np.random.default_rng(0)
+    held = {}
+    for number in range(600):
+        if rng.random() < 0.45 and held:
+            freed = rng.choice(list(held))
+            assert (held.pop(freed).numpy() == freed).all()
+        else:
+            held[number] = empty((int(rng.integers(1 << 14, 1 << 19)),), "float32", cpu)
+            held[number].fill(number)
+        if number % 150 == 149:
+            memory.empty_cache(cpu)
+    for number, array in held.items():
+        assert (array.numpy() == number).all()
+
+
+# --- traces ---
+
+
+def one_step(device, batch=2):
+    model = Pythia(TINY, device=device)
+    optimizer = AdamW(model.parameter_groups())
+    ids = tokens(device, batch)
+    for _ in range(2):
+        train_step(model, optimizer, iter([(ids, ids)]))
+    return model
+
+
+def test_a_trace_names_who_holds_what(device):
+    with memory.trace(device) as t:
+        model = one_step(device)
+    assert 0 < t.peak_bytes <= memory.stats(device).peak
+    name = lambda h: h.module.removeprefix("Pythia.")  # noqa: E731  (while another test's model is alive)
+    sizes, top = [h.nbytes for h in t.holders()], max(t.timeline(), key=lambda row: row["live"])
+    assert sizes == sorted(sizes, reverse=True) and sum(sizes) == t.peak_bytes
+    assert (top["live"], top["module"], top["op"]) == (t.peak_bytes, t.peak_module, t.peak_site.what)
+    holders = [h for h in t.holders() if name(h) == "layers.1.dense_h_to_4h"]
+    weight = next(h for h in holders if h.category == "parameter" and h.nbytes == 32 * 64 * 4)
+    assert weight.site.place.startswith("pythia.py:")
+    states = [h for h in holders if h.category == "optimizer state"]
+    assert len(states) == 4 and {h.site.what for h in states} == {"AdamW"}
+    ops_seen = {h.site.what for _, h in t.events}
+    assert {"Linear", "gradient of Linear", "LayerNorm", "gradient of LayerNorm"} <= ops_seen
+    gradient = next(h for _, h in t.events if h.site.what == "gradient of Linear" and name(h) == "layers.0.dense")
+    assert gradient.site.forward.place.startswith("pythia.py:")
+    assert (
+        sum(row["bytes"] * {"made": 1, "freed": -1, "retagged": 0}[row["kind"]] for row in t.timeline()) == t.live[-1] - t.live[0]
+    )
+    assert sum(sum(row.values()) for row in t.by_module().values()) == t.peak_bytes == sum(t.by_category().values())
+    del model
+
+
+def test_a_trace_changes_no_lifetime(cpu):
+    peaks = []
+    for traced in (False, True, False):
+        memory.empty_cache(cpu)
+        with memory.peak(cpu) as p:
+            if traced:
+                with memory.trace(cpu) as t:
+                    one_step(cpu)
+            else:
+                one_step(cpu)
+        assert not traced or t.peak_bytes == p.bytes
+        peaks.append(p.above_start)
+    assert peaks[0] == peaks[1] == peaks[2]
+
+
+def test_two_traces_of_one_device_are_refused(cpu):
+    with memory.trace(cpu), pytest.raises(ndl.errors.GraphError, match="traced already"), memory.trace(cpu):
+        pass

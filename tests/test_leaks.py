@@ -1,0 +1,420 @@
+"""needle.memory.leaks: which graphs are kept by mistake, and by whom."""
+
+import collections
+import functools
+import gc
+import re
+import types
+import weakref
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from needle import memory, nn, ops
+from needle.errors import GraphError, ShapeError
+
+layer = None
+
+
+def relu_of_layer():
+    return ops.relu(layer(ndl.Tensor(np.ones((64, 16)), requires_grad=False)))
+
+
+def good_step():
+    loss = relu_of_layer().sum()
+    loss.backward()
+    return loss
+
+
+class Recurrent:
+    def __init__(self):
+        self.states = []
+        self.last = None
+
+    def __call__(self):
+        y = relu_of_layer()
+        self.states.append(y)
+        return y
+
+
+def leak_total(check):
+    total = 0
+    for _ in range(6):
+        total = good_step() + total
+        check.step()
+    return total
+
+
+def leak_list(check):
+    history = []
+    for _ in range(6):
+        history.append(relu_of_layer())
+        history[-1].sum().backward()
+        check.step()
+
+
+def leak_containers(check):
+    """Of kinds of one's own: what a dictionary by name or a row of figures often is."""
+    row = collections.namedtuple("row", "step, loss")
+    history = collections.defaultdict(list)
+    for step in range(6):
+        history["loss"].append(row(step, good_step()))
+        check.step()
+    return history
+
+
+def leak_attribute(check):
+    model = Recurrent()
+    for _ in range(6):
+        model().sum().backward()
+        check.step()
+
+
+def leak_closure(check):
+    def made():
+        y = relu_of_layer()
+        return lambda: y
+
+    later = []
+    for _ in range(6):
+        later.append(made())
+        later[-1]().sum().backward()
+        check.step()
+
+
+def leak_traceback(check):
+    def failing():
+        out = relu_of_layer()
+        out.sum().backward()
+        raise ValueError("kept")
+
+    errors = []
+    for _ in range(6):
+        try:
+            failing()
+        except ValueError as error:
+            errors.append(error)
+        check.step()
+
+
+def leak_generator(check):
+    def running_mean():
+        mean = 0
+        while True:
+            mean = mean * 0.9 + good_step() * 0.1
+            yield mean.item()
+
+    for _ in zip(range(6), running_mean()):
+        check.step()
+
+
+@functools.lru_cache
+def remembered(step):
+    return relu_of_layer()
+
+
+def leak_function(check):
+    def remember(loss):
+        remember.losses.append(loss)
+
+    remember.losses = []
+    for _ in range(6):
+        remember(good_step())
+        check.step()
+    remember.losses = None  # it is its own closure
+
+
+def leak_cache(check):
+    for step in range(6):
+        remembered(step)
+        check.step()
+
+
+def leak_inside(check):
+    """Where needle's own functions alone have a variable for it."""
+    model = nn.Sequential(layer, nn.ReLU(), nn.Linear(3, 3))
+    errors = []
+    for _ in range(6):
+        try:
+            model(ndl.Tensor(np.ones((64, 16)), requires_grad=False))
+        except ShapeError as error:
+            errors.append(error)
+        check.step()
+    errors.clear()  # they hold this frame, which holds them
+
+
+class Shared:
+    states: ClassVar[list] = []
+
+
+def leak_class(check):
+    for _ in range(6):
+        Shared.states.append(relu_of_layer())
+        check.step()
+
+
+def leak_callbacks(check):
+    """Held by objects that name nothing, in a list that has a name."""
+    later = []
+    for _ in range(6):
+        later.append(functools.partial(print, relu_of_layer()))
+        check.step()
+
+
+def leak_of_two_in_a_closure(check):
+    def made():
+        first, second = good_step(), relu_of_layer()
+        return lambda: (second.sum(), first)
+
+    later = []
+    for _ in range(6):
+        later.append(made())
+        check.step()
+
+
+def leak_chain(check):
+    """Each held by what holds the next one as well."""
+    newest = None
+    for _ in range(30):
+        newest = (good_step(), newest)
+        check.step()
+    return newest
+
+
+class Log:
+    def __init__(self, steps):
+        self.losses = np.empty(steps, object)
+
+
+def leak_objects_of_numpy(check):
+    """Which the collector does not look into, nor into a dict of nothing else."""
+    log, rows = Log(6), np.empty(6, object)
+    table, masked = np.zeros(6, [("step", int), ("of", [("loss", object)])]), np.ma.array(np.empty(6, object))
+    for i in range(6):
+        log.losses[i], rows[i], table["of"]["loss"][i], masked.data[i] = (good_step() for _ in range(4))
+        check.step()
+
+
+LEAKS = [
+    (leak_function, "remember.losses"), (leak_generator, "mean in the generator running_mean"), (leak_cache, "remembered"), (leak_class, "Shared.states"),
+    (leak_callbacks, "later"), (leak_inside, "a kept traceback"), (leak_total, "total"), (leak_list, "history"), (leak_containers, "history"), (leak_attribute, "Recurrent.states"),
+    (leak_closure, "y in the closure of <lambda>"), (leak_traceback, "out in failing, kept by a traceback"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def with_layer(cpu):
+    global layer
+    layer = nn.Linear(16, 16, device=cpu)
+    yield
+    layer = None
+    remembered.cache_clear()
+    Shared.states.clear()
+
+
+@pytest.mark.parametrize("run, name", LEAKS, ids=[run.__name__ for run, _ in LEAKS])
+def test_a_leak_is_found_and_named(with_layer, run, name):
+    with memory.LeakCheck() as check, pytest.warns(memory.LeakWarning) as warned:
+        run(check)
+    assert set(check.found) == {name}
+    assert len(warned) == 1 and "`.detach()`" in str(warned[0].message) and "test_leaks.py:" in str(warned[0].message)
+    assert check.found[name].steps >= 1 and check.found[name].nbytes > 0
+
+
+@pytest.mark.parametrize(
+    "run, names",
+    [
+        (leak_of_two_in_a_closure, {"first in the closure of <lambda>", "second in the closure of <lambda>"}),
+        (leak_chain, {"newest"}),
+        (leak_objects_of_numpy, {"Log.losses", "rows", "table", "masked"}),
+    ],
+)
+def test_each_leak_has_its_own_name(with_layer, run, names):
+    gc.collect()  # errors of other tests that hold themselves
+    with memory.LeakCheck(warn=False) as check:
+        run(check)
+    assert set(check.found) == names
+
+
+def view_of_a_parameter():
+    return layer.weight.reshape((-1,))
+
+
+def dropped_out():
+    return nn.Dropout(0.5)(layer(ndl.Tensor(np.ones((64, 16)))))
+
+
+def with_its_gradient():
+    y = relu_of_layer().retain_grad()
+    (y * y).sum().backward()
+    return y
+
+
+@pytest.mark.parametrize("make", [good_step, relu_of_layer, view_of_a_parameter, dropped_out, with_its_gradient])
+def test_the_bytes_of_a_leak_are_those_that_come_free(with_layer, cpu, make):
+    """Those of the model's own parameters are none; data, masks and gradients that nothing else has are some."""
+    good_step()  # makes the layer's gradients
+    before, history = memory.stats(cpu).live, []
+    with memory.LeakCheck(warn=False) as check:
+        for _ in range(4):
+            history.append(make())
+            check.step()
+        found = {leak.name: leak.nbytes for leak in memory.leaks()}
+    assert found["history"] == memory.stats(cpu).live - before
+    history.clear()
+    assert memory.stats(cpu).live == before
+
+
+class Refuses(type):
+    @property
+    def __name__(cls):
+        raise LookupError
+
+
+class Table:
+    """Finds attributes where it likes."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values):
+        self._values = values
+
+    def __getattr__(self, name):
+        return self._values[name]
+
+
+class Hidden(metaclass=Refuses):
+    __class__ = property(lambda self: 1 / 0)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda losses: Table({"losses": losses}), lambda losses: [setattr(h := Hidden(), "losses", losses), h]]
+)
+def test_a_class_that_fails_when_it_is_asked_ends_no_search(with_layer, make):
+    losses = []
+    holder = [make(losses)]
+    with memory.LeakCheck(warn=False) as check:
+        for _ in range(3):
+            losses.append(relu_of_layer())
+            check.step()
+    assert sum(leak.tensors for leak in check.found.values()) >= 1 and holder
+
+
+def test_objects_that_are_none_of_needles_are_not_asked_what_they_are(with_layer):
+    """Some answer with a warning, as PyTorch's, or with another class."""
+    asked = []
+
+    class Proxy:
+        def __init__(self):
+            self.seen_by_the_collector = []
+
+        @property
+        def __class__(self):
+            asked.append(True)
+            return Proxy
+
+    proxy, history = Proxy(), [relu_of_layer()]
+    asked.clear()
+    assert "history" in [leak.name for leak in memory.leaks()] and proxy.seen_by_the_collector == []
+    with memory.trace():
+        relu_of_layer()
+    assert not asked
+    history.clear()
+
+
+def failed(y):
+    try:
+        raise ValueError("kept")
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "keep, name",
+    [
+        (lambda y: lambda y=y: y, "history"),
+        (lambda y: {"loss": y, "step": 1}, "history"),
+        (lambda y: types.SimpleNamespace(loss=[y]), "SimpleNamespace.loss"),
+        (failed, "y in failed, kept by a traceback"),
+    ],
+)
+def test_many_leaks_cost_one_search(with_layer, monkeypatch, keep, name):
+    gc.collect()  # errors of other tests that hold themselves
+    history = [keep(relu_of_layer()) for _ in range(50)]
+    passes = []
+    for search_name in ("get_objects", "get_referrers"):
+        search = getattr(gc, search_name)
+        monkeypatch.setattr(gc, search_name, lambda *args, search=search: passes.append(1) or search(*args))
+    found = [leak for leak in memory.leaks() if leak.name == name]
+    assert found[0].tensors == 50 and len(passes) < 25
+    history.clear()
+
+
+def test_a_failed_op_is_no_hindrance(with_layer):
+    try:
+        relu_of_layer() @ relu_of_layer()
+    except ShapeError as error:
+        kept = error
+    assert isinstance(memory.leaks(), list) and kept.__traceback__ is not None
+
+
+def test_leaks_now(with_layer):
+    history = [good_step() for _ in range(3)]
+    found = [leak for leak in memory.leaks() if leak.name == "history"]
+    assert len(found) == 1 and found[0].tensors == 3
+    history.clear()
+    assert not [leak for leak in memory.leaks() if leak.name == "history"]
+
+
+def test_a_loop_without_a_leak_is_left_in_peace(with_layer, recwarn):
+    total = 0.0
+    with memory.LeakCheck() as check:
+        for _ in range(6):
+            total += good_step().item()
+            assert check.step() == [] and len(check._ends) == 2  # however many steps there were
+    assert not check.found and not [w for w in recwarn if issubclass(w.category, memory.LeakWarning)]
+
+
+def test_a_leak_check_out_of_its_context_says_so():
+    check = memory.LeakCheck()
+    for _ in range(2):
+        with pytest.raises(GraphError, match="with LeakCheck"):
+            check.step()
+        with check:
+            check.step()
+
+
+def test_a_graph_from_before_the_loop_is_none_of_its_leaks(with_layer):
+    tried = good_step()
+    with memory.LeakCheck(warn=False) as check:
+        assert memory.leaks() == []
+        leak_list(check)
+    assert set(check.found) == {"history"} and tried.op is not None
+
+
+def test_the_search_for_leaks_leaves_nothing_behind(with_layer, cpu):
+    good_step()  # makes the layer's gradients
+    gc.collect()
+    gc.disable()
+    try:
+        before = memory.stats(cpu).live
+        with memory.LeakCheck(warn=False) as check:
+            leak_list(check)
+            leak_objects_of_numpy(check)
+        assert memory.stats(cpu).live == before
+        y = relu_of_layer()
+        alive = weakref.ref(y)
+        memory.leaks()
+        del y
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_the_example_finds_its_leak(in_root):
+    said = in_root("examples/leak.py")
+    assert "`Judged.history` (leak.py:28) keeps the graph of 12 steps alive" in said
+    sizes = re.findall(r"step 2: (\S+ \S+), after step 12: (\S+ \S+)", said)
+    assert sizes[0][0] != sizes[0][1] and float(sizes[1][1].split()[0]) < float(sizes[1][0].split()[0]) * 1.01
