@@ -978,6 +978,42 @@ def test_a_state_has_running_statistics(device):
         other.load_state_dict(state)
 
 
+def test_a_module_moves_to_a_device(device):
+    start = usable("cpu_numpy") if device.name == "cpu" else usable("cpu")
+    layer = nn.Linear(3, 3, device=start)
+    network = nn.Sequential(layer, nn.BatchNorm1d(3, device=start), nn.Residual(layer))
+    x = np.random.default_rng(0).standard_normal((8, 3))
+    network(leaf(x, start)).sum().backward()
+    late = network(leaf(x, start)).sum()
+    parameters, gradient, state = network.parameters(), layer.weight.grad.numpy(), network.state_dict()
+    before = memory.stats(device).by_category
+    assert network.to(device) is network and network.to(device.name) is network
+    assert [*map(id, network.parameters())] == [*map(id, parameters)] and isinstance(network.modules[1].running_mean, nn.Buffer)
+    assert {t.device for t in [*parameters, network.modules[1].running_var, layer.weight.grad]} == {device}
+    np.testing.assert_array_equal(layer.weight.grad.numpy(), gradient)
+    assert all(np.array_equal(values, state[name]) for name, values in network.state_dict().items())
+    now = memory.stats(device).by_category
+    floats = 9 + 3 + 3 + 3  # weight and bias of the layer, of the norm
+    assert now["parameter"] - before["parameter"] == now["gradient"] - before["gradient"] == 4 * floats
+    AdamW(network.parameters()).step()
+    network(leaf(x, device)).sum().backward()
+    with pytest.raises(DeviceError, match="unknown device: 'gpu'"):
+        network.to("gpu")
+    with pytest.raises(DeviceError, match="different devices"):
+        late.backward()
+
+
+def test_a_module_that_finds_no_room_stays_where_it_is(cpu):
+    network = nn.Sequential(nn.Linear(100, 100, device=usable("cpu_numpy")), nn.Linear(100, 100, device=usable("cpu_numpy")))
+    memory.set_limit(memory.stats(cpu).live + 60_000, cpu)
+    try:
+        with pytest.raises(OutOfMemoryError):
+            network.to(cpu)
+    finally:
+        memory.set_limit(None, cpu)
+    assert {p.device.name for p in network.parameters()} == {"cpu_numpy"}
+
+
 @pytest.mark.parametrize("spread, weight_dtype", [(30, "float16"), (1000, "float16"), (1000, "float32")])
 def test_batch_norm_of_sums_and_squares_beyond_float16(device, spread, weight_dtype):
     x = 2 + spread * np.random.default_rng(0).standard_normal((3000, 25))

@@ -250,7 +250,9 @@ class NDArray:
     def _copy_to(self, device: BackendDevice, dtype: str) -> NDArray:
         if device == self._device:
             return self._converted(dtype)
-        return _from_values(self.astype(dtype, copy=False).numpy(), device, dtype)
+        made = _from_values(self.astype(dtype, copy=False).numpy(), device, dtype)
+        made.category = self.category
+        return made
 
     def _converted(self, dtype: str) -> NDArray:
         """A new contiguous array with these elements in ``dtype``."""

@@ -21,7 +21,7 @@ from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.device import device_cache
 from ..backend_ndarray.kernels import DEFAULT_CHUNK_BYTES
 from ..backend_ndarray.ndarray import NDArray, empty
-from ..backend_selection import as_device
+from ..backend_selection import Device, as_device
 from ..errors import DTypeError, ShapeError
 from ..nn.nn_basic import LayerNorm, Module, Parameter, SeededDropout
 from ..nn.nn_remat import remat
@@ -202,13 +202,18 @@ class Pythia(Module):
             raise DTypeError(f"[pythia] dtype is {dtype} (accepted: floats)")
         device = as_device(device)
         rng = None if seed is None else np.random.default_rng(seed)
-        self.config, self.device, self.dtype = config, device, dtype
+        self.config, self.dtype = config, dtype
         std = math.sqrt(2 / (5 * config.width))
         self.embed_in = _normal(rng, (config.vocab_size, config.width), std, device, dtype)
         self.dropout = SeededDropout(config.dropout, seed or 0)
         self.layers = [PythiaLayer(config, self.dropout, rng, device, dtype) for _ in range(config.layers)]
         self.final_layer_norm = LayerNorm(config.width, config.eps, device=device, dtype=dtype)
         self.embed_out = _normal(rng, (config.width, config.vocab_size), std, device, dtype)
+
+    @property
+    def device(self) -> Device:
+        """Where the parameters are."""
+        return self.embed_in.device
 
     @classmethod
     def from_pretrained(cls, source: str | Path, device=None, dtype: str = "float32", revision: str | None = None) -> Pythia:

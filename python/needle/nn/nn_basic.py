@@ -16,6 +16,7 @@ from .. import dtype as dt
 from .. import init, ops
 from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
+from ..backend_selection import Device
 from ..errors import CheckpointError, GraphError, ShapeError
 
 
@@ -135,6 +136,18 @@ class Module:
             if isinstance(values, Tensor):  # a Tensor of a Tensor would share its memory
                 values = values.realize_cached_data()
             p.data = Tensor(values, device=p.device, dtype=p.dtype, requires_grad=False)
+
+    def to(self, device: Device | str) -> Module:
+        """Moves every Parameter and Buffer, and their gradients, to ``device``; they stay the objects that they are. Returns self.
+
+        The states of an optimizer stay where they are: make it afterwards. raises: DeviceError; OutOfMemoryError, and nothing has
+        moved.
+        """
+        mine = dict.fromkeys(t for _, t in _named(self))
+        moved = [(t.realize_cached_data().to(device), t.grad and t.grad.to(device)) for t in mine]
+        for t, (array, grad) in zip(mine, moved):
+            t.cached_data, t.grad = array, grad
+        return self
 
     def eval(self) -> Module:
         """Sets ``training`` to False here and in every module inside, so that Dropout passes all and BatchNorm uses its running
