@@ -25,15 +25,25 @@ def bytes_decoder(ids):
 VOCABULARY = [bytes([i]) for i in range(256)] + ["é".encode(), "漢".encode()[:2], "👩".encode()[1:3], b"the ", b" and"]
 
 
+def fallback_decoder(ids):
+    """The way of ByteFallback, which Llama's first tokenizers have: bytes in a row that are no text are a mark each."""
+    raw = bytes(ids)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "\ufffd" * len(raw)
+
+
 def stream(ids, decode=bytes_decoder):
     source = TextStream(decode)
     pieces = [source.put(i) for i in ids]
     return pieces, source.end()
 
 
+@pytest.mark.parametrize("decode", [bytes_decoder, fallback_decoder])
 @pytest.mark.parametrize("text", TEXTS)
-def test_whole_characters_byte_by_byte(text):
-    pieces, rest = stream(text.encode())
+def test_whole_characters_byte_by_byte(text, decode):
+    pieces, rest = stream(text.encode(), decode)
     assert "".join(pieces) == text and rest == ""
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces[: len(text.encode()) // 2]) == text.encode()[: len(text.encode()) // 2].decode(errors="ignore")

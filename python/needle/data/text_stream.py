@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no character, or not yet
+_BYTES = 4  # of a character, at most
 _WINDOW = 16  # ids that are decoded again with each new one, at least; twice as many at most
 
 
@@ -18,12 +19,17 @@ class TextStream:
         self._decode = decode
         self._ids: list[int] = []
         self._given = 0  # characters of the text of _ids that have been given out
+        self._unfinished = 0  # ids since the text last ended in a whole character
 
     def put(self, token: int) -> str:
         """The text that the next token makes certain, perhaps none."""
         self._ids.append(int(token))
         text = self._decode(self._ids)
-        # An unfinished character is one mark at the end: decoders write one per longest beginning of a character.
+        # Byte-level decoders write one mark for the beginning of a character, others (ByteFallback) one for each byte, also of the
+        # whole characters before it: until it might be whole such a text says nothing.
+        self._unfinished = self._unfinished + 1 if text.endswith(UNFINISHED) else 0
+        if 0 < self._unfinished < _BYTES:
+            return ""
         certain = text[self._given : len(text) - text.endswith(UNFINISHED)]
         self._given += len(certain)
         if len(self._ids) >= 2 * _WINDOW:
@@ -33,7 +39,7 @@ class TextStream:
     def end(self) -> str:
         """What is left: marks for bytes that never became a character."""
         rest = self._decode(self._ids)[self._given :]
-        self._ids, self._given = [], 0
+        self._ids, self._given, self._unfinished = [], 0, 0
         return rest
 
     def _forget(self, text: str) -> None:
