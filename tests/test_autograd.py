@@ -228,6 +228,22 @@ def test_the_gradient_of_a_sum_is_a_constant(host):
         x.grad.backward()
 
 
+def test_a_gradient_with_a_graph_counts_an_input_that_is_there_twice_once(host):
+    """The gradients of fused ops come from a composition then, for each Tensor and not for each place of it."""
+    values = np.random.default_rng(0).standard_normal((1, 1, 4, 4))
+
+    def lstm(x):
+        column, row = x[0, 0, :, :1], x[0, 0, :1]
+        return ops.lstm(x[0, :, :, :1], column, column, row, row)[0]
+
+    for f in (lambda x: ops.attention(x, x, x * 0.5), lstm):
+        x = leaf(values, host)
+        (f(x) * 2).backward()
+        plain = x.grad.numpy()
+        (f(x) * 2).backward(create_graph=True)
+        np.testing.assert_allclose(x.grad.numpy(), plain, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int64"])
 def test_a_second_derivative_of_the_loss_needs_no_data(dtype):
     x = leaf(np.zeros((3, 4)), ndl.meta())

@@ -319,7 +319,7 @@ def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
         if g is not None:
             for n, part in run_backward(value._as_node(), g, True, True, stop=frozenset(node.inputs)).items():
                 _add_gradient(grads, n, part, create_graph=True)
-    return [grads.get(n) for n in node.inputs]
+    return [grads.pop(n, None) for n in node.inputs]  # all of a node that is there twice once
 
 
 def _fitting(grad: Tensor, dtype: str) -> Tensor:
