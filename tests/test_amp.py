@@ -535,6 +535,18 @@ def test_unscaling_leaves_what_others_hold(host):
     np.testing.assert_array_equal(w.grad.numpy(), first[0])
 
 
+def test_gradients_with_a_graph_are_unscaled_once_and_their_graph_is_not(host):
+    a, b, c = (nn.Parameter(np.full(2, x), device=host) for x in (1.0, 2.0, 3.0))
+    scaler = amp.GradScaler(init_scale=8)
+    scaler.scale((a + b + c * c * c).sum()).backward(create_graph=True)  # one array is the gradient of a and of b
+    slope = c.grad
+    scaler.unscale_(SGD([a, b, c]))
+    for p, expected in ((a, 1), (b, 1), (c, 27)):
+        np.testing.assert_array_equal(p.grad.numpy(), [expected] * 2)
+    (slope * slope).sum().backward()
+    np.testing.assert_array_equal(c.grad.numpy(), [2 * (8 * 27) * (8 * 18)] * 2)
+
+
 def test_the_scale_follows_megatron():
     """Growth after an interval of good steps; the first overflow is forgiven, later ones are not until the scale has grown."""
     scaler = amp.GradScaler(init_scale=16, growth_interval=3, hysteresis=2)

@@ -211,13 +211,16 @@ class GradScaler:
             return
         if optimizer in self._stepped or self._is_unscaled(optimizer):
             raise GraphError("[unscale_] the gradients are unscaled already (accepted: once between two calls of update)")
-        grads = []
+        grads: list[NDArray] = []
+        seen = set()
         for p in optimizer.params:
             if p.grad is not None:
                 if p.grad.dtype == "float16":
                     raise DTypeError("[unscale_] a gradient is float16 (accepted: parameters in float32, products by autocast)")
                 array = p.grad.realize_cached_data()
-                shared = not getattr(p.grad._source, "in_place", True)  # a graph or another gradient may hold the array
+                # A graph, which that of a gradient may be, or another gradient may hold the array.
+                shared = not getattr(p.grad._source, "in_place", p.grad._node is None) or array.serial in seen
+                seen.add(array.serial)
                 grads.append(array.copy() if shared else array.compact())
                 p.grad = Tensor.make_const(grads[-1])
         if not grads:
