@@ -940,6 +940,16 @@ def test_a_loaded_state_is_a_copy(device):
     np.testing.assert_array_equal(other.weight.numpy(), [[1, 2], [3, 4]])
 
 
+@pytest.mark.parametrize("wrong", [np.full(2, 1j), [1, None], np.array(["a", "b"]), [[1], [2, 3]], [1, 2, 3]], ids=str)
+def test_a_state_that_does_not_fit_changes_nothing(device, wrong):
+    norm = nn.LayerNorm(2, device=device)
+    before = norm.state_dict()
+    for name in before:
+        with pytest.raises((CheckpointError, DTypeError, ShapeError)):
+            norm.load_state_dict({**{key: [3, 4] for key in before}, name: wrong})
+        assert all(np.array_equal(before[name], values) for name, values in norm.state_dict().items())
+
+
 def test_what_is_computed_in_the_place_of_a_buffer_is_state(host):
     class Averaged(nn.Module):
         def __init__(self):

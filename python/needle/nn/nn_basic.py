@@ -16,6 +16,7 @@ from .. import dtype as dt
 from .. import init, ops
 from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
+from ..backend_ndarray.ndarray import NDArray
 from ..backend_selection import Device
 from ..errors import CheckpointError, GraphError, ShapeError
 
@@ -123,19 +124,26 @@ class Module:
         return {name: t.numpy() for name, t in _named(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Writes the arrays into the Parameters and Buffers of these paths. raises: CheckpointError if paths or shapes differ."""
+        """Writes the arrays into the Parameters and Buffers of these paths.
+
+        raises: CheckpointError if paths or shapes differ, DTypeError for what is no number; then nothing has changed.
+        """
         mine = dict(_named(self))
         if set(mine) != set(state):
             missing, extra = sorted(set(mine) - set(state)), sorted(set(state) - set(mine))
             raise CheckpointError(f"[load_state_dict] names differ: missing {missing[:5]}, unexpected {extra[:5]}")
-        for name, p in mine.items():
-            if np.shape(state[name]) != p.shape:
-                raise CheckpointError(f"[load_state_dict] {name} is {np.shape(state[name])} (accepted: {p.shape})")
+        found = {}
         for name, p in mine.items():
             values = state[name]
             if isinstance(values, Tensor):  # a Tensor of a Tensor would share its memory
                 values = values.realize_cached_data()
-            p.data = Tensor(values, device=p.device, dtype=p.dtype, requires_grad=False)
+            if str(getattr(values, "dtype", "")).removeprefix("torch.") not in dt.ROWS:  # lists, objects: made here, or refused
+                values = NDArray(values, p.device, p.dtype)
+            if np.shape(values) != p.shape:
+                raise CheckpointError(f"[load_state_dict] {name} is {np.shape(values)} (accepted: {p.shape})")
+            found[name] = values
+        for name, p in mine.items():
+            p.data = Tensor(found.pop(name), device=p.device, dtype=p.dtype, requires_grad=False)
 
     def to(self, device: Device | str) -> Module:
         """Moves every Parameter and Buffer, and their gradients, to ``device``; they stay the objects that they are. Returns self.
