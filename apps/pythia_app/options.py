@@ -238,7 +238,7 @@ def check(options: argparse.Namespace) -> None:
     if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:
         raise DataError("[tensorboard] the package tensorboardX is missing (pip install tensorboardX)")
     if options.memory_limit is not None:
-        parse_bytes(options.memory_limit)
+        parse_bytes(options.memory_limit, "memory_limit")
     device(options.device)
 
 

@@ -76,7 +76,7 @@ def run_plan(options: argparse.Namespace) -> int:
     for name, (_, most, _) in NUMBERS.items():
         if not 1 <= getattr(options, name) <= most:
             raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: 1 to {most:,})")
-    budgets = [(name, memory.parse_bytes(name)) for name in options.gpu]
+    budgets = [(name, memory.parse_bytes(name, "gpu")) for name in options.gpu]
     config = PythiaConfig.named(options.model, vocab_size=options.vocab_size, max_seq_len=options.seq_len)
     if options.sparse:
         config = config.with_sparse(options.pattern, options.block_size, options.window)

@@ -18,11 +18,12 @@ _GPUS_MIB = {
 GPUS = {name: mib << 20 for name, mib in _GPUS_MIB.items()}
 
 
-def parse_bytes(text: int | str) -> int:
-    """A number of bytes: an int, ``"16GiB"``, ``"500 MB"``, or the name of a GPU. raises: ShapeError for anything else.
+def parse_bytes(text: int | str, name: str = "memory") -> int:
+    """A number of bytes: an int, ``"16GiB"``, ``"500 MB"``, or the name of a GPU. name: what it is for.
 
     ``"16G"`` and ``"16Gi"`` are 16 GiB, as Docker, Slurm and systemd take the one and Kubernetes the other; ``"16GB"`` is 16 * 10^9
     bytes.
+    raises: ShapeError for anything else.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         found = text
@@ -36,11 +37,11 @@ def parse_bytes(text: int | str) -> int:
             found = int(min(float(match[1]) * _UNITS[match[2]], 2.0**63))
         else:
             raise ShapeError(
-                f"[memory] not an amount of memory: {text!r} (accepted: 16GiB, or 16G for the same, 500MB, a number of bytes, or "
+                f"[{name}] not an amount of memory: {text!r} (accepted: 16GiB, or 16G for the same, 500MB, a number of bytes, or "
                 f"{', '.join(GPUS)})"
             )
     if not 0 < found < 1 << 63:
-        raise ShapeError(f"[memory] not an amount of memory: {text!r} (accepted: above 0, below 2^63 bytes)")
+        raise ShapeError(f"[{name}] not an amount of memory: {text!r} (accepted: above 0, below 2^63 bytes)")
     return found
 
 

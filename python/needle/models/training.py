@@ -96,7 +96,7 @@ def checkpointed(
     """
     if isinstance(checkpoint_layers, int):
         return replace(config, checkpoint_layers=checkpoint_layers)
-    limit = parse_bytes(checkpoint_layers)
+    limit = parse_bytes(checkpoint_layers, "checkpoint_layers")
 
     @cache
     def peak_of(layers: int | tuple[int, ...]) -> int:
@@ -107,7 +107,7 @@ def checkpointed(
     best = 1 if peak_of(1) <= limit else min(ways, key=peak_of)
     if peak_of(best) > limit:
         least = f"at least {readable(peak_of(best))}, {peak_of(best):,} bytes"
-        raise ShapeError(f"[plan] {readable(limit)} is not enough (accepted: {least})")
+        raise ShapeError(f"[checkpoint_layers] {readable(limit)} is not enough (accepted: {least})")
     layers = best if best > 1 else (1,) * smallest(lambda n: peak_of((1,) * n), limit, config.layers)
     return replace(config, checkpoint_layers=layers)
 
@@ -117,5 +117,5 @@ def layers_or_bytes(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        parse_bytes(text)
+        parse_bytes(text, "checkpoint_layers")
         return text
