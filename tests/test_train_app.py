@@ -347,6 +347,38 @@ def test_a_run_that_began_with_weights_needs_no_other(run, text, tmp_path):
     assert f"--init_from {third} is not taken: a run goes on that began with {first / 'step-000002'}" in said
 
 
+def test_a_run_goes_on_from_another_directory(app, text, tmp_path, monkeypatch):
+    first, second, elsewhere = (tmp_path / name for name in ("first", "second", "elsewhere"))
+    flags = ("--model", "14m", "--seq_len", 64, "--max_steps")
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(text, "own.txt")
+    begun = app("train_pythia", "--dataset", "own.txt", "--vocab_size", 300, "--checkpoint_dir", "first", *flags, 1)
+    assert begun.returncode == 0, begun.stderr
+    shutil.copy(first / "step-000001" / "tokenizer.json", "own.json")
+    for more, gone in ((("--init_from", "first"), "first"), (("--tokenizer", "own.json", "--vocab_size", 300), "own.json")):
+        go = ("--dataset", "own.txt", *more, "--checkpoint_dir", second, "--resume", *flags)
+        assert app("train_pythia", *go, 1).returncode == 0
+        with monkeypatch.context() as patch:
+            patch.chdir(elsewhere)
+            for again in (("--load_checkpoint", second), ("--config", second / "config.yaml", "--checkpoint_dir", "repeated")):
+                done = app("train_pythia", *again, "--max_steps", 2)
+                assert done.returncode == 0, done.stderr
+            shutil.rmtree("repeated")
+        os.rename(gone, f"{gone} of old")
+        done = app("train_pythia", *go, 3)  # the same command, where it began
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        shutil.rmtree(second)
+
+
+def test_the_name_of_a_data_set_stays_its_name(tmp_path, monkeypatch):
+    from pythia_app.options import parse
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stdlib").mkdir()
+    assert parse([]).dataset == "stdlib" and parse(["--dataset", "./stdlib"]).dataset == str(tmp_path / "stdlib")
+
+
 def test_weights_that_no_run_can_begin_with(main, tmp_path, monkeypatch):
     config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=300)
     Pythia(config).save_pretrained(tmp_path / "small")

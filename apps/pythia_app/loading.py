@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,7 @@ def fit_options(options: argparse.Namespace, folder: Path) -> None:
         raise CheckpointError(f"[init_from] {folder}: {error}") from None
     options.model, options.vocab_size = sizes[0], config.vocab_size
     if files.home(options.init_from).is_dir():
-        options.init_from = str(folder)
+        options.init_from = os.path.abspath(folder)
     trained, flags = (config.pattern, config.block, config.window), (options.pattern, options.block_size, options.window)
     if config.pattern and not options.compare_dense and not (options.sparse and trained == flags):
         now = "the flags say otherwise" if options.sparse else "without --sparse it is dense"

@@ -17,7 +17,9 @@ from needle.amp import PRECISIONS
 from needle.backend_ndarray.block_layout import BLOCK_SIZES
 from needle.backend_selection import BACKEND
 from needle.command_line import Parser, flag
+from needle.data.text_corpus import CORPORA
 from needle.data.text_tokenizer import LARGEST_VOCABULARY
+from needle.data.token_files import find_token_file
 from needle.errors import DataError, DeviceError, ShapeError
 from needle.memory import parse_bytes
 from needle.models import SIZES, layers_or_bytes, size_name
@@ -163,6 +165,11 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
     for name in ("checkpoint_dir", "load_checkpoint"):  # in a file, and after `=`, no shell replaces a ~
         if getattr(options, name):
             setattr(options, name, str(files.home(getattr(options, name))))
+    text = options.dataset
+    if text and text not in CORPORA and (os.path.exists(files.home(text)) or find_token_file(text)):
+        options.dataset = os.path.abspath(files.home(text))  # a run may go on from another directory
+    if options.tokenizer:
+        options.tokenizer = os.path.abspath(files.home(options.tokenizer))
     check(options)
     return options
 
@@ -181,9 +188,9 @@ def notes(argv: list[str] | None, options: argparse.Namespace) -> list[str]:
         for name in FIXED
         if getattr(given, name) not in (None, getattr(options, name))
     ]
-    began = options.init_from and Path(options.init_from)
-    if given.init_from is not None and files.home(given.init_from) not in (began, began and began.parent):
-        said.append(f"--init_from {given.init_from} is not taken: a run goes on that began with {began or 'new weights'}")
+    began, asked = options.init_from, given.init_from
+    if asked is not None and not {asked, os.path.abspath(files.home(asked))} & {began, os.path.dirname(began or "")}:
+        said.append(f"--init_from {asked} is not taken: a run goes on that began with {began or 'new weights'}")
     if not said and options.pattern != _parser().get_default("pattern") and not (options.sparse or options.compare_dense):
         said.append(f"--pattern {options.pattern} says nothing without --sparse")
     return said

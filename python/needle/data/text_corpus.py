@@ -20,6 +20,7 @@ from ..errors import DataError
 from ..files import home, write_whole
 
 HELD_OUT_FRACTION = 0.05  # of the bytes
+CORPORA = ("stdlib", "wikitext-2")  # what has a name, whatever files there are
 _READ_BYTES = 1 << 20
 # Tests; what is not the library's own; and "encodings", generated tables that are near copies of one another, so that
 # a held-out one would have been seen in training all the same.
