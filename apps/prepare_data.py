@@ -34,7 +34,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "inputs", nargs="+", metavar="INPUT",
         help="a text file (one document), a .jsonl (a document in each line), either as .gz, or a folder of such",
     )  # fmt: skip
-    flag(parser, "output", required=True, metavar="PREFIX", help="what is made: PREFIX.bin, PREFIX.idx, PREFIX.tokenizer.json")
+    flag(
+        parser, "output", required=True, metavar="PREFIX",
+        help="what is made: PREFIX.bin, PREFIX.idx, and the tokenizer beside them",
+    )  # fmt: skip
     flag(parser, "overwrite", action="store_true", help="replace a PREFIX that is there, once the new one is whole")
     tokens = parser.add_argument_group("tokens")
     flag(tokens, "tokenizer", metavar="FILE", help="a tokenizer.json")

@@ -359,6 +359,23 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, tokenizer, sma
     assert pair(tmp_path / "x") != old and len(found(tmp_path / "x")) == 6 and leftovers(tmp_path) == []
 
 
+def test_who_reads_the_tokens_knows_what_ends_a_document(tmp_path, tokenizer):
+    (tmp_path / "one.txt").write_text(make_text(1, 500))
+    for end in ("alpha", "<|endoftext|>", None, "beta"):
+        made = prepare([tmp_path / "one.txt"], tmp_path / "x", tokenizer=tokenizer, end_of_text=end, overwrite=True)
+        for given in (None, tokenizer):
+            text = load_text(str(made.prefix), tokenizer=given)
+            assert text.tokenizer.end_of_text == text.tokenizer.tokenizer.token_to_id(end or "<|endoftext|>")
+        if end is not None:
+            assert text.held_out[-1] == text.tokenizer.end_of_text
+    prepare([tmp_path / "one.txt"], tmp_path / "y", tokenizer=tokenizer)
+    (tmp_path / "y.tokenizer_config.json").write_text('{"eos_token": "mine"}')
+    for ending in (".bin", ".idx", ".tokenizer.json"):
+        (tmp_path / f"y{ending}").unlink()
+    with pytest.raises(DataError, match=r"y.tokenizer_config.json exists"):
+        prepare([tmp_path / "one.txt"], tmp_path / "y", tokenizer=tokenizer)
+
+
 def test_what_is_made_among_the_texts_is_none_of_them(tmp_path, tokenizer, small):
     folder = tmp_path / "in"
     write_inputs(folder)

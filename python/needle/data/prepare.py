@@ -26,9 +26,9 @@ import numpy as np
 from .. import files
 from ..errors import DataError
 from .text_blocks import Block, Cutter, Place, Source, find_sources, read_blocks, sample_text, texts_of
-from .text_tokenizer import END_OF_TEXT, TextTokenizer, load_tokenizer, train_tokenizer
+from .text_tokenizer import END_OF_TEXT, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, load_tokenizer, train_tokenizer
 from .token_cache import token_dtype
-from .token_files import TOKENIZER_ENDING, TokenWriter, publish
+from .token_files import ENDINGS, TokenWriter, publish
 
 _FORMAT = 1  # of an unfinished run: change it when the same input would be cut or read in another way
 _PART_BYTES = 1 << 12  # of a document, encoded at a time; longer ones take more time per byte
@@ -80,7 +80,8 @@ def prepare(
     save_every_s: float = 10.0,
     report: Callable[[Progress], None] = lambda progress: None,
 ) -> Prepared:
-    """Tokenizes ``inputs`` into ``output``.bin and .idx (Megatron's format), with the tokenizer beside them.
+    """Tokenizes ``inputs`` into ``output``.bin and .idx (Megatron's format), with the tokenizer and a
+    tokenizer_config.json that names ``end_of_text`` beside them.
 
     inputs: text files, each of them one document; .jsonl files, each line of them an object with a document under ``key``; both
     also as .gz; and folders of those. tokenizer: a tokenizer.json; without it, byte-level BPE of ``vocab_size`` ids is trained on
@@ -142,12 +143,16 @@ class _Run:
         self, given: Path | None, tokenizer: TextTokenizer | None, vocab_size: int | None, overwrite: bool, save_every_s: float
     ) -> Prepared:
         if not self._begun():
-            there = [path for path in _outputs(self.prefix) if path.exists()]
-            there = [path for path in there if not (given and filecmp.cmp(path, given, shallow=False))]
-            if there and not overwrite:
-                raise DataError(f"[output] {there[0]} exists (accepted: another name, or --overwrite)")
             _empty(self.folder)
             with self._emptied_by_errors():
+                about = self.folder / TOKENIZER_CONFIG  # of the tokenizer: the token that a tokenizer.json has no place for
+                with files.write_whole(about) as file:
+                    file.write(json.dumps({"eos_token": self.settings["end_of_text"]}).encode())
+                alike = [about, given] if given else [about]
+                there = [path for path in _outputs(self.prefix) if path.exists()]
+                there = [path for path in there if not any(filecmp.cmp(path, other, shallow=False) for other in alike)]
+                if there and not overwrite:
+                    raise DataError(f"[output] {min(there)} exists (accepted: another name, or --overwrite)")
                 self._begin(given, tokenizer, vocab_size)
         skipped = _read_json(self.folder / "run.json", lambda run: set(run["skipped"]))
         totals, place, written = Totals(), Place(0, 0, 1), None
@@ -156,8 +161,9 @@ class _Run:
                 self.folder / "state.json", lambda state: (Totals(**state["totals"]), Place(*state["place"]), state["writer"])
             )
         if written and publish(self.folder, self.prefix):  # it was killed at the very end
-            return self._prepared(totals, load_tokenizer(_outputs(self.prefix)[2]).size, skipped)
-        tokenizer = tokenizer or load_tokenizer(self.folder / "tokenizer.json")
+            published = self.prefix.with_name(self.prefix.name + ENDINGS[TOKENIZER])
+            return self._prepared(totals, load_tokenizer(published).size, skipped)
+        tokenizer = tokenizer or load_tokenizer(self.folder / TOKENIZER)
         encoder = _Encoder(tokenizer, self._end(tokenizer), self.sources, self.settings["key"], self.skip_invalid)
         writer = TokenWriter(self.folder, tokenizer.size, written)
         try:
@@ -218,7 +224,7 @@ class _Run:
                 skipped.append(i)
         if len(skipped) == len(self.sources):
             raise DataError(f"[inputs] no text: {len(self.sources)} files, all of them binary or closed (UTF-8 text or .jsonl)")
-        path = self.folder / "tokenizer.json"
+        path = self.folder / TOKENIZER
         if given is not None:
             with files.write_whole(path) as file:
                 file.write(given.read_bytes())
@@ -417,7 +423,7 @@ def _prefix(output: str | Path) -> Path:
 
 
 def _outputs(prefix: Path) -> list[Path]:
-    return [prefix.with_name(prefix.name + ending) for ending in (".bin", ".idx", TOKENIZER_ENDING)]
+    return [prefix.with_name(prefix.name + ending) for ending in ENDINGS.values()]
 
 
 def _read_json(path: Path, take: Callable[[dict[str, Any]], Any]) -> Any:

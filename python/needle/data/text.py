@@ -23,9 +23,9 @@ from ..errors import DataError
 from ..files import home
 from .shuffle import shuffled
 from .text_corpus import HELD_OUT_FRACTION, Corpus, load_corpus
-from .text_tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, TextTokenizer, load_tokenizer, train_tokenizer
+from .text_tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, TOKENIZER, TextTokenizer, load_tokenizer, train_tokenizer
 from .token_cache import read_tokens, write_tokens
-from .token_files import TOKENIZER_ENDING, find_token_file, read_token_file, sample
+from .token_files import ENDINGS, find_token_file, read_token_file, sample
 
 _FORMAT = "5"  # part of the cache key: change it when the same input would give other tokens
 _ORDER = 2  # part of a saved position: change it when the same seed would give another order
@@ -95,7 +95,7 @@ def load_text(
     corpus = load_corpus(dataset, data_dir=data_dir, cache_dir=cache)
     key = hashlib.sha256(f"{_FORMAT} {corpus.key} {tokenizer_key}".encode()).hexdigest()[:16]
     folder = cache / "tokens" / f"{corpus.name}-{key}"
-    trained_path = folder / "tokenizer.json"
+    trained_path = folder / TOKENIZER
     cached = True
     if tokenizer is None:
         kept = _kept_tokenizer(trained_path)
@@ -118,11 +118,16 @@ def load_text(
 
 
 def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path | None) -> TextData:
-    beside = path.with_name(path.name.removesuffix(".bin") + TOKENIZER_ENDING)
+    beside = path.with_name(path.name.removesuffix(".bin") + ENDINGS[TOKENIZER])
     found = home(tokenizer) if tokenizer is not None else beside if beside.is_file() else None
     encoder = load_tokenizer(found) if found is not None else None
-    if encoder is not None and found != beside and beside.is_file() and not encoder.extends(load_tokenizer(beside)):
-        raise DataError(f"[{path.name}] its ids are those of {beside.name}, not of {found} (the tokenizer that it was made with)")
+    if encoder is not None and found != beside and beside.is_file():
+        its_own = load_tokenizer(beside)
+        if not encoder.extends(its_own):
+            wanted = "the tokenizer that it was made with"
+            raise DataError(f"[{path.name}] its ids are those of {beside.name}, not of {found} ({wanted})")
+        if its_own.end_of_text is not None:  # with which its documents end
+            encoder.end_of_text = its_own.end_of_text
     if encoder is not None:
         vocab_size = _vocabulary(vocab_size, encoder)
     elif vocab_size is None:

@@ -110,7 +110,8 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
-    """The tokenizer of a tokenizer.json, whose token after a text a tokenizer_config.json beside it may name.
+    """The tokenizer of a tokenizer.json, whose token after a text a tokenizer_config.json beside it may name; of x.tokenizer.json
+    an x.tokenizer_config.json.
 
     raises: DataError if ``tokenizers`` is missing, or ``path`` is absent or not in that format.
     """
@@ -127,10 +128,11 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
 
 def _named_end(path: Path) -> str:
     """What transformers takes for the end of a text; its own files say so beside a file of that very name."""
+    before = path.name.removesuffix(TOKENIZER)
     with contextlib.suppress(OSError, ValueError):
-        token = files.parse_json(files.read_small(path.with_name(TOKENIZER_CONFIG))).get("eos_token")
+        token = files.parse_json(files.read_small(path.with_name(before + TOKENIZER_CONFIG))).get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
-        if path.name == TOKENIZER and isinstance(token, str):
+        if before + TOKENIZER == path.name and isinstance(token, str):
             return token
     return END_OF_TEXT
 

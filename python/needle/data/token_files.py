@@ -24,8 +24,10 @@ import numpy as np
 
 from .. import files
 from ..errors import DataError
+from .text_tokenizer import TOKENIZER, TOKENIZER_CONFIG
 
-TOKENIZER_ENDING = ".tokenizer.json"  # of the tokenizer that made a file's ids, beside it
+# What lies beside one another under one name, by its name in an unfinished folder, in the order in which it is put there.
+ENDINGS = {TOKENIZER_CONFIG: f".{TOKENIZER_CONFIG}", TOKENIZER: f".{TOKENIZER}", "tokens": ".bin", "index": ".idx"}
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, entries of the index of documents
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats, which are no ids
@@ -302,14 +304,14 @@ class TokenWriter:
 def publish(folder: Path, prefix: Path) -> bool:
     """The last part of ``TokenWriter.finish``, which may be done again after it was cut short. False if it has not come so far.
 
-    Whoever looks meanwhile sees the old pair, or no index, or the new pair. A tokenizer.json in the folder is put beside it.
+    Whoever looks meanwhile sees the old pair, or no index, or the new pair. A tokenizer in the folder is put beside it.
     """
     with files.writing(prefix.parent):
         if (folder / "index").exists():
             if (folder / "tokens").exists():
                 prefix.with_name(f"{prefix.name}.idx").unlink(missing_ok=True)
                 files.flush(prefix.parent)
-            for name, ending in (("tokenizer.json", TOKENIZER_ENDING), ("tokens", ".bin"), ("index", ".idx")):
+            for name, ending in ENDINGS.items():
                 if (folder / name).exists():
                     os.replace(folder / name, prefix.with_name(prefix.name + ending))
             files.flush(prefix.parent)
