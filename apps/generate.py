@@ -59,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise DataError("[prompt] not valid UTF-8 (text in UTF-8)")
     model, tokenizer = load_model(options.model, where)
-    stops = [] if options.ignore_eos else options.eos_token_id or [i for i in [tokenizer.end_of_text] if i is not None]
+    ends = [i for i in (*model.generation_config.eos_ids, tokenizer.end_of_text) if i is not None]
+    stops = [] if options.ignore_eos else options.eos_token_id or ends
     prompts = [tokenizer.encode(text) for text in texts]
     if any(len(p) == 0 for p in prompts) and tokenizer.end_of_text is None:
         raise DataError("[prompt] empty, and the tokenizer has no token to begin a text with (at least one character)")

@@ -61,6 +61,18 @@ def test_text_goes_on_from_the_prompt(app, made, run):
     assert re.search(r"^30 tokens in [\d.]+ s, [\d.,]+ tokens/s; reading \d+ took [\d.]+ s$", done.stderr, re.MULTILINE)
 
 
+def test_text_ends_where_the_folder_says(app, made, tmp_path):
+    model, prompt = tmp_path / "model", ("--prompt", "the quick", "--max_new_tokens", 30)
+    shutil.copytree(next((made / "dense").glob("step-*")), model)
+    whole = app("generate", "--model", model, *prompt)
+    tokenizer = load_tokenizer(model / "tokenizer.json")
+    ends = [tokenizer.end_of_text, int(tokenizer.encode(whole.stdout[:-1])[-1])]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    ended = app("generate", "--model", model, *prompt)
+    assert whole.stdout.startswith(ended.stdout[:-1]) and len(ended.stdout) < len(whole.stdout), ended.stderr
+    assert app("generate", "--model", model, *prompt, "--ignore_eos").stdout == whole.stdout
+
+
 def test_draws_repeat_with_their_seed(app, made):
     flags = ["--prompt", "the", "--do_sample", "--temperature", 1.5, "--top-p", 0.95, "--repetition_penalty", 1.1]
     draw = lambda seed: app("generate", "--model", made / "dense", *flags, "--seed", seed).stdout  # noqa: E731

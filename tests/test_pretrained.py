@@ -23,7 +23,7 @@ from golden.formula import PythiaShape, parameter_shapes
 from needle.checkpoints import read_folder, read_tensors, write_folder, write_tensors
 from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
 from needle.errors import CheckpointError, DataError, DTypeError
-from needle.models import SIZES, Pythia, PythiaConfig, published_state
+from needle.models import SIZES, GenerationConfig, Pythia, PythiaConfig, published_state
 from needle.models.pretrained import parse_size, tokenizer_of
 
 safetensors, hypothesis = pytest.importorskip("safetensors"), pytest.importorskip("hypothesis")
@@ -192,6 +192,30 @@ def test_transformers_agrees_in_both_directions(tmp_path):
 
 
 # ---- tokenizers
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ({"eos_token_id": [5, 7], "pad_token_id": None, "max_length": 20, "_from_model_config": True}, {"eos_token_id": [5, 7]}),
+        ({"do_sample": True, "top_k": 3, "seed": 4}, {"do_sample": True, "top_k": 3}),
+        ({"temperature": "hot"}, r"generation_config.json: \[generate\] temperature is 'hot'"),
+        ({"eos_token_id": ["<|endoftext|>"]}, r"generation_config.json: \[generate\] eos_token_id is "),
+        ([], r"generation_config.json: no JSON object"),
+    ],
+)
+def test_tokens_are_chosen_as_the_folder_says(folder, said, expected):
+    assert Pythia.from_pretrained(folder).generation_config == GenerationConfig()
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=expected):
+            Pythia.from_pretrained(folder)
+        return
+    model, prompt = Pythia.from_pretrained(folder), [[1, 2, 3]]
+    assert model.generation_config == GenerationConfig(**expected)
+    other = GenerationConfig(max_new_tokens=9)
+    np.testing.assert_array_equal(model.generate(prompt), model.generate(prompt, GenerationConfig(**expected)))
+    np.testing.assert_array_equal(model.generate(prompt, other), Pythia.from_pretrained(PUBLISHED).generate(prompt, other))
 
 
 def test_the_tokenizer_goes_along(tmp_path):

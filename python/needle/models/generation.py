@@ -251,7 +251,7 @@ def stream(
     model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options: Any
 ) -> Iterator[np.ndarray]:
     """What ``Pythia.stream`` gives. Arguments are checked at once, and the prompts read when the first token is asked for."""
-    config = replace(generation_config or GenerationConfig(), **options)
+    config = replace(generation_config or model.generation_config, **options)
     vocab_size = model.config.vocab_size
     for name, ids in (("eos_token_id", config.eos_ids), ("pad_token_id", (config.pad_id,))):
         if any(i >= vocab_size for i in ids):
@@ -285,7 +285,7 @@ def _tokens(model: Pythia, prompts: list[np.ndarray], config: GenerationConfig) 
 
 def generate(model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options) -> np.ndarray:
     """What ``Pythia.generate`` gives."""
-    config = replace(generation_config or GenerationConfig(), **options)
+    config = replace(generation_config or model.generation_config, **options)
     prompts = as_prompts(input_ids, model.config.vocab_size)
     new = np.stack(list(stream(model, prompts, config)), axis=1)  # (B, new tokens)
     rows = [np.concatenate(pair) for pair in zip(prompts, new, strict=True)]

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 
 from .. import files
@@ -18,10 +19,11 @@ from ..data.text_tokenizer import END_OF_TEXT, TOKENIZER, TOKENIZER_CONFIG, Text
 from ..errors import CheckpointError, DataError, ShapeError
 from ..memory.explain import capacity
 from ..memory.units import parse_bytes
+from .generation import GenerationConfig
 from .published import config_from_json, config_json, fitting, load_published, published_state
 from .pythia import Pythia, PythiaConfig
 
-CONFIG = "config.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -35,12 +37,14 @@ def load(kind: type[Pythia], source: str | Path, device: BackendDevice | None, d
             f"[from_pretrained] {folder / CONFIG} says {config.layers} layers: the files hold {len(state)} tensors"
         )
     device = as_device(device)
+    generation = _read_generation(folder)
     try:
         planned = kind(config, device=shapes_only(), dtype=dtype, seed=None)
         fitting(planned, state)
         _check_room(planned, device)
         model = kind(config, device=device, dtype=dtype, seed=None)
         load_published(model, state)
+        model.generation_config = generation
         model.eval()
     except CheckpointError as error:
         raise CheckpointError(f"[from_pretrained] {folder}: {error}") from None
@@ -54,6 +58,18 @@ def read_config(folder: Path) -> PythiaConfig:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"[from_pretrained] cannot read {folder / CONFIG}: {files.reason(error)}") from error
     return config_from_json(found)
+
+
+def _read_generation(folder: Path) -> GenerationConfig:
+    """What of the folder's generation_config.json, if it has one, is known here. raises: CheckpointError."""
+    try:
+        found = files.parse_json(files.read_small(files.member(folder, GENERATION)))
+        known = ({field.name for field in fields(GenerationConfig)} - {"seed"}) & found.keys()
+        return GenerationConfig(**{name: found[name] for name in known if found[name] is not None})
+    except FileNotFoundError:
+        return GenerationConfig()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"[from_pretrained] cannot use {folder / GENERATION}: {files.reason(error)}") from error
 
 
 def _check_room(planned: Pythia, device: BackendDevice) -> None:
@@ -79,7 +95,7 @@ def folder_of(source: str | Path, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"[from_pretrained] no such folder: {source}; the Hub needs a package (pip install huggingface_hub)"
         ) from None
-    wanted = [CONFIG, "model*.safetensors", INDEX, TOKENIZER, TOKENIZER_CONFIG]
+    wanted = [CONFIG, GENERATION, "model*.safetensors", INDEX, TOKENIZER, TOKENIZER_CONFIG]
     try:
         return Path(huggingface_hub.snapshot_download(str(source), revision=revision, allow_patterns=wanted))
     except Exception as error:  # of several libraries; without a network not even an OSError in each of them

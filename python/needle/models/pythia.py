@@ -203,6 +203,7 @@ class Pythia(Module):
         device = as_device(device)
         rng = None if seed is None else np.random.default_rng(seed)
         self.config, self.dtype = config, dtype
+        self.generation_config = GenerationConfig()
         std = math.sqrt(2 / (5 * config.width))
         self.embed_in = _normal(rng, (config.vocab_size, config.width), std, device, dtype)
         self.dropout = SeededDropout(config.dropout, seed or 0)
@@ -220,7 +221,8 @@ class Pythia(Module):
         """The model in ``source``: a folder that transformers or ``save_pretrained`` wrote, or a name such as
         ``"EleutherAI/pythia-70m"``, of which the Hub (through ``huggingface_hub``) has such a folder, in its ``revision``.
 
-        Parameters are converted to ``dtype``. As from transformers, the model drops nothing out until ``train()`` is called.
+        Parameters are converted to ``dtype``. As from transformers, the model drops nothing out until ``train()`` is called, and
+        ``generate`` does what a generation_config.json says.
         raises: CheckpointError for what is absent, damaged or no Pythia.
         """
         from .pretrained import load
@@ -286,9 +288,10 @@ class Pythia(Module):
     def generate(self, input_ids, generation_config: GenerationConfig | None = None, **options) -> np.ndarray:
         """(B, longest) int64: each prompt, what follows it, and then ``pad_token_id`` up to the longest.
 
-        input_ids: (B, T), or B sequences of ids of any lengths. options: the names of GenerationConfig, as in transformers:
-        max_new_tokens, do_sample, temperature, top_k, top_p, repetition_penalty, eos_token_id, pad_token_id, seed. No graph is
-        kept, keys and values are cached, and a sparse model reads only the blocks of them that its pattern names.
+        input_ids: (B, T), or B sequences of ids of any lengths. generation_config: default the model's ``generation_config``.
+        options: the names of GenerationConfig, as in transformers: max_new_tokens, do_sample, temperature, top_k, top_p,
+        repetition_penalty, eos_token_id, pad_token_id, seed. No graph is kept, keys and values are cached, and a sparse model reads
+        only the blocks of them that its pattern names.
         raises: ShapeError for a value that is not allowed, IndexError for an id outside the vocabulary.
         """
         return generation.generate(self, input_ids, generation_config, **options)
