@@ -105,11 +105,10 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
             rows = compare_dense(options, configs, text, where, stop, weights)
         print(table([list(rows[0]), *(list(row.values()) for row in rows)]))
         return stop.exit_code if stop.asked else 0
-    trainer = Trainer(options, configs[0], text, where, weights)
-    if saved is not None and state is not None:
-        checkpoint.load(saved, trainer.model, None if options.eval_only else trainer.optimizer)
-        if not options.eval_only:
-            trainer.load_state(state)
+    trainer = Trainer(options, configs[0], text, where, weights or saved)
+    if saved is not None and state is not None and not options.eval_only:
+        checkpoint.load_optimizer(saved, trainer.model, trainer.optimizer)
+        trainer.load_state(state)
     title, facts = f"Pythia-{options.model} on {where}", described(options, trainer.config, planned)
     if weights is not None:
         facts["weights"] = f"weights of {weights}"

@@ -24,7 +24,7 @@ import pytest
 import pythia_app
 from needle.checkpoints import CheckpointFolder
 from needle.data.token_files import TokenWriter
-from needle.models import Pythia, PythiaConfig
+from needle.models import Pythia, PythiaConfig, pythia
 from pythia_app.config_file import STARTED
 from pythia_app.trainer import Trainer
 
@@ -345,6 +345,26 @@ def test_a_run_that_began_with_weights_needs_no_other(run, text, tmp_path):
     assert f"init_from: {first / 'step-000002'}" in (second / "config-from-step-2.yaml").read_text()
     said = run("--load_checkpoint", second, "--init_from", third, "--eval_only").stderr
     assert f"--init_from {third} is not taken: a run goes on that began with {first / 'step-000002'}" in said
+
+
+def test_weights_that_are_loaded_are_not_drawn_before(run, tmp_path, monkeypatch):
+    flags = ("--dropout", 0.1, "--seed", 5, "--checkpoint_dir")
+    assert run("--max_steps", 1, *flags, tmp_path / "first").returncode == 0
+
+    def normal(rng, shape, std, device, dtype, made=pythia._normal):
+        assert rng is None or device.name == "meta"
+        return made(rng, shape, std, device, dtype)
+
+    def train_step(self, made=Trainer.train_step):
+        assert self.model.dropout.seed == 5
+        return made(self)
+
+    monkeypatch.setattr(pythia, "_normal", normal)
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    for name, source in (("second", "--init_from"), ("third", "--load_checkpoint")):
+        done = run(source, tmp_path / "first", *flags, tmp_path / name, "--max_steps", 2)
+        assert done.returncode == 0, done.stderr
+        assert run(source, tmp_path / "first", "--eval_only").returncode == 0
 
 
 def test_a_run_goes_on_from_another_directory(app, text, tmp_path, monkeypatch):

@@ -73,11 +73,14 @@ def read_state(path: Path) -> dict:
     return state
 
 
-def load(path: Path, model: Pythia, optimizer: AdamW | None) -> None:
-    """Fills the model, and the optimizer if given. raises: CheckpointError for damaged or unfitting files."""
+def load(path: Path, model: Pythia, optimizer: AdamW) -> None:
+    """Fills both. raises: CheckpointError for damaged or unfitting files."""
     load_published(model, read_folder(path))
-    if optimizer is None:
-        return
+    load_optimizer(path, model, optimizer)
+
+
+def load_optimizer(path: Path, model: Pythia, optimizer: AdamW) -> None:
+    """raises: CheckpointError."""
     steps, tensors, names = read_state(path)["optimizer_steps"], read_tensors(path / OPTIMIZER), _names(model, optimizer)
     for name in (f"m.{name}" for name in names) if steps else ():
         if name not in tensors:  # every parameter of a Pythia has had gradients

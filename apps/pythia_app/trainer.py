@@ -79,12 +79,13 @@ class StopRequest:
 
 
 class Trainer:
-    """A model, its optimizer and its place in the text. weights: the folder of a model to begin with."""
+    """A model, its optimizer and its place in the text. weights: the folder of a model to begin with, or to go on with."""
 
     def __init__(self, options, config: PythiaConfig, text: TextData, device, weights: Path | None = None):
         self.options, self.config, self.device = options, config, device
-        self.model = Pythia(self.config, device=device, seed=options.seed)
+        self.model = Pythia(self.config, device=device, seed=options.seed if weights is None else None)
         if weights is not None:
+            self.model.dropout.seed = options.seed
             load_published(self.model, read_folder(weights))
         self.optimizer = AdamW(
             self.model.parameter_groups(options.weight_decay), lr=options.lr, betas=tuple(options.betas), eps=options.eps
@@ -116,7 +117,7 @@ class Trainer:
         }
 
     def load_state(self, state: dict) -> None:
-        """Goes on where ``state`` was taken; the model's and the optimizer's tensors are loaded by themselves.
+        """Goes on where ``state`` was taken; the optimizer's tensors are loaded by themselves.
 
         raises: CheckpointError for what ``state`` cannot have given; DataError if it is of other text.
         """
