@@ -77,7 +77,7 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
     given = folder = None
     if not (options.compare_dense or options.eval_only or options.plan):
         given = options.checkpoint_dir or (saved and checkpoint.run_of(saved))
-        folder = run_folder(options.model, given, saved)
+        folder = run_folder(options, given, saved)
     kinds = (False, True) if options.compare_dense else (options.sparse,)
     if options.plan:
         for sparse in kinds:

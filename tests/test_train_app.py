@@ -890,6 +890,17 @@ def test_no_room_for_the_checkpoint(run, text, tmp_path):
     assert after.pop("metrics.jsonl") != before.pop("metrics.jsonl") and after == before
 
 
+def test_a_disk_without_room_for_a_checkpoint_is_seen_before(main, tmp_path, monkeypatch):
+    needed = 3 * 4 * PythiaConfig.named("14m", vocab_size=300).parameter_count()
+    full = f"a checkpoint takes 14.50 MiB, and {tmp_path / 'run'} has 14.50 MiB left"
+    # The last one is a file system that does not know.
+    for total, free, said in ((1 << 40, needed - 1, full), (1 << 40, needed, "unknown data set"), (0, 0, "unknown data set")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, total=total, free=free: SimpleNamespace(total=total, free=free))
+        code, lines = main("--checkpoint_dir", tmp_path / "run", "--dataset", "no such text")
+        assert code == 2 and len(lines) == 1 and said in lines[0], lines
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_no_room_for_the_tokens(tmp_path):
     path, cache = tmp_path / "long.txt", tmp_path / "cache"
     path.write_text("a bee sees the sea\n" * 100_000)

@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -21,8 +22,8 @@ from needle.data.text_corpus import CORPORA
 from needle.data.text_tokenizer import LARGEST_VOCABULARY
 from needle.data.token_files import find_token_file
 from needle.errors import DataError, DeviceError, ShapeError
-from needle.memory import parse_bytes
-from needle.models import SIZES, layers_or_bytes, size_name
+from needle.memory import parse_bytes, readable
+from needle.models import SIZES, PythiaConfig, layers_or_bytes, size_name
 from needle.nn import PATTERNS
 from pythia_app import config_file
 from pythia_app.loading import MODEL_HELP
@@ -262,19 +263,21 @@ def device(name: str):
     return chosen
 
 
-def run_folder(model: str, given: str | Path | None, saved: Path | None) -> Path:
+def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Path | None) -> Path:
     """Where the run will write, after a trial that leaves no trace. given: the folder, if that is known. saved: the checkpoint that
     it goes on from.
 
-    raises: DataError if nothing can be written there, if another run is there, or if there is no package to write config.yaml with.
+    raises: DataError if nothing can be written there, if another run is there, if there is no package to write config.yaml with, or
+    no room for a checkpoint.
     """
     config_file.yaml_package()
-    path = Path(given or f"runs/pythia-{model}-{time.strftime('%Y%m%d-%H%M%S')}")
+    path = Path(given or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}")
     missing: list[Path] = []
     try:
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
+        disk = shutil.disk_usage(path)
         taken = any(path.glob("step-*")) and not (saved and path.samefile(saved.parent))
     except (OSError, ValueError) as error:  # ValueError: no path at all
         reason = files.reason(error)
@@ -285,6 +288,13 @@ def run_folder(model: str, given: str | Path | None, saved: Path | None) -> Path
                 folder.rmdir()
     if taken and given:
         raise DataError(f"[checkpoint_dir] {path} holds a run (another folder, or --load_checkpoint {path} to go on with it)")
+    # Weights and AdamW's two averages, in float32. A file system may not know how large it is.
+    needed = 3 * 4 * PythiaConfig.named(options.model, vocab_size=options.vocab_size).parameter_count()
+    if disk.free < needed and disk.total:
+        raise DataError(
+            f"[checkpoint_dir] a checkpoint takes {readable(needed)}, and {path} has {readable(disk.free)} left (more room, or a "
+            "folder on another disk)"
+        )
     return path
 
 
