@@ -16,6 +16,7 @@ import math
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from needle.data.text import TextData, load_text, unigram_entropy
 from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.memory.units import table
 from needle.models import PythiaConfig
+from needle.models.pretrained import read_config
 from pythia_app import checkpoint, command, config_file, printable
 from pythia_app.flops import peak_flops
 from pythia_app.loading import find_model, fit_options, tokenizer_of_run
@@ -95,7 +97,9 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
         first, *others = text.corpus.skipped
         print(f"left out, being no text: {first}" + (f" and {len(others)} more" if others else ""), flush=True)
     budgets = [Budget(options, text.vocab_size, where, sparse) for sparse in kinds]
-    configs = [budget.config for budget in budgets]
+    began = weights or saved
+    longest = max(options.seq_len, read_config(began).max_seq_len if began else 0)  # training on less takes nothing from a model
+    configs = [replace(budget.config, max_seq_len=longest) for budget in budgets]
     planned = 0 if options.eval_only else max(budget.peak() for budget in budgets)
     flops, known = peak_flops(where, options.precision) if folder else (0.0, "")
     reset_peak(where)
@@ -105,7 +109,7 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
             rows = compare_dense(options, configs, text, where, stop, weights)
         print(table([list(rows[0]), *(list(row.values()) for row in rows)]))
         return stop.exit_code if stop.asked else 0
-    trainer = Trainer(options, configs[0], text, where, weights or saved)
+    trainer = Trainer(options, configs[0], text, where, began)
     if saved is not None and state is not None and not options.eval_only:
         checkpoint.load_optimizer(saved, trainer.model, trainer.optimizer)
         trainer.load_state(state)

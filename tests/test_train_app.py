@@ -24,7 +24,7 @@ import pytest
 import pythia_app
 from needle.checkpoints import CheckpointFolder
 from needle.data.token_files import TokenWriter
-from needle.models import Pythia, PythiaConfig, pythia
+from needle.models import Pythia, PythiaConfig, pretrained, pythia
 from pythia_app.config_file import STARTED
 from pythia_app.trainer import Trainer
 
@@ -345,6 +345,20 @@ def test_a_run_that_began_with_weights_needs_no_other(run, text, tmp_path):
     assert f"init_from: {first / 'step-000002'}" in (second / "config-from-step-2.yaml").read_text()
     said = run("--load_checkpoint", second, "--init_from", third, "--eval_only").stderr
     assert f"--init_from {third} is not taken: a run goes on that began with {first / 'step-000002'}" in said
+
+
+def test_a_model_for_long_texts_stays_one(run, tmp_path):
+    Pythia(PythiaConfig.named("14m", vocab_size=300, max_seq_len=256)).save_pretrained(tmp_path / "first")
+    assert run("--max_steps", 1, "--checkpoint_dir", tmp_path / "other").returncode == 0
+    shutil.copy(tmp_path / "other" / "step-000001" / "tokenizer.json", tmp_path / "first")
+    for seq_len, expected in ((64, 256), (272, 272)):
+        made = tmp_path / f"of {seq_len}"
+        for steps in (1, 2):  # the second goes on
+            done = run(
+                "--init_from", tmp_path / "first", "--checkpoint_dir", made, "--resume", "--seq_len", seq_len, "--max_steps", steps
+            )
+            assert done.returncode == 0, done.stderr
+            assert pretrained.read_config(made / f"step-{steps:06d}").max_seq_len == expected
 
 
 def test_weights_that_are_loaded_are_not_drawn_before(run, tmp_path, monkeypatch):
