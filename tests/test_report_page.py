@@ -1,5 +1,6 @@
 """report.html: what it makes of metrics, and how it looks in a browser."""
 
+import itertools
 import json
 import math
 import re
@@ -275,6 +276,17 @@ def test_in_a_browser(browser, tmp_path, scheme, width):
         chart.hover()
         tab.locator("#loss .hoverlayer text", has_text="training batch").first.wait_for(timeout=10_000)
     assert complaints == [] and fetched == [(tmp_path / page.PAGE).as_uri()]
+
+
+def test_labels_of_gradient_norms_are_apart(browser, tmp_path):
+    tab = browser.new_page()
+    for low, high in ((0.08, 3), (0.6, 12), (0.3, 1.2), (1, 1000)):
+        written(tmp_path, [row(step, grad_norm=high * (low / high) ** (step / 40)) for step in range(1, 41)])
+        tab.goto((tmp_path / page.PAGE).as_uri())
+        labels = tab.locator("#norm .ytick text")
+        boxes = sorted((labels.nth(i).bounding_box() for i in range(labels.count())), key=lambda box: box["y"])
+        assert len(boxes) >= 2 and all(a["y"] + a["height"] <= b["y"] + 2 for a, b in itertools.pairwise(boxes)), (low, high)
+    tab.close()
 
 
 def test_the_memory_picture_on_a_phone(browser, tmp_path):
