@@ -216,6 +216,14 @@ def test_tokens_are_chosen_as_the_folder_says(folder, said, expected):
     other = GenerationConfig(max_new_tokens=9)
     np.testing.assert_array_equal(model.generate(prompt), model.generate(prompt, GenerationConfig(**expected)))
     np.testing.assert_array_equal(model.generate(prompt, other), Pythia.from_pretrained(PUBLISHED).generate(prompt, other))
+    model.save_pretrained(folder)
+    assert json.loads((folder / "generation_config.json").read_text()) == expected
+    model.generation_config = GenerationConfig(seed=1, top_k=np.int64(50))
+    model.save_pretrained(folder)
+    assert not (folder / "generation_config.json").exists()
+    model.generation_config = GenerationConfig(top_k=np.int64(3))
+    model.save_pretrained(folder)
+    assert Pythia.from_pretrained(folder).generation_config == GenerationConfig(top_k=3)
 
 
 def test_the_tokenizer_goes_along(tmp_path):

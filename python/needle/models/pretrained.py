@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import shutil
 import tempfile
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from .. import files
@@ -126,7 +127,7 @@ def save(model: Pythia, folder: Path, tokenizer: TextTokenizer | None, max_shard
         for name in made:
             files.flush(partial / name)
         for path in folder.iterdir():
-            if is_weights(path.name) and path.name not in made:  # of a model in more files
+            if (is_weights(path.name) or path.name == GENERATION) and path.name not in made:  # of the model that was there
                 path.unlink()
         for name in made:
             os.replace(partial / name, folder / name)
@@ -145,6 +146,10 @@ def write(model: Pythia, folder: Path, tokenizer: TextTokenizer | None = None, m
     write_folder(folder, published_state(model), max_shard_bytes)
     end = 0 if tokenizer is None else tokenizer.end_of_text  # 0: of the published tokenizer
     _write_json(folder / CONFIG, config_json(model.config, model.dtype, end))
+    usual = asdict(GenerationConfig())
+    chosen = {name: value for name, value in asdict(model.generation_config).items() if name != "seed" and value != usual[name]}
+    if chosen:  # without the file transformers takes what config.json says
+        _write_json(folder / GENERATION, chosen)
     if tokenizer is None:
         return
     (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
@@ -157,7 +162,7 @@ def write(model: Pythia, folder: Path, tokenizer: TextTokenizer | None = None, m
 
 
 def _write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    path.write_text(json.dumps(content, indent=2, default=operator.methodcaller("item")) + "\n")  # numpy's numbers
 
 
 def parse_size(size: int | str) -> int:
