@@ -463,6 +463,13 @@ HEADERS = {
 }
 
 
+@pytest.mark.parametrize("size", [0, 5, 8, 100])
+def test_a_file_that_is_cut_off_says_so(folder, size):
+    os.truncate(folder / "model.safetensors", size)
+    with pytest.raises(CheckpointError, match=r"cannot read .*model.safetensors: cut off before the end of its header"):
+        read_folder(folder)
+
+
 @pytest.mark.parametrize("case", HEADERS)
 def test_lying_headers(tmp_path, case):
     path = tmp_path / "x.safetensors"

@@ -75,7 +75,10 @@ def read_tensors(path: str | Path) -> dict[str, np.ndarray]:
             length = int.from_bytes(file.read(8), "little")
             if length > files.SMALL_BYTES:
                 raise ValueError(f"the header's length is {length} ({files.SMALL_BYTES} at most)")
-            header = files.parse_json(file.read(length))
+            text = file.read(length)
+            if not 0 < length == len(text):
+                raise ValueError("cut off before the end of its header")
+            header = files.parse_json(text)
         with safetensors.safe_open(path, "numpy"):
             pass  # dtypes, shapes and offsets fit: nothing overlaps, is left out or lies outside the file
         data = np.memmap(path, np.uint8, "r")
