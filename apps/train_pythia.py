@@ -50,7 +50,8 @@ def start(argv: list[str] | None) -> int:
     """A new run, from trained weights if so told, or one that goes on from a checkpoint."""
     options = parse(argv)
     where = options.load_checkpoint
-    if options.resume and CheckpointFolder(options.checkpoint_dir).names():
+    its_own = options.resume or (options.eval_only and not (where or options.init_from))  # not weights that nobody has trained
+    if its_own and options.checkpoint_dir and CheckpointFolder(options.checkpoint_dir).names():
         where = options.checkpoint_dir
     if where is None:
         weights = find_model(options.init_from) if options.init_from else None

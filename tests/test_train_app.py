@@ -288,6 +288,7 @@ def test_accumulation_eval_only_and_comparison(run, text, tmp_path):
     assert run("--max_steps", 2, "--accumulation-steps", 2, "--checkpoint_dir", tmp_path).returncode == 0
     only = run("--load_checkpoint", tmp_path, "--eval_only")
     assert only.returncode == 0 and "held-out loss" in only.stdout
+    assert run("--checkpoint_dir", tmp_path, "--eval_only").stdout == only.stdout
     other = tmp_path / "other.txt"  # its own tokenizer would not be that of the model
     other.write_text(text.read_text()[::-1])
     shown = [

@@ -121,7 +121,7 @@ def _parser() -> Parser:
         metavar="P",
         help="of the embedding's output and of what each layer's attention and feed-forward add",
     )
-    flag(training, "eval_only", action="store_true", help="only the loss on held-out text")
+    flag(training, "eval_only", action="store_true", help="only the held-out loss, of the run in checkpoint_dir if there is one")
     where = parser.add_argument_group("machine and files")
     flag(where, "device", default="auto", help=DEVICE_HELP)
     flag(where, "memory_limit", default=None, metavar="BYTES", help="the most that arrays may take: 2GiB, T4 (default: all)")
