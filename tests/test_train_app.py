@@ -442,6 +442,11 @@ def test_weights_that_no_run_can_begin_with(main, tmp_path, monkeypatch):
     assert code == 2 and f"[init_from] {tmp_path / 'mute'}: [checkpoint] cannot read" in lines[-1], lines
 
 
+def test_a_comparison_that_is_interrupted_has_no_row_of_what_was_not_trained(interrupted):
+    done = interrupted("--compare_dense", "--max_steps", 4)
+    assert done.returncode == 130 and "\ndense" in done.stdout and "\nlocal" not in done.stdout, done.stdout
+
+
 def test_epochs_of_a_comparison(run, monkeypatch):
     steps = []
     train_step = Trainer.train_step

@@ -195,9 +195,11 @@ def attention_seconds(config: PythiaConfig, batch: int, T: int, device, precisio
 def compare_dense(
     options, configs: list[PythiaConfig], text: TextData, device, stop: StopRequest, weights: Path | None = None
 ) -> list[dict[str, str]]:
-    """Trains the configurations on the same batches, one after the other; a row of figures for each."""
+    """Trains the configurations on the same batches, one after the other; a row of figures for each that was begun."""
     rows = []
     for config in configs:
+        if rows and stop.asked:
+            break
         trainer = Trainer(options, config, text, device, weights)
         if not options.max_steps and not options.epochs:
             trainer.steps = COMPARED_STEPS
