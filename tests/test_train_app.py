@@ -26,6 +26,8 @@ from needle.checkpoints import CheckpointFolder
 from needle.data.token_files import TokenWriter
 from needle.models import Pythia, PythiaConfig, pretrained, pythia
 from pythia_app.config_file import STARTED
+from pythia_app.loading import tokenizer_of_run
+from pythia_app.options import parse
 from pythia_app.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -406,9 +408,14 @@ def test_a_run_goes_on_from_another_directory(app, text, tmp_path, monkeypatch):
         shutil.rmtree(second)
 
 
-def test_the_name_of_a_data_set_stays_its_name(tmp_path, monkeypatch):
-    from pythia_app.options import parse
+def test_a_tokenizer_that_was_kept_as_a_relative_path(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    options = parse(["--tokenizer", "gone.json"])
+    assert tokenizer_of_run(options, None, tmp_path, {"options": {"tokenizer": "gone.json"}}) == tmp_path / "tokenizer.json"
+    assert tokenizer_of_run(options, None, tmp_path, {"options": {"tokenizer": None}}) == Path("gone.json").absolute()
 
+
+def test_the_name_of_a_data_set_stays_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stdlib").mkdir()
     assert parse([]).dataset == "stdlib" and parse(["--dataset", "./stdlib"]).dataset == str(tmp_path / "stdlib")

@@ -80,7 +80,8 @@ def tokenizer_of_run(options: argparse.Namespace, weights: Path | None, saved: P
     if folder is None or not (folder / TOKENIZER).is_file():
         return given
     if given is not None:
-        its_own = state is not None and options.tokenizer == state["options"].get("tokenizer")
+        kept = state and state["options"].get("tokenizer")  # an older one may be relative
+        its_own = kept and options.tokenizer == os.path.abspath(files.home(str(kept)))
     else:
         its_own = options.init_from or options.eval_only  # else the text is the one that it was made of
     return folder / TOKENIZER if its_own else given
