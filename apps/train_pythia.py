@@ -28,7 +28,7 @@ from needle.command_line import exit_code, run_program
 from needle.data.text import TextData, load_text, unigram_entropy
 from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.memory.units import table
-from needle.models import PythiaConfig
+from needle.models import GenerationConfig, PythiaConfig
 from needle.models.pretrained import read_config
 from pythia_app import checkpoint, command, config_file, printable
 from pythia_app.flops import peak_flops
@@ -247,9 +247,9 @@ def say_held_out(say, held: float, unigram: float) -> None:
 def sampled(trainer: Trainer, text: TextData, seed: int) -> tuple[str, str]:
     """The start of the held-out text, and what the model makes of it. Leaves the device as it was, so that the plan stays true."""
     prompt = [int(i) for i in text.held_out[:PROMPT_TOKENS]]
-    options = {"max_new_tokens": SAMPLE_TOKENS, "do_sample": True, "temperature": 0.8, "top_k": 40, "seed": seed}
+    config = GenerationConfig(SAMPLE_TOKENS, do_sample=True, temperature=0.8, top_k=40, seed=seed)
     try:
-        out = trainer.model.generate([prompt], **options)[0]
+        out = trainer.model.generate([prompt], config)[0]
     except FloatingPointError:  # the run may still recover
         out = np.array(prompt)
     drop_device_caches()

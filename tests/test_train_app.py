@@ -24,7 +24,7 @@ import pytest
 import pythia_app
 from needle.checkpoints import CheckpointFolder
 from needle.data.token_files import TokenWriter
-from needle.models import Pythia, PythiaConfig, pretrained, pythia
+from needle.models import GenerationConfig, Pythia, PythiaConfig, pretrained, pythia
 from pythia_app.config_file import STARTED
 from pythia_app.loading import tokenizer_of_run
 from pythia_app.options import parse
@@ -351,7 +351,10 @@ def test_a_run_that_began_with_weights_needs_no_other(run, text, tmp_path):
 
 
 def test_a_model_for_long_texts_stays_one(run, tmp_path):
-    Pythia(PythiaConfig.named("14m", vocab_size=300, max_seq_len=256)).save_pretrained(tmp_path / "first")
+    """And ends its texts as before."""
+    model = Pythia(PythiaConfig.named("14m", vocab_size=300, max_seq_len=256))
+    model.generation_config = GenerationConfig(eos_token_id=[0, 700])  # not for the samples
+    model.save_pretrained(tmp_path / "first")
     assert run("--max_steps", 1, "--checkpoint_dir", tmp_path / "other").returncode == 0
     shutil.copy(tmp_path / "other" / "step-000001" / "tokenizer.json", tmp_path / "first")
     for seq_len, expected in ((64, 256), (272, 272)):
@@ -361,7 +364,9 @@ def test_a_model_for_long_texts_stays_one(run, tmp_path):
                 "--init_from", tmp_path / "first", "--checkpoint_dir", made, "--resume", "--seq_len", seq_len, "--max_steps", steps
             )
             assert done.returncode == 0, done.stderr
-            assert pretrained.read_config(made / f"step-{steps:06d}").max_seq_len == expected
+            saved = made / f"step-{steps:06d}"
+            assert pretrained.read_config(saved).max_seq_len == expected
+            assert pretrained.read_generation(saved) == model.generation_config
 
 
 def test_weights_that_are_loaded_are_not_drawn_before(run, tmp_path, monkeypatch):

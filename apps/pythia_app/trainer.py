@@ -19,6 +19,7 @@ from needle.data.text import TextData, TokenBatches
 from needle.errors import CheckpointError, DataError
 from needle.models import Pythia, PythiaConfig, checkpointed, load_published, train_step
 from needle.models.generation import inference
+from needle.models.pretrained import read_generation
 from needle.models.training import Step
 from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED, STEPS
@@ -87,6 +88,7 @@ class Trainer:
         if weights is not None:
             self.model.dropout.seed = options.seed
             load_published(self.model, read_folder(weights))
+            self.model.generation_config = read_generation(weights)
         self.optimizer = AdamW(
             self.model.parameter_groups(options.weight_decay), lr=options.lr, betas=tuple(options.betas), eps=options.eps
         )

@@ -38,7 +38,7 @@ def load(kind: type[Pythia], source: str | Path, device: BackendDevice | None, d
             f"[from_pretrained] {folder / CONFIG} says {config.layers} layers: the files hold {len(state)} tensors"
         )
     device = as_device(device)
-    generation = _read_generation(folder)
+    generation = read_generation(folder)
     try:
         planned = kind(config, device=shapes_only(), dtype=dtype, seed=None)
         fitting(planned, state)
@@ -61,7 +61,7 @@ def read_config(folder: Path) -> PythiaConfig:
     return config_from_json(found)
 
 
-def _read_generation(folder: Path) -> GenerationConfig:
+def read_generation(folder: Path) -> GenerationConfig:
     """What of the folder's generation_config.json, if it has one, is known here. raises: CheckpointError."""
     try:
         found = files.parse_json(files.read_small(files.member(folder, GENERATION)))
