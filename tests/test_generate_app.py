@@ -142,6 +142,14 @@ def piped(name, *arguments):
     return done.stdout
 
 
+def test_a_working_directory_that_is_gone(app, made, monkeypatch):
+    (made / "gone").mkdir()
+    monkeypatch.chdir(made / "gone")
+    (made / "gone").rmdir()
+    done = app("generate", "--model", "../dense", "--prompt", "the")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no checkpoint in ../dense" in done.stderr
+
+
 def test_a_reader_that_leaves(made):
     assert piped("generate", "--model", made / "dense", "--prompt", "the", "--ignore_eos") == "the"
     texts = ["--text", made / "words.txt"] * 2

@@ -183,7 +183,7 @@ def verify(folder: str | Path) -> None:
         with ThreadPoolExecutor(len(paths)) as pool:
             found = dict(zip(sums, pool.map(_checksum, paths)))
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointError(f"[checkpoint] no checkpoint in {folder}: {Path(error.filename).name} is missing") from None
+        raise CheckpointError(f"[checkpoint] no checkpoint in {folder}: {Path(error.filename or folder).name} is missing") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"[checkpoint] cannot read {folder / CHECKSUMS}: {files.reason(error)}") from error
     for name, checksum in sums.items():
