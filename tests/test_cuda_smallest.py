@@ -233,6 +233,8 @@ def test_every_kernel_has_a_case(monkeypatch):
     text = "".join(path.read_text() for path in sorted(KERNELS.glob("*_cuda.cu*")))
     kernels = re.findall(r"__global__ void (?:__launch_bounds__\(.*?\)\s+)?(\w+)\(", text)
     assert len(kernels) == text.count("__global__"), "a kernel's declaration was not understood"
+    if backend.device_properties()["compute_capability"] < (8, 0):  # where the plain twins of those on tensor cores are chosen
+        kernels = [name for name in kernels if "mma" not in name.lower()]
     monkeypatch.setattr("test_cuda_smallest.SETTINGS", SETTINGS[:1])
     found = set()
     for dtype in ("float32", "bfloat16"):
