@@ -25,6 +25,7 @@ import pythia_app
 from needle.checkpoints import CheckpointFolder
 from needle.data.token_files import TokenWriter
 from needle.models import GenerationConfig, Pythia, PythiaConfig, pretrained, pythia
+from pythia_app import options
 from pythia_app.config_file import STARTED
 from pythia_app.loading import tokenizer_of_run
 from pythia_app.options import parse
@@ -247,7 +248,7 @@ def test_training_on_a_token_file_is_resumed_bitwise(run, interrupted, tmp_path)
     assert done.returncode == 2 and "[short.bin, held out] too short for one sequence: 50 tokens (65 or more" in done.stderr
     assert not (tmp_path / "none").exists()
     plan = run("--dataset", tmp_path / "tokens 300.idx", "--plan")
-    assert plan.returncode == 0 and "fits: cpu() has" in plan.stdout
+    assert plan.returncode == 0 and f"fits: {options.device('auto')} has" in plan.stdout
 
 
 def test_a_damaged_checkpoint_is_passed_over(run, tmp_path):
@@ -679,7 +680,7 @@ def test_what_cannot_fit_is_refused_before_it_starts(main, monkeypatch, tmp_path
 
     monkeypatch.setattr(memory, "capacity", lambda device: 20 << 20)
     code, lines = main("--batch_size", 64, "--checkpoint_dir", tmp_path / "run")
-    assert code == 2 and len(lines) == 1 and "at its peak (planned); cpu() has 20.00 MiB; none of" in lines[0]
+    assert code == 2 and len(lines) == 1 and f"at its peak (planned); {options.device('auto')} has 20.00 MiB; none of" in lines[0]
     assert not (tmp_path / "run").exists()
 
 
@@ -1036,7 +1037,7 @@ def test_the_plan_is_what_the_run_takes(text, tmp_path):
     shape = ("--sparse", "--batch_size", 2, "--accumulation_steps", 3)
     done = outside(*command(text, *shape, "--plan", "--checkpoint_dir", tmp_path / "plan"))
     assert done.returncode == 0 and not (tmp_path / "plan").exists(), done.stderr
-    assert "fits: cpu() has" in done.stdout and "layers.5" in done.stdout
+    assert f"fits: {options.device('auto')} has" in done.stdout and "layers.5" in done.stdout
     peak = int(re.search(r"\(([\d,]+) bytes\)", done.stdout)[1].replace(",", ""))
     done = outside(*command(text, *shape, "--max_steps", 3, "--memory_limit", peak, "--checkpoint_dir", tmp_path / "run"))
     assert done.returncode == 0 and f"planned peak memory {peak / 2**20:,.0f} MiB" in done.stdout, done.stderr
