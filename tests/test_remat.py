@@ -232,6 +232,42 @@ def test_a_changed_parameter_is_refused(host):
         loss.backward()
 
 
+def swapped(h):
+    h.data = ndl.Tensor(np.full(h.shape, 0.25), device=h.device)
+    return h
+
+
+def written(h, view=lambda h: h):
+    with ndl.no_grad():
+        view(h)[0] = 0.0
+    return h
+
+
+WRITES = {
+    "to it": written,
+    "to a part of it": lambda h: written(h, lambda h: h[:, 1:]),
+    "without history": lambda h: written(h, lambda h: h.detach()),
+    "of its data": swapped,
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_what_was_written_to_an_inner_tensor_stays(host, write):
+    """Its op would not give these values again."""
+    values, found = np.random.default_rng(1).standard_normal((3, 4)), []
+    for autograd.LAZY_MODE in (False, True):
+        try:
+            for way in (lambda f, x: f(x), ndl.remat):
+                x = leaf(values, host)
+                out = way(lambda x: ops.tanh(write(x * 3) + 1) * 2, x)
+                for _ in range(2):
+                    (out * out).sum().backward()
+                    found.append(x.grad.numpy())
+        finally:
+            autograd.LAZY_MODE = False
+    assert_same(found, [found[0]] * 8)
+
+
 def test_an_inner_tensor_that_is_held_keeps_its_values(host):
     kept = []
 

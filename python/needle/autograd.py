@@ -325,8 +325,9 @@ class Value:
         if isinstance(array, NDArray) and isinstance(self._data, NDArray):
             array.category = self._data.category
         self._data = array
-        if self._node is not None and self._node.op is None:
-            self._node.array = array
+        if self._node is not None:
+            if self._node.op is None:
+                self._node.array = array
             if isinstance(array, NDArray):
                 array.mark_written()  # graphs that used the old array must not recompute from this one
 
@@ -381,6 +382,9 @@ class Value:
         """Lazy mode: a node whose array is made when it is first asked for."""
         self._setup(None, requires_grad)
         node = Node(op, tuple([x._as_node() for x in inputs]), requires_grad, self)
+        for x, n in zip(inputs, node.inputs):
+            if x._data is not None:
+                n.hold_if_written(x._data)
         if requires_grad:
             segment = current_segment()
             if segment is not None:
@@ -394,9 +398,12 @@ class Value:
 
     def _record(self, op: Op, inputs: Sequence[Value], arrays: list, out: Any) -> None:
         """Makes this the value of a node, which keeps of ``arrays`` and ``out`` what gradients will read."""
-        in_nodes = []
+        in_nodes, latest_write = [], NDArray.latest_write
         for x in inputs:
-            in_nodes.append(x._node or x._as_node())
+            n = x._node or x._as_node()
+            in_nodes.append(n)
+            if n.born < latest_write and n.op is not None:
+                n.hold_if_written(x._data)
         node = Node(op, tuple(in_nodes), True, self)
         node.spec = spec_of(out) if isinstance(out, tuple) else (out._shape, out._dtype, out._device)
         segment = current_segment()

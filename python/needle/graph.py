@@ -78,6 +78,12 @@ class Node:
         for n in self.read_nodes():
             n.readers += 1
 
+    def hold_if_written(self, array: Any) -> None:
+        """Keeps ``array`` as long as this node if it was written in place since: the op would not give these values again."""
+        if not isinstance(array, tuple) and array.last_write > self.born:
+            self.array, self.segment = array, None
+            self.readers += 1
+
     def release(self) -> None:
         """This node's gradient has run: what no other gradient will read is dropped."""
         if self.released:

@@ -56,6 +56,7 @@ class NDArray:
 
     __slots__ = ("_shape", "_strides", "_offset", "_device", "_handle", "_dtype", "_contiguous", "__weakref__")
     __array_priority__ = 1000
+    latest_write = 0  # tick of the last write in place to any memory
     _shape: tuple[int, ...]
     _strides: tuple[int, ...]
     _offset: int
@@ -312,7 +313,7 @@ class NDArray:
 
     def mark_written(self) -> None:
         """Stamps this memory as written now."""
-        self._handle.last_write = write_stamp()
+        self._handle.last_write = NDArray.latest_write = write_stamp()
 
     def add_in_place(self, other: NDArray | float) -> None:
         """self += other for a compact self; other broadcasts to it and is cast to its dtype. raises: ShapeError for a part."""
