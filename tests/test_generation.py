@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle import memory
+from needle import amp, memory
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
 from needle.backend_ndarray.ndarray import NDArray
@@ -203,6 +203,17 @@ def test_a_parameter_that_is_given_another_array_between_two_tokens_is_read_ther
         found = decoder.step(np.array([token]), np.ones(1, bool))
         expected = all_logits(model, np.concatenate([prompt, following[:count]]))[-1]
         np.testing.assert_allclose(found[0], expected, rtol=1e-4, atol=2e-5)
+
+
+def test_a_parameter_that_is_written_between_two_tokens_is_cast_again(device):
+    model, prompt = small(device=device), np.array(PROMPTS[0])
+    with amp.autocast(device, "bfloat16"):
+        decoder = generation.Decoder(model, [prompt], 2)
+        decoder.start()
+        decoder.step(np.array([7]), np.ones(1, bool))
+        before = decoder.step(np.array([8]), np.zeros(1, bool))
+        model.embed_out.realize_cached_data().mul_in_place(2.0)  # as an optimizer does
+        np.testing.assert_array_equal(decoder.step(np.array([8]), np.ones(1, bool)), before * 2)
 
 
 def test_stop_tokens_and_padding(cpu):

@@ -173,7 +173,8 @@ class Decoder:
     """A model on some sequences: ``start`` reads the prompts, ``step`` one more token of each. Both give logits (B, V).
 
     room: how many tokens ``step`` will take at most. Nothing else grows with the sequences. The kernels of the first ``step`` are
-    recorded, and those after it are the same on other ids and positions, unless parameters have been given other arrays since.
+    recorded, and those after it are the same on other ids and positions, unless parameters have been given other arrays since, or
+    were written, of which ``amp.autocast`` keeps casts.
     """
 
     def __init__(self, model: Pythia, prompts: Sequence[np.ndarray], room: int):
@@ -189,6 +190,7 @@ class Decoder:
         self.parameters = model.parameters()
         self.recording: Recording | None = None
         self.recorded: list[NDArray] = []  # the weights of the recording
+        self.written: list[int] = []  # and when each was last written
 
     def start(self) -> np.ndarray:
         B, T = len(self.prompts), int(self.lengths.max())
@@ -206,14 +208,15 @@ class Decoder:
         self.cache.positions[:] = self.lengths
         self.lengths += running
         weights = [p.realize_cached_data() for p in self.parameters]
-        if self.recording is not None and all(map(is_, weights, self.recorded)):
+        written = [w.last_write for w in weights]
+        if self.recording is not None and written == self.written and all(map(is_, weights, self.recorded)):
             self.recording.replay()
         else:
             recording = Recording(self.model.device)
             with inference(), recording:
                 cos, sin = (kernels.embedding(table, self.cache.positions) for table in (self.cos, self.sin))
                 self.logits = self._logits(self._layers(self.ids, cos, sin, self.layout, self.cache.attend_step))
-            self.recording, self.recorded = recording, weights
+            self.recording, self.recorded, self.written = recording, weights, written
         return self._numbers(self.logits)
 
     def _layers(self, ids: Tensor, cos: NDArray, sin: NDArray, layout: BlockLayout, attend: Callable[..., Tensor]) -> Tensor:
