@@ -49,8 +49,7 @@ void copy_row(const From* from, int64_t n, T* to) {
     std::memcpy(to, from, size_t(n) * sizeof(T));
   else
     for_vectors<T>(
-        n, [&](int64_t i) { store(to + i, load(from + i)); },
-        [&](int64_t i, int64_t lanes) { store(to + i, load(from + i, lanes, T(0)), lanes); });
+        n, [&](int64_t i, auto... lanes) { store(to + i, load(from + i, lanes...), lanes...); });
 }
 
 // A and B are stored as In, C as Out; T is what they are multiplied and summed in.

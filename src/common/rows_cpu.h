@@ -19,19 +19,14 @@ void for_rows(int64_t rows, int64_t cols, F&& body) {
 // y[i] = f(vector of x at i) over a row; x may be y.
 template <class T, class F>
 NEEDLE_INLINE void map_row(const T* x, T* y, int64_t n, F&& f) {
-  using A = accum_t<T>;
-  for_vectors<A>(
-      n, [&](int64_t i) { store(y + i, f(load(x + i))); },
-      [&](int64_t i, int64_t lanes) { store(y + i, f(load(x + i, lanes, A(0))), lanes); });
+  for_vectors<accum_t<T>>(
+      n, [&](int64_t i, auto... lanes) { store(y + i, f(load(x + i, lanes...)), lanes...); });
 }
 template <class T, class F>
 NEEDLE_INLINE void map_row(const T* a, const T* b, T* y, int64_t n, F&& f) {
-  using A = accum_t<T>;
-  for_vectors<A>(
-      n, [&](int64_t i) { store(y + i, f(load(a + i), load(b + i))); },
-      [&](int64_t i, int64_t lanes) {
-        store(y + i, f(load(a + i, lanes, A(0)), load(b + i, lanes, A(0))), lanes);
-      });
+  for_vectors<accum_t<T>>(n, [&](int64_t i, auto... lanes) {
+    store(y + i, f(load(a + i, lanes...), load(b + i, lanes...)), lanes...);
+  });
 }
 
 // The largest element that is not NaN; -inf if there is none. Four vectors at a time: one compare

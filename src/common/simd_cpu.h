@@ -90,7 +90,7 @@ NEEDLE_INLINE HalfBits narrowed(Vec<float> v) {
 }
 
 // Loads convert 16-bit floats to float, stores round back; n < kLanes loads or stores the first n
-// lanes alone.
+// lanes alone, the others are `fill`.
 template <class T>
 NEEDLE_INLINE Vec<accum_t<T>> load(const T* from) {
   if constexpr (sizeof(T) == sizeof(accum_t<T>)) {
@@ -104,7 +104,7 @@ NEEDLE_INLINE Vec<accum_t<T>> load(const T* from) {
   }
 }
 template <class T>
-NEEDLE_INLINE Vec<accum_t<T>> load(const T* from, int64_t n, accum_t<T> fill) {
+NEEDLE_INLINE Vec<accum_t<T>> load(const T* from, int64_t n, accum_t<T> fill = 0) {
   using A = accum_t<T>;
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
   const unsigned some = (1u << n) - 1;
@@ -156,6 +156,11 @@ NEEDLE_INLINE void for_vectors(int64_t n, Whole&& whole, Rest&& rest) {
   for (; i + kLanes<A> <= n; i += kLanes<A>) whole(i);
   if (i < n) rest(i, n - i);
 }
+// With one function, f(offset, lanes...): load(x + i, lanes...) is a vector whole or cut.
+template <class A, class F>
+NEEDLE_INLINE void for_vectors(int64_t n, F&& f) {
+  for_vectors<A>(n, f, f);
+}
 
 // to[i] = convert<To>(from[i]), in other memory; between float and a 16-bit float by vectors.
 template <class From, class To>
@@ -190,11 +195,9 @@ NEEDLE_INLINE A max_lanes(Vec<A> v) {
 template <class X, class Y, class A = accum_t<X>>
 A dot(const X* x, const Y* y, int64_t n) {
   Vec<A> sum{};
-  for_vectors<A>(
+  for_vectors<A>(  // by two functions: where they are one, g++ calls this in loops over short rows
       n, [&](int64_t i) { sum += load(x + i) * load(y + i); },
-      [&](int64_t i, int64_t lanes) {
-        sum += load(x + i, lanes, A(0)) * load(y + i, lanes, A(0));
-      });
+      [&](int64_t i, int64_t lanes) { sum += load(x + i, lanes) * load(y + i, lanes); });
   return sum_lanes<A>(sum);
 }
 

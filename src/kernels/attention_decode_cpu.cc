@@ -20,11 +20,9 @@ constexpr int64_t kTaskElements = 32 << 10;  // of the keys, below which a task 
 // y += factor * x
 template <class T, class A = accum_t<T>>
 void add_scaled(A factor, const T* x, A* y, int64_t n) {
-  for_vectors<A>(
-      n, [&](int64_t i) { store(y + i, load(y + i) + factor * load(x + i)); },
-      [&](int64_t i, int64_t lanes) {
-        store(y + i, load(y + i, lanes, A(0)) + factor * load(x + i, lanes, A(0)), lanes);
-      });
+  for_vectors<A>(n, [&](int64_t i, auto... lanes) {
+    store(y + i, load(y + i, lanes...) + factor * load(x + i, lanes...), lanes...);
+  });
 }
 
 // One head: keys and values (S, D), the last one at `position`; [begin, end) are its key blocks.

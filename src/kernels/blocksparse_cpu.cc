@@ -30,14 +30,9 @@ struct Scratch {
 template <class From, class To>
 void copy_tile(const From* from, int64_t ld_from, int64_t rows, int64_t cols, To* to,
                int64_t ld_to) {
-  using A = accum_t<From>;
-  for (int64_t i = 0; i < rows; ++i) {
-    const From* source = from + i * ld_from;
-    To* target = to + i * ld_to;
-    for_vectors<A>(
-        cols, [&](int64_t j) { store(target + j, load(source + j)); },
-        [&](int64_t j, int64_t n) { store(target + j, load(source + j, n, A(0)), n); });
-  }
+  for (int64_t i = 0; i < rows; ++i, from += ld_from, to += ld_to)
+    for_vectors<accum_t<From>>(
+        cols, [&](int64_t j, auto... lanes) { store(to + j, load(from + j, lanes...), lanes...); });
 }
 
 // A stored matrix with row stride ld, read as it is or transposed.

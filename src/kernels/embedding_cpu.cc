@@ -52,30 +52,18 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
     using A = accum_t<T>;
     const T* grads = dy.data<T>();
     T* dw = dweight.data<T>();
-    // d[0 .. n) (+)= the sum of the rows' elements at column c, one vector
-    const auto add_rows = [&](int64_t w, int64_t c, auto... lanes) {
-      T* to = dw + w * dim + c;
-      Vec<A> sum{};
-      for (int32_t e = start(w); e < first[w]; ++e) {
-        const T* from = grads + positions[e] * dim + c;
-        if constexpr (sizeof...(lanes) == 0)
-          sum += load(from);
-        else
-          sum += load(from, lanes..., A(0));
-      }
-      if constexpr (sizeof...(lanes) == 0)
-        store(to, accumulate ? load(to) + sum : sum);
-      else
-        store(to, accumulate ? load(to, lanes..., A(0)) + sum : sum, lanes...);
-    };
     parallel_ranges(vocab, rows_per_task(dim), [&](int64_t begin, int64_t end) {
       for (int64_t w = begin; w < end; ++w) {
+        T* const to = dw + w * dim;
         if (start(w) < first[w])
-          for_vectors<A>(
-              dim, [&](int64_t c) { add_rows(w, c); },
-              [&](int64_t c, int64_t lanes) { add_rows(w, c, lanes); });
+          for_vectors<A>(dim, [&](int64_t c, auto... lanes) {
+            Vec<A> sum{};
+            for (int32_t e = start(w); e < first[w]; ++e)
+              sum += load(grads + positions[e] * dim + c, lanes...);
+            store(to + c, accumulate ? load(to + c, lanes...) + sum : sum, lanes...);
+          });
         else if (!accumulate)
-          std::fill_n(dw + w * dim, dim, T(0.f));
+          std::fill_n(to, dim, T(0.f));
       }
     });
   });

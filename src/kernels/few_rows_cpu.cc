@@ -100,15 +100,12 @@ void few_rows_gemm(int64_t m, int64_t n, int64_t k, const T* a, int64_t a_row, i
     for (int64_t i = 0; i < m; ++i) {
       const A* const from = first + i * width;
       Out* const to = c + i * n + j0;
-      const auto sum_at = [&](int64_t j, auto... lanes) {
+      for_vectors<A>(cols, [&](int64_t j, auto... lanes) {
         Vec<A> sum = load(from + j, lanes...);
         for (int64_t part = 1; part < count; ++part)
           sum += load(from + part * m * width + j, lanes...);
-        return accumulate ? load(to + j, lanes...) + sum : sum;
-      };
-      for_vectors<A>(
-          cols, [&](int64_t j) { store(to + j, sum_at(j)); },
-          [&](int64_t j, int64_t lanes) { store(to + j, sum_at(j, lanes, A(0)), lanes); });
+        store(to + j, accumulate ? load(to + j, lanes...) + sum : sum, lanes...);
+      });
     }
   };
   parallel_ranges(across * down, std::max<int64_t>(1, kPartBytes / (task_bytes + 1)),

@@ -21,7 +21,7 @@ NEEDLE_INLINE void lane_gemm_tile(int64_t k, const A* a, int64_t a_row, int64_t 
       else if constexpr (whole)
         sum[r][v] = load(c + r * ldc + v * L);
       else
-        sum[r][v] = load(c + r * ldc, lanes, A(0));
+        sum[r][v] = load(c + r * ldc, lanes);
     }
   for (int64_t p = 0; p < k; ++p, a += a_col, b += ldb) {
     Vec<A> bv[vectors];
@@ -30,7 +30,7 @@ NEEDLE_INLINE void lane_gemm_tile(int64_t k, const A* a, int64_t a_row, int64_t 
       if constexpr (whole)
         bv[v] = load(b + v * L);
       else
-        bv[v] = load(b, lanes, A(0));
+        bv[v] = load(b, lanes);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {

@@ -28,13 +28,10 @@ void layer_norm_forward(const Array& x, const Array& weight, const Array& bias, 
       const A s = A(1) / std::sqrt(squares / A(cols) + A(eps));
       means[r] = m;
       rstds[r] = s;
-      for_vectors<A>(
-          cols,
-          [&](int64_t i) { store(out + i, (load(row + i) - m) * s * load(w + i) + load(b + i)); },
-          [&](int64_t i, int64_t n) {
-            const Vec<A> xhat = (load(row + i, n, A(0)) - m) * s;
-            store(out + i, xhat * load(w + i, n, A(0)) + load(b + i, n, A(0)), n);
-          });
+      for_vectors<A>(cols, [&](int64_t i, auto... n) {
+        const Vec<A> xhat = (load(row + i, n...) - m) * s;
+        store(out + i, xhat * load(w + i, n...) + load(b + i, n...), n...);
+      });
     });
   });
 }
@@ -46,32 +43,21 @@ template <class T, class A = accum_t<T>>
 void backward_row(const T* dy, const T* x, const T* w, A mean, A rstd, T* dx, A* dw, A* db,
                   int64_t cols) {
   Vec<A> sum{}, dot{};
-  for_vectors<A>(
-      cols,
-      [&](int64_t i) {
-        const Vec<A> g = load(dy + i), xhat = (load(x + i) - mean) * rstd, gw = g * load(w + i);
-        store(dw + i, load(dw + i) + g * xhat);
-        store(db + i, load(db + i) + g);
-        sum += gw;
-        dot += gw * xhat;
-      },
-      [&](int64_t i, int64_t n) {
-        const Vec<A> g = load(dy + i, n, A(0)), xhat = (load(x + i, n, mean) - mean) * rstd;
-        const Vec<A> gw = g * load(w + i, n, A(0));
-        store(dw + i, load(dw + i, n, A(0)) + g * xhat, n);
-        store(db + i, load(db + i, n, A(0)) + g, n);
-        sum += gw;
-        dot += gw * xhat;
-      });
-  const A mean_g = sum_lanes<A>(sum) / A(cols), mean_gx = sum_lanes<A>(dot) / A(cols);
-  const auto result = [&](Vec<A> g, Vec<A> v, Vec<A> weight) {
-    return (g * weight - mean_g - (v - mean) * rstd * mean_gx) * rstd;
+  const auto add = [&](Vec<A> row, int64_t i, auto... n) {
+    const Vec<A> g = load(dy + i, n...), xhat = (row - mean) * rstd, gw = g * load(w + i, n...);
+    store(dw + i, load(dw + i, n...) + g * xhat, n...);
+    store(db + i, load(db + i, n...) + g, n...);
+    sum += gw;
+    dot += gw * xhat;
   };
   for_vectors<A>(
-      cols, [&](int64_t i) { store(dx + i, result(load(dy + i), load(x + i), load(w + i))); },
-      [&](int64_t i, int64_t n) {
-        store(dx + i, result(load(dy + i, n, A(0)), load(x + i, n, A(0)), load(w + i, n, A(0))), n);
-      });
+      cols, [&](int64_t i) { add(load(x + i), i); },
+      [&](int64_t i, int64_t n) { add(load(x + i, n, mean), i, n); });
+  const A mean_g = sum_lanes<A>(sum) / A(cols), mean_gx = sum_lanes<A>(dot) / A(cols);
+  for_vectors<A>(cols, [&](int64_t i, auto... n) {
+    const Vec<A> gw = load(dy + i, n...) * load(w + i, n...);
+    store(dx + i, (gw - mean_g - (load(x + i, n...) - mean) * rstd * mean_gx) * rstd, n...);
+  });
 }
 
 }  // namespace
@@ -96,21 +82,16 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
                      group_db, cols);
     });
     parallel_ranges(cols, 256, [&](int64_t begin, int64_t end) {
-      const auto add_up = [&](int64_t c, auto... n) {
+      for_vectors<A>(end - begin, [&](int64_t i, auto... n) {
+        const int64_t c = begin + i;
         Vec<A> sum_w{}, sum_b{};
         for (int64_t group = 0; group < groups; ++group) {
           const A* from = partials + group * 2 * cols + c;
-          if constexpr (sizeof...(n) == 0)
-            sum_w += load(from), sum_b += load(from + cols);
-          else
-            sum_w += load(from, n..., A(0)), sum_b += load(from + cols, n..., A(0));
+          sum_w += load(from, n...), sum_b += load(from + cols, n...);
         }
         store(dw + c, sum_w, n...);
         store(db + c, sum_b, n...);
-      };
-      for_vectors<A>(
-          end - begin, [&](int64_t c) { add_up(begin + c); },
-          [&](int64_t c, int64_t n) { add_up(begin + c, n); });
+      });
     });
   });
 }

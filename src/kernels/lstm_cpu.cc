@@ -19,16 +19,6 @@ NEEDLE_INLINE Vec<double> m_tanh(Vec<double> x) {
 }
 using cpu::m_sigmoid, cpu::m_tanh;
 
-// Element k of an array and those after it, one vector of them or the first `n`.
-template <class T, class A = accum_t<T>>
-NEEDLE_INLINE Vec<A> get(const T* from) {
-  return load(from);
-}
-template <class T, class A = accum_t<T>>
-NEEDLE_INLINE Vec<A> get(const T* from, int64_t n) {
-  return load(from, n, A(0));
-}
-
 }  // namespace
 
 void lstm_cell_forward(const Array& gates, const Array& c_before, const Array& c, const Array& h,
@@ -43,16 +33,15 @@ void lstm_cell_forward(const Array& gates, const Array& c_before, const Array& c
         const A* const before = c_before.data<A>() + row * hidden;
         A* const state = c.data<A>() + row * hidden;
         T* const out = h.data<T>() + row * hidden;
-        const auto some = [&](int64_t k, auto... n) {
-          const Vec<A> in = m_sigmoid(get(i + k, n...)), forget = m_sigmoid(get(f + k, n...));
-          const Vec<A> update = m_tanh(get(g + k, n...)), show = m_sigmoid(get(o + k, n...));
-          const Vec<A> now = forget * get(before + k, n...) + in * update;
+        for_vectors<A>(hidden, [&](int64_t k, auto... n) {
+          const Vec<A> in = m_sigmoid(load(i + k, n...)), forget = m_sigmoid(load(f + k, n...));
+          const Vec<A> update = m_tanh(load(g + k, n...)), show = m_sigmoid(load(o + k, n...));
+          const Vec<A> now = forget * load(before + k, n...) + in * update;
           store(i + k, in, n...), store(f + k, forget, n...);
           store(g + k, update, n...), store(o + k, show, n...);
           store(state + k, now, n...);
           store(out + k, show * m_tanh(now), n...);
-        };
-        for_vectors<A>(hidden, some, some);
+        });
       }
     });
   });
@@ -72,19 +61,18 @@ void lstm_cell_backward(const Array& gates, const Array& c_before, const Array& 
         const T *const here = dh.data<T>() + row * hidden, *const next =
                                                                dh_next.data<T>() + row * hidden;
         A* const carried = dc.data<A>() + row * hidden;
-        const auto some = [&](int64_t k, auto... n) {
-          const Vec<A> in = get(i + k, n...), forget = get(f + k, n...);
-          const Vec<A> update = get(g + k, n...), show = get(o + k, n...);
-          const Vec<A> shown = m_tanh(get(state + k, n...));
-          const Vec<A> dy = get(here + k, n...) + get(next + k, n...);
-          const Vec<A> d = get(carried + k, n...) + dy * show * (A(1) - shown * shown);
+        for_vectors<A>(hidden, [&](int64_t k, auto... n) {
+          const Vec<A> in = load(i + k, n...), forget = load(f + k, n...);
+          const Vec<A> update = load(g + k, n...), show = load(o + k, n...);
+          const Vec<A> shown = m_tanh(load(state + k, n...));
+          const Vec<A> dy = load(here + k, n...) + load(next + k, n...);
+          const Vec<A> d = load(carried + k, n...) + dy * show * (A(1) - shown * shown);
           store(i + k, d * update * in * (A(1) - in), n...);
-          store(f + k, d * get(before + k, n...) * forget * (A(1) - forget), n...);
+          store(f + k, d * load(before + k, n...) * forget * (A(1) - forget), n...);
           store(g + k, d * in * (A(1) - update * update), n...);
           store(o + k, dy * shown * show * (A(1) - show), n...);
           store(carried + k, d * forget, n...);
-        };
-        for_vectors<A>(hidden, some, some);
+        });
       }
     });
   });
