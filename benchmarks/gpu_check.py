@@ -281,7 +281,7 @@ class Check:
         failed = []
         for name in PROGRAMS:
             program = BUILD / name
-            flags = ["-std=c++17", f"-arch=sm_{arch}", "--expt-relaxed-constexpr", "--extended-lambda"]
+            flags = ["-std=c++17", f"-arch=sm_{arch}", "--expt-relaxed-constexpr"]
             includes = [f"-I{ROOT / 'src' / 'common'}", f"-I{sources}"]
             self.must([nvcc, *flags, *includes, sources / f"{name}.cu", "-o", program], 120)
             if self.options.build_only:

@@ -27,7 +27,7 @@ if(NOT NEEDLE_CUDA STREQUAL "OFF")
     # The runtime is linked statically: the module imports on a machine without CUDA and then finds no device.
     set_target_properties(ndarray_backend_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
     target_compile_options(ndarray_backend_cuda PRIVATE
-      $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr --extended-lambda -Xcompiler=-Wall>)
+      $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall>)
     # A sixth of the size that the default leaves.
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
       target_compile_options(ndarray_backend_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
