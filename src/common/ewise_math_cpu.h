@@ -17,15 +17,7 @@ namespace needle::cpu {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// A polynomial in x by its coefficients, the highest first; of float or of floats.
 using Floats = Vec<float>;
-template <class F, class First, class... Rest>
-NEEDLE_INLINE F polynomial(F x, First first, Rest... coefficients) {
-  F sum = F{} + first;
-  ((sum = sum * x + coefficients), ...);
-  return sum;
-}
-
 NEEDLE_INLINE Mask<float> bits_of(Floats x) { return bit_cast<Mask<float>>(x); }
 NEEDLE_INLINE Floats absolute(Floats x) { return bit_cast<Floats>(bits_of(x) & 0x7fffffff); }
 NEEDLE_INLINE Floats with_sign_of(Floats sign, Floats x) {
@@ -60,8 +52,8 @@ NEEDLE_INLINE Floats m_tanh(Floats x) {
   Floats y = absolute(x) * -2.f;
   y = y < least ? least : y;
   const ExpParts<float> parts(y);
-  const Floats power = bit_cast<Floats>(Mask<float>((bits_of(parts.shifted) + 127) << 23));
-  const Floats rest = exp_tail<float>(parts.r) * parts.r * parts.r + parts.r;
+  const Floats power = power_of_two<float>(bits_of(parts.shifted));
+  const Floats rest = ExpConstants<float>::tail(parts.r) * parts.r * parts.r + parts.r;
   const Floats t = power * rest + (power - 1.f);
   return with_sign_of(x, absolute(t / (t + 2.f)));
 }

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -201,9 +200,17 @@ A dot(const X* x, const Y* y, int64_t n) {
   return sum_lanes<A>(sum);
 }
 
-// The numbers that differ between the two precisions of vexp. Below `low` e^x is 0, above `high`
-// infinite; below `normal` vexp_negative gives 0. tail: e^r is 1 + r + r^2 tail(r), of float by a
-// polynomial fitted for |r| <= ln 2 / 2 (error 0.06 of 2^-24), of double by its series.
+// A polynomial in x by its coefficients, the highest first; of numbers or of vectors.
+template <class F, class First, class... Rest>
+NEEDLE_INLINE F polynomial(F x, First first, Rest... coefficients) {
+  F sum = F{} + first;
+  ((sum = sum * x + coefficients), ...);
+  return sum;
+}
+
+// What differs between the two precisions of vexp. Below `low` e^x is 0, above `high` infinite;
+// below `normal` vexp_negative gives 0. tail: e^r is 1 + r + r^2 tail(r), of float by a polynomial
+// fitted for |r| <= ln 2 / 2 (error 0.06 of 2^-24), of double by its series.
 template <class A>
 struct ExpConstants;
 template <>
@@ -211,17 +218,20 @@ struct ExpConstants<float> {
   static constexpr float low = -104.f, high = 89.f, normal = -86.5f, round = 0x1.8p23f,
                          ln2_high = 0x1.62e4p-1f, ln2_low = 0x1.7f7d1cp-20f;
   static constexpr int mantissa_bits = 23, bias = 127;
-  static constexpr float tail[] = {0x1.6a23d0p-10f, 0x1.123a20p-7f, 0x1.5558f2p-5f, 0x1.555492p-3f,
-                                   0x1.fffffcp-2f};
+  NEEDLE_INLINE static Vec<float> tail(Vec<float> r) {
+    return polynomial(r, 0x1.6a23d0p-10f, 0x1.123a20p-7f, 0x1.5558f2p-5f, 0x1.555492p-3f,
+                      0x1.fffffcp-2f);
+  }
 };
 template <>
 struct ExpConstants<double> {
   static constexpr double low = -746., high = 710., normal = -707., round = 0x1.8p52,
                           ln2_high = 0x1.62e42fefa38p-1, ln2_low = 0x1.ef35793c7673p-45;
   static constexpr int mantissa_bits = 52, bias = 1023;
-  static constexpr double tail[] = {1. / 6227020800, 1. / 479001600, 1. / 39916800, 1. / 3628800,
-                                    1. / 362880,     1. / 40320,     1. / 5040,     1. / 720,
-                                    1. / 120,        1. / 24,        1. / 6,        1. / 2};
+  NEEDLE_INLINE static Vec<double> tail(Vec<double> r) {
+    return polynomial(r, 1. / 6227020800, 1. / 479001600, 1. / 39916800, 1. / 3628800, 1. / 362880,
+                      1. / 40320, 1. / 5040, 1. / 720, 1. / 120, 1. / 24, 1. / 6, 1. / 2);
+  }
 };
 
 // x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^(mantissa bits) rounds to an integer, n, that
@@ -235,33 +245,22 @@ struct ExpParts {
     n = shifted - C::round;
     r = (x - n * C::ln2_high) - n * C::ln2_low;
   }
-  // 2^n in two factors, for n beyond what one number's exponent can be; which is first and second.
-  NEEDLE_INLINE void powers(Vec<A>& first, Vec<A>& second) const {
-    using C = ExpConstants<A>;
-    Mask<A> bits, round_bits;
-    const Vec<A> round = broadcast(C::round);
-    memcpy(&bits, &shifted, sizeof bits);
-    memcpy(&round_bits, &round, sizeof round_bits);
-    bits -= round_bits;
-    const Mask<A> half = bits >> 1, first_bits = (half + C::bias) << C::mantissa_bits,
-                  second_bits = (bits - half + C::bias) << C::mantissa_bits;
-    memcpy(&first, &first_bits, sizeof first);
-    memcpy(&second, &second_bits, sizeof second);
+  NEEDLE_INLINE Vec<A> series() const {  // e^r
+    return (ExpConstants<A>::tail(r) * r + A(1)) * r + A(1);
   }
 };
+// 2^n, where that is a normal number; of n the last bits suffice.
 template <class A>
-NEEDLE_INLINE Vec<A> exp_tail(Vec<A> r) {
-  Vec<A> sum = broadcast(ExpConstants<A>::tail[0]);
-  for (int k = 1; k < int(std::size(ExpConstants<A>::tail)); ++k)
-    sum = sum * r + ExpConstants<A>::tail[k];
-  return sum;
+NEEDLE_INLINE Vec<A> power_of_two(Mask<A> n) {
+  using C = ExpConstants<A>;
+  return bit_cast<Vec<A>>(Mask<A>((n + C::bias) << C::mantissa_bits));
 }
 
 // e^x where x is not below `least`, else 0, of x that are not above C::high; NaN stays.
 template <class A>
 NEEDLE_INLINE Vec<A> exp_from(Vec<A> x, A least) {
   const ExpParts<A> parts(x);
-  const Vec<A> series = (exp_tail<A>(parts.r) * parts.r + A(1)) * parts.r + A(1);
+  const Vec<A> series = parts.series();
 #if defined(__AVX512F__)
   // The lanes without a result compute nothing small: arithmetic on subnormal numbers is slow.
   if constexpr (sizeof(A) == 4) {
@@ -272,9 +271,12 @@ NEEDLE_INLINE Vec<A> exp_from(Vec<A> x, A least) {
     return (Vec<A>)_mm512_maskz_scalef_pd(some, (__m512d)series, (__m512d)parts.n);
   }
 #else
-  Vec<A> first, second;
-  parts.powers(first, second);
-  return x < broadcast(least) ? Vec<A>{} : series * first * second;
+  // In two factors, for n beyond what one number's exponent can be.
+  const Mask<A> n = bit_cast<Mask<A>>(parts.shifted) -
+                    bit_cast<Mask<A>>(broadcast(ExpConstants<A>::round)),
+                half = n >> 1;
+  return x < broadcast(least) ? Vec<A>{}
+                              : series * power_of_two<A>(half) * power_of_two<A>(n - half);
 #endif
 }
 
@@ -314,15 +316,9 @@ NEEDLE_INLINE Vec<A> vexp_negative(Vec<A> x) {
 #if defined(__AVX512F__)
   return exp_from<A>(x, ExpConstants<A>::normal);
 #else
-  using C = ExpConstants<A>;
   const ExpParts<A> parts(x);
-  const Vec<A> series = (exp_tail<A>(parts.r) * parts.r + A(1)) * parts.r + A(1);
-  Mask<A> bits;
-  memcpy(&bits, &parts.shifted, sizeof bits);
-  bits = (bits + C::bias) << C::mantissa_bits;
-  Vec<A> power;
-  memcpy(&power, &bits, sizeof power);
-  return x < broadcast(C::normal) ? Vec<A>{} : series * power;
+  const Vec<A> power = power_of_two<A>(bit_cast<Mask<A>>(parts.shifted));
+  return x < broadcast(ExpConstants<A>::normal) ? Vec<A>{} : parts.series() * power;
 #endif
 }
 
