@@ -53,22 +53,16 @@ struct Product : SumTypes<C> {
   static W join(W a, W b) { return a * b; }
 };
 // NaN wins: a running NaN is kept because no comparison with it is true.
-template <class C>
-struct Max : Types<C, C, C> {
+template <class C, bool largest>
+struct Extreme : Types<C, C, C> {
   static constexpr C first() {
     using Limits = std::numeric_limits<C>;
-    return Limits::has_infinity ? -Limits::infinity() : Limits::lowest();
+    if constexpr (Limits::has_infinity) return largest ? -Limits::infinity() : Limits::infinity();
+    return largest ? Limits::lowest() : Limits::max();
   }
-  static C take(C running, C x) { return ((x > running) | (x != x)) ? x : running; }
-  static C join(C a, C b) { return take(a, b); }
-};
-template <class C>
-struct Min : Types<C, C, C> {
-  static constexpr C first() {
-    using Limits = std::numeric_limits<C>;
-    return Limits::has_infinity ? Limits::infinity() : Limits::max();
+  static C take(C running, C x) {
+    return ((largest ? x > running : x < running) | (x != x)) ? x : running;
   }
-  static C take(C running, C x) { return ((x < running) | (x != x)) ? x : running; }
   static C join(C a, C b) { return take(a, b); }
 };
 
@@ -231,7 +225,7 @@ void reduce_arg(const S* x, int64_t* out, int64_t outer, int64_t n, int64_t inne
   const int64_t grain = std::max<int64_t>(1, kWork / n);
   const auto beats = [](C a, C b) { return (largest ? a > b : a < b) || (a != a && b == b); };
   if (inner == 1) {
-    using Op = std::conditional_t<largest, Max<C>, Min<C>>;
+    using Op = Extreme<C, largest>;
     parallel_ranges(outer, grain, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         const S* values = x + row * n;
@@ -268,9 +262,9 @@ void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_
     } else if (op == ReduceOp::argmin) {
       reduce_arg<false, S, C>(x, out.data<int64_t>(), outer, reduce, inner);
     } else if (op == ReduceOp::max) {
-      reduce_all<Max<C>, S, C>(x, out.data<S>(), outer, reduce, inner);
+      reduce_all<Extreme<C, true>, S, C>(x, out.data<S>(), outer, reduce, inner);
     } else if (op == ReduceOp::min) {
-      reduce_all<Min<C>, S, C>(x, out.data<S>(), outer, reduce, inner);
+      reduce_all<Extreme<C, false>, S, C>(x, out.data<S>(), outer, reduce, inner);
     } else if (op == ReduceOp::sumsq) {
       if constexpr (std::is_same_v<S, double>)
         reduce_all<SumSquares<C>, S, C>(x, out.data<double>(), outer, reduce, inner);
