@@ -45,6 +45,12 @@ __global__ void no_dynamic_shared_kernel() {
   none[0] = 1.0f;
 }
 
+__global__ void both_shared_kernel() {
+  NEEDLE_SHARED(int, one);
+  NEEDLE_DYNAMIC_SHARED(int, many);
+  many[0] = one = 1;
+}
+
 __global__ void outside_shared_kernel(int reach) {
   NEEDLE_SHARED(int, first, 32);
   NEEDLE_SHARED(int, second, 32);
@@ -95,6 +101,12 @@ const std::map<std::string, Case> kCases = {
     {"shared_without_opt_in", [](int*) { launch<empty_kernel>({1, 32, 48 * 1024 + 1}); }},
     {"shared_beyond_device", [](int*) { allow_dynamic_shared<empty_kernel>(227 * 1024 + 1); }},
     {"static_shared_too_large", [](int*) { launch<static_shared_kernel>({1, 32}); }},
+    {"shared_beside_dynamic", [](int*) { launch<both_shared_kernel>({1, 1, 48 * 1024}); }},
+    {"shared_beside_opted_in",
+     [](int*) {
+       allow_dynamic_shared<both_shared_kernel>(227 * 1024);
+       launch<both_shared_kernel>({1, 1, 64});
+     }},
     {"no_dynamic_shared", [](int*) { launch<no_dynamic_shared_kernel>({1, 32}); }},
     {"beyond_shared", [](int*) { launch<outside_shared_kernel>({2, 32}, 1); }},
     {"before_shared", [](int*) { launch<outside_shared_kernel>({1, 32}, -32); }},

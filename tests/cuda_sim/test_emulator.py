@@ -23,6 +23,8 @@ FAULTS = {
     "shared_without_opt_in": ["49153 bytes of dynamic shared memory (at most 49152; allow_dynamic_shared"],
     "shared_beyond_device": ["232449 bytes of dynamic shared memory: invalid argument"],
     "static_shared_too_large": ["static shared memory: 50176 bytes with `wide` (at most 49152)"],
+    "shared_beside_dynamic": ["shared memory: 49156 bytes, static and dynamic (at most 49152)"],
+    "shared_beside_opted_in": ["shared memory: 232452 bytes, static and dynamic (at most 232448)"],
     "no_dynamic_shared": ["dynamic shared memory is used, but the launch asked for none"],
     "beyond_shared": ["outside_shared_kernel", "a write beyond shared memory `first`: block (0,0,0)"],
     "before_shared": ["a write before shared memory `first`: block (0,0,0)"],

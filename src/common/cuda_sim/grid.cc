@@ -27,11 +27,10 @@ std::map<const void*, size_t>& opted_in() {
   return bytes;
 }
 
-size_t dynamic_shared_limit(const void* function) {
+size_t opted_in_bytes(const void* function) {
   const std::lock_guard<std::recursive_mutex> lock(host_mutex);
   const auto found = opted_in().find(function);
-  return found == opted_in().end() ? kSharedBytesDefault
-                                   : std::max(found->second, kSharedBytesDefault);
+  return found == opted_in().end() ? 0 : found->second;
 }
 
 // A grid that is being run. Workers draw blocks from `next` until there are none or one has
@@ -162,7 +161,7 @@ std::string check_launch(const Launch& launch) {
   if (block.x > 1024 || block.y > 1024 || block.z > 64 || threads > kMaxBlockThreads)
     return refused + "block " + text(block) + " has " + std::to_string(threads) +
            " threads (at most 1024; per axis 1024, 1024, 64)";
-  const size_t limit = dynamic_shared_limit(launch.function);
+  const size_t limit = std::max(opted_in_bytes(launch.function), kSharedBytesDefault);
   if (launch.smem > limit)
     return refused + std::to_string(launch.smem) + " bytes of dynamic shared memory (at most " +
            std::to_string(limit) +
@@ -171,8 +170,9 @@ std::string check_launch(const Launch& launch) {
   return "";
 }
 
-std::string run_grid(const Launch& launch) {
+std::string run_grid(Launch launch) {
   reserve_stacks();
+  launch.opted_in = opted_in_bytes(launch.function);
   const OrderOption order = order_option();
   const std::lock_guard<std::recursive_mutex> lock(host_mutex);
   prepare_thread_for_faults();

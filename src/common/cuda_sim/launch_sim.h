@@ -19,11 +19,12 @@ struct Launch {
   size_t smem;
   void (*run)(void* args);  // one CUDA thread
   void* args;
+  size_t opted_in = 0;  // bytes of dynamic shared memory that were asked for beforehand
 };
 
 // Each returns an error text, empty if all is well.
 NEEDLE_SIM_HIDDEN std::string check_launch(const Launch& launch);
-NEEDLE_SIM_HIDDEN std::string run_grid(const Launch& launch);
+NEEDLE_SIM_HIDDEN std::string run_grid(Launch launch);
 
 // `error`, which cudaGetLastError then gives once.
 NEEDLE_SIM_HIDDEN cudaError_t remember(cudaError_t error);

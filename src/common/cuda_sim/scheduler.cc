@@ -309,10 +309,13 @@ char* Block::shared(const void* declaration, const char* name, size_t bytes, siz
           std::string("static shared memory: ") + std::to_string(shared_bytes_) + " bytes with `" +
               name + "` (at most " + std::to_string(kSharedBytesDefault) + ")",
           {"", 0});
-  if (declaration && shared_bytes_ + launch->smem > max_shared_bytes())
+  // Hardware refuses the opting in that leaves no room for the static part, or the launch.
+  const size_t both = shared_bytes_ + std::max(launch->smem, launch->opted_in);
+  const size_t most = launch->opted_in > 0 ? max_shared_bytes() : kSharedBytesDefault;
+  if (declaration && both > most)
     fault(self(),
-          "shared memory: " + std::to_string(shared_bytes_ + launch->smem) +
-              " bytes, static and dynamic (at most " + std::to_string(max_shared_bytes()) + ")",
+          "shared memory: " + std::to_string(both) + " bytes, static and dynamic (at most " +
+              std::to_string(most) + ")",
           {"", 0});
 #if NEEDLE_ASAN
   __asan_unpoison_memory_region(address, bytes);
