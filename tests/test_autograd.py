@@ -11,16 +11,13 @@ import numpy as np
 import pytest
 
 import needle as ndl
+from making import leaf
 from needle import amp, autograd, backward, graph, nn, ops
 from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT, OPTIMIZER_STATE
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.optim import SGD, Adam, AdamW
 from op_cases import CASES
-
-
-def leaf(values, device, **kwargs):
-    return ndl.Tensor(np.asarray(values, np.float32), device=device, **kwargs)
 
 
 def test_backward_overwrites_and_accumulate_adds(host):

@@ -9,16 +9,13 @@ import pytest
 
 import needle as ndl
 from devices import usable
+from making import leaf
 from needle import autograd, memory, nn, ops
 from needle.errors import GraphError
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
 
 SMALL = PythiaConfig(layers=4, width=32, heads=4, feed_forward=64, vocab_size=61)
-
-
-def leaf(values, device, **kwargs):
-    return ndl.Tensor(np.asarray(values, np.float32), device=device, **kwargs)
 
 
 def batch(device, B=2, T=32, V=61, seed=0):

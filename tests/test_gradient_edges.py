@@ -1,0 +1,368 @@
+"""What lies at the edges of ops and their gradients, on every device: infinite slopes, empty products, arguments that are none."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from making import array, gradients, leaf
+from needle import nn, ops
+from needle.backend_ndarray import kernels
+from needle.backend_ndarray.block_layout import BlockLayout
+from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
+from needle.optim import SGD, AdamW
+
+
+def test_slopes_of_powers_at_0(device):
+    base, exponent = gradients(lambda a, b: a**b, device, [0, 0, 2, 0, 0], [2, 0, 0, 1, 0.5])
+    np.testing.assert_array_equal(base, [0, 0, 0, 1, np.inf])
+    np.testing.assert_allclose(exponent, [0, 0, np.log(2), 0, 0], rtol=1e-6)
+    np.testing.assert_array_equal((2 ** leaf([np.inf, -np.inf, 1], device)).numpy(), [np.inf, 0, 2])
+    np.testing.assert_allclose(gradients(lambda x: 2**x, device, [3, -np.inf])[0], [8 * np.log(2), 0], rtol=1e-6)
+    np.testing.assert_array_equal(gradients(lambda x: 0**x, device, [2, 0])[0], [0, 0])
+    np.testing.assert_array_equal(gradients(lambda x: x**0, device, [2, 0])[0], [0, 0])
+    np.testing.assert_array_equal(gradients(ops.absolute, device, [2, 0, -2])[0], [1, 0, -1])
+
+
+@pytest.mark.parametrize("op", [ops.tanh, ops.sigmoid, ops.silu, lambda x: ops.gelu(x, "tanh"), ops.gelu])
+def test_differentiable_gradients_far_out(device, op):
+    values = np.array([-200, -60, -12, 0, 12, 60, 200])
+    (plain,), (with_graph,) = gradients(op, device, values), gradients(op, device, values, create_graph=True)
+    np.testing.assert_allclose(with_graph, plain, rtol=1e-5, atol=1e-6)
+    x = leaf(values, device)
+    op(x).backward(create_graph=True)
+    x.grad.backward()
+    assert np.isfinite(x.grad.numpy()).all()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "bool"])
+def test_the_slope_of_cutting_off_is_0(device, dtype):
+    (slope,) = gradients(lambda x: ops.astype(ops.astype(x, dtype), "float32") * 3 + x, device, [0.5, 1.5])
+    np.testing.assert_array_equal(slope, [1, 1])
+    whole = leaf([1, 2], device, "int32")
+    (ops.astype(whole, "float32") * 3).backward()
+    assert whole.grad.dtype == "int32" and whole.grad.numpy().tolist() == [3, 3]
+    (ops.astype(whole, "int64") * 2).backward()
+    assert whole.grad.dtype == "int32" and whole.grad.numpy().tolist() == [2, 2]
+
+
+def test_gradients_of_0_d_arrays(device):
+    x = leaf(2.0, device)
+    for f in (ops.max, ops.summation, ops.mean, lambda x: ops.where(x, x, 0.0), lambda x: ops.where(x, 1.5, x) + x):
+        out = f(x)
+        out.backward()
+        assert x.grad.shape == () and x.grad.item() == 1
+    assert ops.where(x, x, 0.0).shape == ()
+
+
+def test_undilating_lengths_that_are_no_multiple(device):
+    x = leaf(np.arange(15).reshape(3, 5), device)
+    y = ops.undilate(x, (0, 1), 1)
+    np.testing.assert_array_equal(y.numpy(), x.numpy()[::2, ::2])
+    y.backward()
+    assert x.grad.numpy().sum() == 6 and (x.grad.numpy()[::2, ::2] == 1).all()
+
+
+@pytest.mark.parametrize("dtype, values", [("float16", [300, 400, 0.001]), ("float32", [1e20, 3e20, 1e-25])])
+def test_slopes_of_quotients_by_numbers_whose_square_is_outside_the_dtype(device, dtype, values):
+    a, b = leaf(values, device, dtype), leaf(values, device, dtype)
+    (a / b).backward()
+    np.testing.assert_allclose(b.grad.numpy(), -1 / b.numpy(), rtol=2e-3)
+
+
+def test_numbers_divided_by_tensors(device):
+    values = np.arange(1, 100, dtype=np.float32)
+    for number in (1, 49, 0.1):
+        np.testing.assert_array_equal((number / leaf(values, device)).numpy(), np.float32(number) / values)
+    assert (0.5 / leaf([1e-5], device, "float16")).item() == np.float16(0.5 / np.float16(1e-5))
+    assert (300 / leaf([4], device, "uint8")).item() == 75
+    np.testing.assert_array_equal(gradients(lambda x: 3 / x, device, [1, -2, 0.5])[0], [-3, -0.75, -12])
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_what_was_not_taken_has_no_part_in_an_infinite_slope(device, create_graph):
+    for f in (ops.relu, lambda x: ops.clip(x, 0), lambda x: ops.maximum(x, 0), lambda x: -ops.minimum(-x, 0)):
+        (slope,) = gradients(lambda x, f=f: ops.sqrt(f(x)), device, [-1, 4], create_graph=create_graph)
+        np.testing.assert_array_equal(slope, [0, 0.25])
+    (slope,) = gradients(lambda x: ops.max(x, 1), device, [[1, 3, 3], [2, 0, 1]], create_graph=create_graph)
+    np.testing.assert_array_equal(slope, [[0, 0.5, 0.5], [1, 0, 0]])
+    (slope,) = gradients(lambda x: ops.sqrt(ops.max(x)), device, [-1, 0], create_graph=create_graph)
+    np.testing.assert_array_equal(slope, [0, np.inf])
+
+
+def test_large_logits_keep_their_digits(device):
+    """Near 10,000 float32 has steps of 0.001: the log-sum-exp itself is rounded to one."""
+    x = (np.random.default_rng(0).standard_normal((3, 40)) + 1e4).astype(np.float32)
+    wanted = x - np.float64(x.max(axis=1, keepdims=True))
+    wanted -= np.log(np.exp(wanted).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(ops.logsoftmax(leaf(x, device)).numpy(), wanted, rtol=1e-6)
+    targets, hidden = leaf([1, 2, 3], device, "int64"), leaf(np.eye(3), device)
+    slope = (np.exp(wanted) - np.eye(40)[[1, 2, 3]]) / 3
+    for f in (lambda logits: ops.cross_entropy(logits, targets), lambda logits: ops.linear_cross_entropy(hidden, logits, targets)):
+        logits = leaf(x, device)
+        loss = f(logits)
+        loss.backward()
+        np.testing.assert_allclose(loss.item(), -wanted[np.arange(3), [1, 2, 3]].mean(), rtol=1e-6)
+        np.testing.assert_allclose(logits.grad.numpy(), slope, rtol=1e-6)
+
+
+def test_logsumexp_where_all_is_minus_infinity(device):
+    x = [[-np.inf, -np.inf], [0, -np.inf]]
+    np.testing.assert_array_equal(gradients(lambda x: ops.logsumexp(x, axes=(1,)), device, x)[0], [[0, 0], [1, 0]])
+    empty = ops.logsumexp(leaf(np.zeros((2, 0, 3)), device), axes=(1, 2))
+    np.testing.assert_array_equal(empty.numpy(), [-np.inf, -np.inf])
+
+
+EMPTY_PRODUCTS = [((2, 3, 0), (0, 4)), ((2, 3, 4), (4, 0)), ((0, 3, 4), (4, 2)), ((3, 0), (0, 2)), ((0, 2), (2, 3))]
+
+
+@pytest.mark.parametrize("shapes", EMPTY_PRODUCTS, ids=str)
+def test_gradients_of_empty_products(device, shapes):
+    bias = np.ones(shapes[1][1])
+    for f, values in ((ops.matmul, []), (ops.linear, [bias])):
+        found = gradients(f, device, *[np.ones(s) for s in shapes], *values)
+        assert [g.shape for g in found[:2]] == list(shapes)
+        np.testing.assert_array_equal(found[1], np.full(shapes[1], np.prod(shapes[0][:-1])))
+
+
+def test_layers_of_no_inputs(device):
+    conv, linear = nn.Conv(0, 2, 3, device=device), nn.Linear(0, 2, device=device)
+    found = conv(leaf(np.zeros((1, 0, 4, 4)), device)).numpy(), linear(leaf(np.zeros((3, 0)), device)).numpy()
+    np.testing.assert_array_equal(found[0], np.broadcast_to(conv.bias.numpy().reshape(1, 2, 1, 1), (1, 2, 4, 4)))
+    np.testing.assert_array_equal(found[1], np.broadcast_to(linear.bias.numpy(), (3, 2)))
+
+
+def test_flattening_an_empty_batch(device):
+    assert nn.Flatten()(leaf(np.zeros((0, 3, 4)), device)).shape == (0, 12)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 4])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_gradients_of_convolutions_with_kernels_that_are_not_square(stride, padding):
+    device, rng = ndl.cpu_numpy(), np.random.default_rng(0)
+    values = [rng.standard_normal((2, 5, 6, 2)), rng.standard_normal((3, 2, 2, 3))]
+
+    def loss(image, kernel):
+        out = ops.conv(*(ndl.Tensor(v, device=device, dtype="float64") for v in (image, kernel)), stride=stride, padding=padding)
+        return (out.numpy() ** 2).sum()
+
+    leaves = [ndl.Tensor(v, device=device, dtype="float64") for v in values]
+    out = ops.conv(*leaves, stride=stride, padding=padding)
+    (out * out).sum().backward()
+    for which, x in enumerate(leaves):
+        found = x.grad.numpy()
+        assert found.shape == values[which].shape
+        for i in [(0, 0, 0, 0), (1, 1, 0, 1), (-1, -1, -1, -1)]:
+            up, down = [v.copy() for v in values], [v.copy() for v in values]
+            up[which][i] += 1e-5
+            down[which][i] -= 1e-5
+            np.testing.assert_allclose(found[i], (loss(*up) - loss(*down)) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+def test_views_without_elements(device):
+    nothing = array(np.zeros((0, 3, 4, 2)), device)[:, 2:, 2:]
+    x = ndl.Tensor.make_const(nothing, requires_grad=True)
+    ops.attention(x, x, x).backward()
+    assert x.grad.shape == (0, 1, 2, 2) and nothing.compact().size == 0
+
+
+def test_attention_to_nothing(device):
+    q, k = leaf(np.ones((1, 2, 3, 4)), device), leaf(np.ones((1, 2, 0, 4)), device)
+    out = ops.attention(q, k, k, causal=False)
+    np.testing.assert_array_equal(out.numpy(), np.zeros((1, 2, 3, 4)))
+
+
+def test_what_a_missing_block_would_meet_is_not_read(device):
+    layout = BlockLayout([[True, False]], 16)
+    blocks, dense = array(np.ones((1, 1, 16, 16)), device), np.ones((1, 32, 2))
+    dense[0, 20] = np.nan
+    right = kernels.blocksparse_dsd(blocks, array(dense, device), layout)
+    left = kernels.blocksparse_dds(array(dense.swapaxes(1, 2), device), blocks, layout, transpose=True)
+    np.testing.assert_array_equal(right.numpy(), np.full((1, 16, 2), 16))
+    np.testing.assert_array_equal(left.numpy(), np.full((1, 2, 16), 16))
+
+
+def test_arguments_of_ops(device):
+    x = leaf(np.ones((1, 4, 4, 1)), device)
+    for stride, padding in ((0, 1), (-1, 1), (1, -1), ((2, 2), 1), (2.0, 1), (1, None)):
+        with pytest.raises(ShapeError, match=r"\[conv\] stride is"):
+            ops.conv(x, leaf(np.ones((3, 3, 1, 1)), device), stride, padding)
+    for f in (ops.dilate, ops.undilate):
+        with pytest.raises(ShapeError, match="dilation"):
+            f(x, (1,), -1)
+    with pytest.raises(ShapeError, match="non-negative"):
+        x.cached_data.pad(((0, -1),) * 4)
+    for widths in (1, (1, 1), ((1, 1, 1),) * 4, ((1.5, 1),) * 4, "wide"):
+        with pytest.raises(ShapeError, match=r"\[pad\] .* are no widths"):
+            ops.pad(x, widths)
+    number, weight = leaf(np.float32(1), device), leaf(np.ones((1, 3)), device)
+    for loss in (lambda t: ops.cross_entropy(number, t), lambda t: ops.linear_cross_entropy(number, weight, t)):
+        with pytest.raises(ShapeError, match="cross_entropy"):
+            loss(leaf([0], device))
+    with pytest.raises(ShapeError, match=r"\[cross_entropy\] rows are \(2, 3\), targets \(2, 3\)"):  # as they were given
+        ops.cross_entropy(leaf(np.ones((2, 3)), device), leaf(np.ones((2, 3)), device))
+    logits, columns = leaf(np.ones((2, 3, 4)), device), leaf(np.ones((4, 5)), device)
+    for loss in (lambda t: ops.cross_entropy(logits, t), lambda t: ops.linear_cross_entropy(logits, columns, t)):
+        assert [loss(leaf(np.zeros(shape), device)).shape for shape in ((2, 3), (6,))] == [(1,)] * 2
+        for shape in ((3, 2), (6, 1), (1, 6)):  # as many, but of which rows?
+            with pytest.raises(ShapeError, match=r"rows are \(2, 3, 4\), targets"):
+                loss(leaf(np.zeros(shape), device))
+    for f in (ops.mean, ops.summation, ops.max):
+        with pytest.raises(ShapeError, match="names no axis"):
+            f(x, {})
+    assert ops.mean(x, (i for i in (1, 2))).shape == (1, 1)
+    with pytest.raises(DTypeError, match=r"\[tuple_get_item\] value is of type Tensor"):
+        ops.tuple_get_item(x, 0)
+    for join in (ops.stack, ops.concatenate):
+        with pytest.raises(ShapeError, match="no arrays"):
+            join([], 0)
+        with pytest.raises(DeviceError, match="different devices"):
+            join([x, x.to(ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy())], 0)
+        with pytest.raises(ShapeError, match="shapes"):
+            join([x, x.reshape(1, 4, 1, 4)], 0)
+    for seed, offset in ((-1, 0), (2**64, 0), (1, -1)):
+        with pytest.raises(ValueError, match=r"\[dropout\] seed is"):
+            ops.dropout(x, 0.5, seed, offset)
+    assert ops.make_tuple(x, x * 2)[np.int64(-1)].numpy()[0, 0, 0, 0] == 2
+    with pytest.raises(DTypeError, match="condition is of type numpy"):
+        ops.where(np.ones(1), x, 0.0)
+    with pytest.raises(DTypeError, match="complex"):
+        x + np.array([1j])
+    with pytest.raises(DeviceError, match="cross_entropy"):
+        elsewhere = ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()
+        ops.cross_entropy(leaf(np.ones((2, 3)), device), leaf([0, 1], elsewhere))
+    with pytest.raises(DTypeError, match=r"\[embedding\] needs floating arrays, got int32"):
+        ops.embedding(leaf(np.ones((2, 3)), device, "int32", requires_grad=False), leaf([0], device))
+    with pytest.raises(DTypeError, match=r"\[rotary\] cos is float64"):
+        ops.rotary(x, *[array(np.ones((4, 0)), device, "float64")] * 2)
+    with pytest.raises(DTypeError, match=r"\[rotary\] an array is of type Tensor"):
+        ops.rotary(x, *[leaf(np.ones((4, 0)), device)] * 2)
+    for takes_layout in (
+        ops.attention,
+        lambda q, _, __, mask: ops.sdd(q[0], q[0], mask),
+        lambda q, _, __, mask: ops.dsd(q, q[0], mask),
+    ):
+        with pytest.raises(DTypeError, match=r"\] layout is of type Tensor \(accepted: a BlockLayout\)"):
+            takes_layout(x, x, x, leaf(np.ones((1, 1)), device))
+    for loss, inputs in ((ops.cross_entropy, 1), (ops.linear_cross_entropy, 2)):
+        with pytest.raises(DTypeError, match="ignore_index is of type Tensor"):  # where torch has weights of classes
+            loss(*[leaf(np.ones((2, 2)), device)] * inputs, leaf([0, 1], device), leaf(np.ones(2), device))
+    with pytest.raises(ShapeError, match="chunk_bytes is 0"):
+        ops.linear_cross_entropy(x, x, leaf([0, 1], device), chunk_bytes=0)
+    with pytest.raises(DTypeError, match="out_grad is numpy"):
+        (x * 2).backward(np.ones(x.shape))
+    with pytest.raises(DeviceError, match="out_grad is on"):
+        (x * 2).backward(leaf(np.ones(x.shape), ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()))
+
+
+def test_cells_take_states_of_one_shape(device):
+    x, ones = leaf(np.ones((2, 5)), device), lambda *shape: leaf(np.ones(shape), device)
+    lstm, rnn = nn.LSTMCell(5, 3, device=device), nn.RNNCell(5, 3, device=device)
+    for cell, state in (
+        (lstm, ones(2, 3)), (lstm, ones(4, 3)), (lstm, (ones(2, 3), ones(3))), (rnn, ones(3)), (rnn, ones(1, 2, 3)),
+    ):  # fmt: skip
+        with pytest.raises(ShapeError, match=r"Cell\] a state is .* \(accepted: \(2, 3\)\)"):
+            cell(x, state)
+    for cell in (lstm, rnn):
+        for wrong in (ones(5), ones(2, 4)):
+            with pytest.raises(ShapeError, match=r"Cell\] X is .* \(accepted: \(batch, 5\)\)"):
+                cell(wrong)
+
+
+def test_an_op_asked_for_its_gradient_by_another_shape_than_its_output(device):
+    """Kernels take the sizes from what forward saved: they would read what lies behind the gradient."""
+    x, row, small = (leaf(np.ones(shape), device) for shape in ((4, 5), 5, (2, 1)))
+    for y, grad in ((ops.softmax(x), small), (ops.LayerNorm()(x, row, row), [small, None, None])):
+        with pytest.raises(ShapeError, match=r"\] the gradient of the output is \(2, 1\) \(accepted: \(4, 5\), the output's\)"):
+            y.op.gradient_as_tuple(grad, y)
+
+
+def test_numbers_that_ops_and_clipping_cannot_use(device):
+    x = leaf(np.ones((2, 2)), device)
+    for make in (ops.dilate, ops.undilate):
+        for wrong in (1.5, -1):
+            with pytest.raises(ShapeError, match=rf"^\[{make.__name__}\] dilation is {wrong} \(accepted: a whole number"):
+                make(x, (0,), wrong)
+    for numbers in ((1.5, 0), (0, -1), (2**64, 0)):
+        with pytest.raises(ValueError, match=r"\[dropout\] seed is .* \(accepted: whole numbers, 0 to 2\*\*64 - 1\)"):
+            ops.dropout(x, 0.5, *numbers)
+    assert np.array_equal(ops.dropout(x, 0, 1).numpy(), x.numpy())
+    with pytest.raises(ValueError, match=r"\[dropout\] p is 1.5"):
+        ops.dropout(x, 1.5, 1)
+    for kind in (SGD, AdamW):
+        optimizer = kind([x])
+        x.grad = x.detach()
+        for wrong in (-1.0, np.nan, "1"):
+            with pytest.raises(ValueError, match=r"\[clip_grad_norm\] max_norm is .* \(accepted: a number of at least 0\)"):
+                optimizer.clip_grad_norm(wrong)
+        assert float(optimizer.clip_grad_norm(np.inf)) == 2 and (x.grad.numpy() == 1).all()
+
+
+def test_linear_takes_one_matrix(device):
+    """A batch of them, or a vector, went as far as backward, which failed."""
+    for x, weight, bias in (((2, 3, 4), (2, 4, 5), 5), ((3, 4), 4, 3), ((3, 4), (4, 5), 1)):
+        with pytest.raises(ShapeError, match=r"\[linear\] weight is .*, bias is .* \(accepted: \(in, out\), \(out,\)\)"):
+            ops.linear(*(leaf(np.ones(shape), device) for shape in (x, weight, bias)))
+
+
+def test_gradients_that_do_not_fit(device):
+    class First(ndl.autograd.TensorOp):
+        def compute(self, a):
+            return a[:1]
+
+        def gradient(self, out_grad, node):
+            return out_grad
+
+    class Third(ndl.autograd.TensorOp):
+        def __init__(self, given):
+            self.given = given
+
+        def compute(self, a):
+            return a * 2
+
+        def gradient(self, out_grad, node):
+            return self.given(out_grad)
+
+    x = leaf([1, 2, 3], device)
+    for y in (First()(x), First()(x * leaf([1, 2, 3], device))):  # whose gradient would make (3,) of (1,)
+        with pytest.raises(GraphError, match=r"First.gradient gave one of shape \(1,\) for an input of shape \(3,\)"):
+            y.backward()
+    with pytest.raises(GraphError, match=r"First.gradient gave one of shape \(1,\) for an input of shape \(3,\)"):
+        First()(ops.split(x.reshape((1, 3)), 0)[0]).backward()
+    for given in (ndl.Tensor.realize_cached_data, ndl.Tensor.numpy):
+        for y in (Third(given)(x), Third(given)(x * 2)):
+            with pytest.raises(GraphError, match=r"Third.gradient gave a .*rray for an input of shape \(3,\)"):
+                y.backward()
+    with pytest.raises(DTypeError, match="cannot assign numpy"):
+        x.grad = np.ones(3)
+    for missing, make in (("First", ndl.autograd.TensorOp), ("Network", nn.Module)):
+        with pytest.raises(NotImplementedError, match=rf"\[{missing}\] has no"):
+            type(missing, (make,), {})()(x)
+    for y in (x, x.detach()):
+        with pytest.raises(DTypeError, match=r"\[Second\] compute gave a numpy"):
+            type("Second", (ndl.autograd.TensorOp,), {"compute": lambda self, a: a.numpy()})()(y)
+
+
+def test_no_grad_holds_for_its_thread_alone(device):
+    x, inside, outside, seen = leaf([1, 2], device), threading.Event(), threading.Event(), []
+
+    def evaluate():
+        with ndl.no_grad():
+            inside.set()
+            outside.wait()
+            seen.append((x * 2).requires_grad)
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    inside.wait()
+    y = x * 2
+    with ndl.no_grad():
+        outside.set()
+        thread.join()
+    assert y.requires_grad and (x * 2).requires_grad and seen == [False]
+    y.sum().backward()
+    again = ndl.no_grad()
+    with again, again:
+        pass
+    assert ndl.autograd.is_grad_enabled()

@@ -1,0 +1,491 @@
+"""What lies at the edges of layers, optimizers and data: shared and moved parameters, wrong shapes and numbers, files that are
+none."""
+
+import gzip
+import pickle
+import struct
+
+import numpy as np
+import pytest
+
+import needle as ndl
+from devices import usable
+from making import leaf
+from needle import data, memory, nn, ops
+from needle.backend_ndarray.block_layout import BlockLayout
+from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, OutOfMemoryError, ShapeError
+from needle.optim import SGD, Adam, AdamW
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_a_parameter_that_has_grown_under_its_optimizer(device, kind):
+    p = nn.Parameter(leaf(np.ones(4), device))
+    optimizer = kind([p])
+    (p * 2).sum().backward()
+    optimizer.step()
+    p.data = leaf(np.ones(4000), device)
+    (p * 2).sum().backward()
+    with pytest.raises(ShapeError, match="sizes differ"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 1), (6,)])
+def test_a_gradient_of_another_shape(device, kind, shape):
+    p = nn.Parameter(leaf(np.ones((2, 3)), device))
+    p.grad = leaf(np.ones(shape), device)
+    with pytest.raises(ShapeError, match=r"\[optim\] a gradient is .*, its parameter is \(2, 3\)"):
+        kind([p]).step()
+    np.testing.assert_array_equal(p.numpy(), 1)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_a_gradient_that_does_not_fit_leaves_all_parameters(device, kind):
+    first, second = (nn.Parameter(leaf(np.ones(2), device)) for _ in range(2))
+    first.grad, second.grad = leaf(np.ones(2), device), leaf(np.ones(3), device)
+    optimizer = kind([first, second])
+    with pytest.raises(ShapeError, match=r"a gradient is \(3,\)"):
+        optimizer.step()
+    np.testing.assert_array_equal(first.numpy(), 1)
+    assert getattr(optimizer, "t", 0) == 0
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+@pytest.mark.parametrize(
+    ("dtype", "of_gradient"), [("bfloat16", "float32"), ("float32", "float16"), ("float16", "float64"), ("float64", "float32")]
+)
+def test_a_gradient_of_another_dtype(device, kind, dtype, of_gradient):
+    p = nn.Parameter(leaf([1, 1], device, dtype))
+    p.grad = leaf([0.5, -0.5], device, of_gradient)
+    kind([p], lr=0.25, weight_decay=0.0).step()
+    down, up = p.numpy()
+    assert p.dtype == dtype and 1 - down == up - 1 > 0
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_floats_alone_are_updated(device, kind):
+    p = leaf([1, 2], device, "int32")
+    p.grad = leaf([1, 1], device)
+    with pytest.raises(DTypeError, match="param is int32"):
+        kind([p], lr=1.0).step()
+
+
+def test_the_first_step_of_adam_is_its_learning_rate(device):
+    """What float32 has of 1 - beta is as good as beta: else the first steps are off by some 1e-5."""
+    p = nn.Parameter(leaf([0, 0], device))
+    p.grad = leaf([2, -3], device)
+    Adam([p], lr=1.0, eps=0.0).step()
+    np.testing.assert_allclose(p.numpy(), [-1, 1], rtol=5e-7)
+
+
+def test_momentum_adds_up_what_16_bits_would_lose(device):
+    p = nn.Parameter(leaf([0], device, "bfloat16"))
+    optimizer = SGD([p], lr=0.0, momentum=0.99)
+    for value in (1.0, *[1 / 512] * 20):  # each less than half of what bfloat16 has at 1
+        p.grad = leaf([value], device, "bfloat16")
+        optimizer.step()
+    wanted = 0.01 * 0.99**20 + (1 - 0.99**20) / 512
+    np.testing.assert_allclose(optimizer.u[p].numpy(), [wanted], rtol=1e-5)
+
+
+def test_a_shared_parameter_is_updated_once(device):
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    assert model.parameters() == [layer.weight]
+    before = layer.weight.numpy()
+    layer.weight.grad = leaf(np.ones((2, 2)), device)
+    SGD(model.parameters(), lr=0.5).step()
+    np.testing.assert_allclose(layer.weight.numpy(), before - 0.5, rtol=1e-6)
+
+
+def test_a_parameter_stays_one_when_it_is_written(device):
+    p = nn.Parameter(leaf([1, 2], device))
+    with pytest.raises(GraphError, match="Parameter is a leaf"):
+        p[0] = 5.0
+    with ndl.no_grad():
+        p[0] = 5.0
+    (p * 2).sum().backward()
+    SGD([p], lr=1.0).step()
+    np.testing.assert_array_equal(p.numpy(), [3, 0])
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    before, weight = layer.weight.numpy(), layer.weight
+    with ndl.no_grad():
+        layer.weight -= 0.5
+        layer.weight *= leaf([2, 4], device)
+        layer.weight /= 2
+        layer.weight += layer.weight
+    assert layer.weight is weight and layer.parameters() == [weight]
+    np.testing.assert_allclose(weight.numpy(), (before - 0.5) * [2, 4], rtol=1e-6)
+    with pytest.raises(GraphError, match="Parameter is a leaf"):
+        layer.weight += 1.0
+
+
+def test_a_loaded_state_is_a_copy(device):
+    one, other = (nn.Linear(2, 2, device=device) for _ in range(2))
+    other.load_state_dict(dict(one.named_parameters()))
+    before = other.weight.numpy()
+    one.weight.realize_cached_data().fill(7.0)
+    np.testing.assert_array_equal(other.weight.numpy(), before)
+    other.load_state_dict({"weight": [[1, 2], [3, 4]], "bias": np.zeros((1, 2))})
+    np.testing.assert_array_equal(other.weight.numpy(), [[1, 2], [3, 4]])
+
+
+@pytest.mark.parametrize("wrong", [np.full(2, 1j), [1, None], np.array(["a", "b"]), [[1], [2, 3]], [1, 2, 3]], ids=str)
+def test_a_state_that_does_not_fit_changes_nothing(device, wrong):
+    norm = nn.LayerNorm(2, device=device)
+    before = norm.state_dict()
+    for name in before:
+        with pytest.raises((CheckpointError, DTypeError, ShapeError)):
+            norm.load_state_dict({**{key: [3, 4] for key in before}, name: wrong})
+        assert all(np.array_equal(before[name], values) for name, values in norm.state_dict().items())
+
+
+def test_what_is_computed_in_the_place_of_a_buffer_is_state(host):
+    class Averaged(nn.Module):
+        def __init__(self):
+            self.weight, self.mean = nn.Parameter([2.0], device=host), nn.Buffer([0.0], device=host)
+
+        def forward(self, x):
+            self.mean *= 0.5
+            self.mean = self.mean + x * self.weight
+
+    model = Averaged()
+    for _ in range(2):
+        model(leaf([3.0], host))
+    assert not model.mean.requires_grad
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == {"weight": [2], "mean": [9]}
+
+
+def test_a_state_has_running_statistics(device):
+    def network():
+        return nn.Sequential(nn.Linear(3, 3, device=device), nn.Residual(nn.BatchNorm1d(3, device=device)))
+
+    x, (one, other) = leaf(np.random.default_rng(0).standard_normal((8, 3)), device), (network(), network())
+    one(x)
+    assert [name for name, _ in one.named_parameters()] == [
+        "modules.0.weight",
+        "modules.0.bias",
+        "modules.1.fn.weight",
+        "modules.1.fn.bias",
+    ]
+    assert len(one.parameters()) == 4
+    state = one.state_dict()
+    assert set(state) - dict(one.named_parameters()).keys() == {"modules.1.fn.running_mean", "modules.1.fn.running_var"}
+    other.load_state_dict(state)
+    np.testing.assert_array_equal(other.eval()(x).numpy(), one.eval()(x).numpy())
+    del state["modules.1.fn.running_var"]
+    with pytest.raises(CheckpointError, match=r"missing \['modules.1.fn.running_var'\]"):
+        other.load_state_dict(state)
+
+
+def test_a_module_moves_to_a_device(device):
+    start = usable("cpu_numpy") if device.name == "cpu" else usable("cpu")
+    layer = nn.Linear(3, 3, device=start)
+    network = nn.Sequential(layer, nn.BatchNorm1d(3, device=start), nn.Residual(layer))
+    x = np.random.default_rng(0).standard_normal((8, 3))
+    network(leaf(x, start)).sum().backward()
+    late = network(leaf(x, start)).sum()
+    parameters, gradient, state = network.parameters(), layer.weight.grad.numpy(), network.state_dict()
+    before = memory.stats(device).by_category
+    assert network.to(device) is network and network.to(device.name) is network
+    assert [*map(id, network.parameters())] == [*map(id, parameters)] and isinstance(network.modules[1].running_mean, nn.Buffer)
+    assert {t.device for t in [*parameters, network.modules[1].running_var, layer.weight.grad]} == {device}
+    np.testing.assert_array_equal(layer.weight.grad.numpy(), gradient)
+    assert all(np.array_equal(values, state[name]) for name, values in network.state_dict().items())
+    now = memory.stats(device).by_category
+    floats = 9 + 3 + 3 + 3  # weight and bias of the layer, of the norm
+    assert now["parameter"] - before["parameter"] == now["gradient"] - before["gradient"] == 4 * floats
+    AdamW(network.parameters()).step()
+    network(leaf(x, device)).sum().backward()
+    with pytest.raises(DeviceError, match="unknown device: 'gpu'"):
+        network.to("gpu")
+    with pytest.raises(DeviceError, match="different devices"):
+        late.backward()
+
+
+def test_a_module_that_finds_no_room_stays_where_it_is(cpu):
+    network = nn.Sequential(nn.Linear(100, 100, device=usable("cpu_numpy")), nn.Linear(100, 100, device=usable("cpu_numpy")))
+    memory.set_limit(memory.stats(cpu).live + 60_000, cpu)
+    try:
+        with pytest.raises(OutOfMemoryError):
+            network.to(cpu)
+    finally:
+        memory.set_limit(None, cpu)
+    assert {p.device.name for p in network.parameters()} == {"cpu_numpy"}
+
+
+@pytest.mark.parametrize("spread, weight_dtype", [(30, "float16"), (1000, "float16"), (1000, "float32")])
+def test_batch_norm_of_sums_and_squares_beyond_float16(device, spread, weight_dtype):
+    x = 2 + spread * np.random.default_rng(0).standard_normal((3000, 25))
+    norm = nn.BatchNorm1d(25, device=device, dtype=weight_dtype)
+    y = norm(leaf(x, device, "float16"))
+    assert y.dtype == weight_dtype
+    np.testing.assert_allclose(y.numpy(), (x - x.mean(axis=0)) / x.std(axis=0), rtol=0.01, atol=0.01)
+    np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * x.var(axis=0), rtol=0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_softmax_loss_of_16_bits_is_cross_entropy(device, dtype):
+    scores, classes = np.full((3000, 3), [30, 0, -10]), leaf(np.full(3000, 1), device, requires_grad=False)
+    found = []
+    for loss_of in (nn.SoftmaxLoss(), ops.cross_entropy):
+        x = leaf(scores, device, dtype)
+        loss = loss_of(x, classes)
+        loss.backward()
+        assert loss.dtype == "float32"
+        np.testing.assert_allclose(loss.numpy(), [30], rtol=1e-5)
+        found.append(x.grad.numpy().astype("float32"))
+    np.testing.assert_allclose(*found, rtol=0.01, atol=1e-7)
+
+
+def test_a_parameter_of_two_names(device):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(5, 3, device=device), [nn.Linear(3, 5, bias=False, device=device)]
+            self.out[0].weight = self.embedding.weight
+
+    model, other = Tied(), Tied()
+    assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
+    assert list(model.state_dict()) == ["embedding.weight", "out.0.weight"]
+    other.load_state_dict(model.state_dict())
+    np.testing.assert_array_equal(other.out[0].weight.numpy(), model.embedding.weight.numpy())
+    assert other.out[0].weight is other.embedding.weight
+
+
+def test_what_an_optimizer_takes(device):
+    p, q = (nn.Parameter(leaf([1, 2], device)) for _ in range(2))
+    for kind in (SGD, Adam, AdamW):
+        with pytest.raises(ValueError, match=r"shape \(2,\) is there twice"):
+            kind([p, q, p])
+        for wrong in (p, {"weight": p}, None, [p, "weight"], [("weight", p)], [np.ones(2)], [p, {"params": [q]}]):
+            with pytest.raises(TypeError, match=r"\[optim\] params"):
+                kind(wrong)
+        for wrong in ({"lr": 0.1}, {"params": [q], "betas": (0.5, 0.5)}, q):
+            with pytest.raises(ValueError, match=rf"\[{kind.__name__}\] a group"):
+                kind([{"params": [p]}, wrong])
+        with pytest.raises(ValueError, match="twice"):
+            kind([{"params": [p]}, {"params": [q, p], "lr": 0.1}])
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_groups_of_parameters(kind, device):
+    """Each as an optimizer of its own would have it; lr and weight_decay are the first group's, and set those of all."""
+    (p, q), (a, b) = ([nn.Parameter(leaf([1.0, -2.0], device)) for _ in range(2)] for _ in range(2))
+    one = kind([{"params": [p], "lr": 0.5}, {"params": [q], "weight_decay": 0.25}], lr=0.125, weight_decay=0.0)
+    two = [kind([a], lr=0.5, weight_decay=0.0), kind([b], lr=0.125, weight_decay=0.25)]
+    for step in range(3):
+        for x in (p, q, a, b):
+            x.grad = leaf([0.5, step], device)
+        one.step()
+        for each in two:
+            each.step()
+    assert p.numpy().tolist() == a.numpy().tolist() != q.numpy().tolist() == b.numpy().tolist()
+    assert (one.lr, one.weight_decay) == (0.5, 0.0)
+    one.lr, one.weight_decay = 0.0, 0.0
+    assert [(g["lr"], g["weight_decay"]) for g in one.param_groups] == [(0, 0)] * 2
+    one.step()
+    assert p.numpy().tolist() == a.numpy().tolist() and q.numpy().tolist() == b.numpy().tolist()
+    for wrong in (None, "0.1"):
+        with pytest.raises(TypeError, match=rf"\[{kind.__name__}\] lr is of type"):
+            one.lr = wrong
+    one = kind([p])
+    one.params.append(q)
+    assert one.param_groups[0]["params"] == [p, q]
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_an_optimizer_without_parameters_or_with_wrong_numbers(kind):
+    for nothing in ([], iter(()), [{"params": []}]):
+        with pytest.raises(ValueError, match="no parameters"):
+            kind(nothing)
+    p = nn.Parameter([1.0])
+    names = {SGD: ("lr", "momentum", "weight_decay"), Adam: ("lr", "beta1", "beta2", "eps"), AdamW: ("lr", "eps", "weight_decay")}
+    for name in names[kind]:
+        for wrong in (-0.1, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match=rf"\[{kind.__name__}\] {name} is .*accepted: 0 or more, "):
+                kind([p], **{name: wrong})
+        with pytest.raises(TypeError, match=f"{name} is of type str"):
+            kind([p], **{name: "0.1"})
+        kind([p], **{name: 0})
+    if kind is not SGD:
+        with pytest.raises(ValueError, match=r"beta2 is 1.0 .*below 1"):
+            kind([p], **({"beta2": 1.0} if kind is Adam else {"betas": (0.9, 1.0)}))
+    for betas in ((0.9,), (0.9, 0.95, 0.99), 0.9) if kind is AdamW else ():
+        with pytest.raises(ValueError, match=r"betas is .*accepted: two numbers"):
+            AdamW([p], betas=betas)
+
+
+def test_layers_are_of_the_dtype_and_on_the_device_asked_for(host):
+    layout = BlockLayout(np.ones((1, 1)), 16)
+    for kind, *sizes in (
+        (nn.Linear, 2, 3), (nn.Conv, 2, 3, 3), (nn.Embedding, 2, 3), (nn.BatchNorm1d, 2), (nn.BatchNorm2d, 2), (nn.LayerNorm, 2),
+        (nn.RNN, 2, 3), (nn.LSTM, 2, 3), (nn.Transformer, 4, 4, 1), (nn.BlockSparseLinear, 16, 16, layout),
+    ):  # fmt: skip
+        layer = kind(*sizes, device=host, dtype="float64")
+        assert {p.device for p in layer.parameters()} == {host}
+        assert {str(values.dtype) for values in layer.state_dict().values()} == {"float64"}
+        layer.load_state_dict({name: values.tolist() for name, values in layer.state_dict().items()})
+        assert {p.dtype for p in layer.parameters()} == {"float64"}
+
+
+def test_sequences_without_a_batch():
+    x = ndl.ones(5, 8)
+    for module in (nn.AttentionLayer(8, 2, 4), nn.TransformerLayer(8, 2, 4, 8), nn.Transformer(8, 8, 1, num_head=2, dim_head=4)):
+        with pytest.raises(ShapeError, match=rf"\[{type(module).__name__}\] x is \(5, 8\)"):
+            module(x)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"kernel_size": k} for k in ((3, 5), 0, (), 2.5, "3")),
+        {"kernel_size": 3, "stride": (1, 2)},
+        {"kernel_size": 3, "padding": -1},
+    ],
+    ids=str,
+)
+def test_kernels_and_strides_of_a_convolution(wrong):
+    with pytest.raises(ShapeError, match=r"\[Conv\] (kernel_size|stride|padding) is"):
+        nn.Conv(2, 3, **wrong)
+    assert nn.Conv(2, 3, (3, 3), [2, 2]).stride == 2
+
+
+def test_the_padding_of_a_convolution(device):
+    x = leaf(np.random.default_rng(0).standard_normal((2, 3, 6, 5)), device)
+    same = nn.Conv(3, 4, 3, device=device)
+    for padding in (0, 2, (2, 2)):
+        other = nn.Conv(3, 4, 3, device=device, padding=padding)
+        other.load_state_dict(same.state_dict())
+        cut = 1 - other.padding
+        inner, outer = (same(x), other(x)) if cut > 0 else (other(x), same(x))
+        cut = abs(cut)
+        np.testing.assert_allclose(inner.numpy()[:, :, cut:-cut, cut:-cut], outer.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sequential_is_a_sequence():
+    one, two, three = nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)
+    model = nn.Sequential(one, two, three)
+    assert list(model) == [one, two, three] and len(model) == 3 and model[-1] is three
+    assert isinstance(model[:2], nn.Sequential) and list(model[:2]) == [one, two] and model[:2].parameters() == one.parameters()
+    assert nn.Sequential() and not len(nn.Sequential())
+    with pytest.raises(IndexError):
+        model[3]
+
+
+def test_dropout_of_everything(device):
+    np.testing.assert_array_equal(nn.Dropout(1.0)(leaf([1, 2], device)).numpy(), [0, 0])
+    for layer, more in ((nn.Dropout, {}), (nn.SeededDropout, {"seed": 1})):
+        for p in (-0.1, 1.5):
+            with pytest.raises(ValueError, match=rf"^\[{layer.__name__}\] p is .* \(accepted: 0 to 1\)"):
+                layer(p, **more)
+
+
+def test_shapes_of_sequences_and_images(device):
+    X = np.ones((5, 2, 3))
+    for layer, wrap in ((nn.RNN, lambda h: h), (nn.LSTM, lambda h: (h, h))):
+        model = layer(3, 4, num_layers=2, device=device)
+        for x, h in ((X[0], None), (X[..., :2], None), (X, (1, 2, 4)), (X, (2, 1, 4)), (X, (3, 2, 4)), (X, (2, 2, 3))):
+            with pytest.raises(ShapeError, match=layer.__name__):
+                model(leaf(x, device), None if h is None else wrap(leaf(np.ones(h), device)))
+        model(leaf(X, device), wrap(leaf(np.ones((2, 2, 4)), device)))
+        with pytest.raises(ShapeError, match="num_layers is 0"):
+            layer(3, 4, num_layers=0)
+    with pytest.raises(ShapeError, match="batch_norm"):
+        nn.BatchNorm2d(2, device=device)(leaf(np.ones((1, 2, 3)), device))
+    for shapes in ((2, 1), (1, 2)):
+        with pytest.raises(ShapeError, match="batch_norm"):
+            ops.batch_norm(leaf(np.ones((3, 2)), device), *[leaf(np.ones(n), device) for n in shapes])
+    norm = nn.BatchNorm1d(2, device=device)
+    with pytest.raises(ShapeError, match="N at least 1"):
+        norm(leaf(np.ones((0, 2)), device))
+    assert np.array_equal(norm.running_mean.numpy(), [0, 0])
+    for shape in ((2, 5, 5), (1, 3, 5, 5)):
+        with pytest.raises(ShapeError, match=r"\[Conv\] x is"):
+            nn.Conv(2, 3, 3, device=device)(leaf(np.ones(shape), device))
+    with pytest.raises(ShapeError, match=r"5 positions \(accepted: at most sequence_len, 4"):
+        nn.Transformer(4, 4, 1, num_head=1, dim_head=4, sequence_len=4, device=device)(leaf(np.ones((5, 1, 4)), device))
+
+
+def test_labels_that_do_not_fit_the_logits(device):
+    logits = leaf(np.ones((3, 3)), device)
+    for labels in (0, [0], [[0], [1], [2]], [0, 1]):
+        with pytest.raises(ShapeError, match="SoftmaxLoss"):
+            nn.SoftmaxLoss()(logits, leaf(labels, device))
+
+
+# --- data ---
+
+
+class Pairs(data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return np.arange(12.0).reshape(6, 2)[index]
+
+
+def test_a_loader_is_its_own_iterator():
+    """As the course has it. The order is drawn when a pass begins."""
+    mixed = data.NDArrayDataset(np.arange(3), [4, 5, 6], ndl.Tensor([7, 8, 9]))
+    assert [[part.numpy().tolist() for part in batch] for batch in data.DataLoader(mixed, 2)] == [
+        [[0, 1], [4, 5], [7, 8]],
+        [[2], [6], [9]],
+    ]
+    loader = data.DataLoader(data.NDArrayDataset(np.arange(5)), 2, shuffle=True)
+    np.random.seed(0)
+    assert iter(loader) is loader
+    np.random.rand(7)
+    found = np.concatenate([next(loader)[0].numpy() for _ in range(3)])
+    np.random.seed(0)
+    assert found.tolist() == np.random.permutation(5).tolist()
+    with pytest.raises(StopIteration):
+        next(loader)
+
+
+def test_what_a_loader_takes():
+    assert [x.shape for (x,) in data.DataLoader(Pairs(), 4)] == [(4, 2), (2, 2)]  # of one part, not of four
+    empty = data.DataLoader(data.NDArrayDataset(np.zeros((0, 3))), 4)
+    assert len(empty) == 0 and list(empty) == []
+    for wrong in (-1, 2.5, "a"):
+        with pytest.raises(ValueError, match=r"\[DataLoader\] batch_size"):
+            data.DataLoader(Pairs(), wrong)
+    for arrays in ((np.ones(3), np.ones(5)), ()):
+        with pytest.raises(DataError, match="NDArrayDataset"):
+            data.NDArrayDataset(*arrays)
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return type(self.path).touch, (self.path,)
+
+
+def test_files_that_are_no_cifar_10(tmp_path):
+    image, path = np.zeros((2, 3072), np.uint8), tmp_path / "test_batch"
+    for content in (
+        b"garbage", b"", [1, 2], {b"data": image}, {b"data": image[:, :9], b"labels": [0, 1]}, {b"data": image, b"labels": [0]},
+        Touch(tmp_path / "touched"),
+    ):  # fmt: skip
+        path.write_bytes(content if isinstance(content, bytes) else pickle.dumps(content, protocol=2))
+        with pytest.raises(DataError, match=r"\[cifar10\] cannot read"):
+            data.CIFAR10Dataset(str(tmp_path), train=False)
+    assert not (tmp_path / "touched").exists()
+
+
+def test_files_that_are_no_mnist_or_text(tmp_path):
+    def files(side, count, damage=lambda content: content):
+        images = gzip.compress(struct.pack(">IIII", 2051, count, side, side) + bytes(count * side * side))
+        (tmp_path / "x.gz").write_bytes(damage(images))
+        (tmp_path / "y.gz").write_bytes(gzip.compress(struct.pack(">II", 2049, count) + bytes(count)))
+        return str(tmp_path / "x.gz"), str(tmp_path / "y.gz")
+
+    assert len(data.MNISTDataset(*files(28, 4))) == 4
+    for names in (files(14, 4), files(28, 4, lambda content: content[:12] + b"\xff" * 8 + content[20:])):
+        with pytest.raises(DataError, match=r"\[mnist\]"):
+            data.MNISTDataset(*names)
+    (tmp_path / "train.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(DataError, match=r"\[ptb\] cannot read"):
+        data.Corpus(str(tmp_path))
