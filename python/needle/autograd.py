@@ -26,6 +26,7 @@ import numpy as np
 from . import dtype as dt
 from .backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
+from .backend_ndarray.ndarray import writes
 from .backend_selection import Device, NDArray, array_api, as_device
 from .errors import DeviceError, DTypeError, GraphError, ShapeError, type_name
 from .graph import Node, Segment, home_of, realize, shape_of, spec_of
@@ -398,11 +399,11 @@ class Value:
 
     def _record(self, op: Op, inputs: Sequence[Value], arrays: list, out: Any) -> None:
         """Makes this the value of a node, which keeps of ``arrays`` and ``out`` what gradients will read."""
-        in_nodes, latest_write = [], NDArray.latest_write
+        in_nodes, last_write = [], writes.last
         for x in inputs:
             n = x._node or x._as_node()
             in_nodes.append(n)
-            if n.born < latest_write and n.op is not None:
+            if n.born < last_write and n.op is not None:
                 n.hold_if_written(x._data)
         node = Node(op, tuple(in_nodes), True, self)
         node.spec = spec_of(out) if isinstance(out, tuple) else (out._shape, out._dtype, out._device)

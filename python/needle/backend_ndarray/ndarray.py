@@ -33,6 +33,18 @@ write_stamp: Callable[[], int] = itertools.count(1).__next__
 _SCALARS = (int, float, bool, np.number, np.bool_)
 
 
+class _Writes:
+    """In place, to any memory. last: tick of the last one."""
+
+    __slots__ = ("last",)
+
+    def __init__(self) -> None:
+        self.last = 0
+
+
+writes = _Writes()
+
+
 def _as_numpy_calls_it(reduction: Callable[[NDArray, Any, bool], NDArray]) -> Callable[..., NDArray]:
     """For np.sum(x) and its like, which pass ``out`` to the method, and np.mean ``dtype``. raises: DTypeError if it is not None."""
 
@@ -56,7 +68,6 @@ class NDArray:
 
     __slots__ = ("_shape", "_strides", "_offset", "_device", "_handle", "_dtype", "_contiguous", "__weakref__")
     __array_priority__ = 1000
-    latest_write = 0  # tick of the last write in place to any memory
     _shape: tuple[int, ...]
     _strides: tuple[int, ...]
     _offset: int
@@ -313,7 +324,7 @@ class NDArray:
 
     def mark_written(self) -> None:
         """Stamps this memory as written now."""
-        self._handle.last_write = NDArray.latest_write = write_stamp()
+        self._handle.last_write = writes.last = write_stamp()
 
     def add_in_place(self, other: NDArray | float) -> None:
         """self += other for a compact self; other broadcasts to it and is cast to its dtype. raises: ShapeError for a part."""
