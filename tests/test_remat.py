@@ -127,6 +127,20 @@ def test_the_same_bits_in_lazy_mode(host, way):
         autograd.LAZY_MODE = False
 
 
+def test_a_constant_that_lazy_mode_puts_off_outlives_the_segment_that_takes_it(host):
+    x, shift = leaf([1.0, 2.0], host), leaf([1.0, 0.0], host, requires_grad=False)
+    autograd.LAZY_MODE = True
+    try:
+        loss = ndl.remat(lambda c: ops.tanh(x + c), shift * 2).sum()
+        found = []
+        for _ in range(2):
+            loss.backward()
+            found.append(x.grad.numpy())
+    finally:
+        autograd.LAZY_MODE = False
+    assert_same(found, [found[0]] * 2)
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_second_derivatives(host, way):
     def penalty(way):

@@ -144,7 +144,7 @@ class Segment:
             self.armed = False
             for n in self.boundary:
                 n.readers -= 1
-                if n.readers == 0:
+                if n.readers == 0 and n.op is not None:  # lazy mode: a constant has become a leaf since
                     n.array = None
 
 
