@@ -204,7 +204,7 @@ def test_a_region_is_of_one_device():
 
 
 def test_a_device_of_ones_own_has_regions():
-    own = ndl.backend_ndarray.BackendDevice("own", ndl.cpu_numpy().mod)
+    own = ndl.backend_ndarray.BackendDevice("own_of_amp", ndl.cpu_numpy().mod)  # a name for each: devices are equal by it
     x = tensor((2, 2), own)
     with amp.autocast(own):
         assert (x @ x).dtype == amp.get_autocast_dtype(own) == "bfloat16"

@@ -971,7 +971,8 @@ def test_what_is_measured_as_it_runs(text, tmp_path):
     steps = [row for row in rows if "loss" in row]
     assert [row["peak_bytes"] for row in steps[1:]] == [peak] * 3
     for row in steps:
-        assert row["grad_norm"] > 0 and row["lr"] > 0 and row["tokens_per_second"] > 0 and row["mfu"] > 0
+        assert row["grad_norm"] > 0 and row["lr"] > 0 and row["tokens_per_second"] > 0
+        assert row["mfu"] > 0 if "mfu" in row else options.device("auto").name == "cuda"  # of some GPUs nothing is published
         assert sum(row["peak_by_category"].values()) == row["peak_bytes"] > row["live_bytes"]
     samples = [row for row in rows if "sample" in row]
     assert [row["step"] for row in samples] == [row["step"] for row in rows if "held_out_loss" in row] == [1, 2, 3, 4]
