@@ -36,6 +36,31 @@ def test_differentiable_gradients_far_out(device, op):
     assert np.isfinite(x.grad.numpy()).all()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "op, shapes",
+    [
+        (ops.softmax, [(8, 64)]),
+        (ops.attention, [(1, 2, 24, 16)] * 3),
+        (lambda *inputs: ops.lstm(*inputs)[0], [(5, 3, 4), (3, 6), (3, 6), (4, 24), (6, 24)]),
+    ],
+    ids=["softmax", "attention", "lstm"],
+)
+def test_differentiable_gradients_of_16_bits_are_rounded_once(device, op, shapes, dtype):
+    """They come of several ops, in float32 as in the kernels that are one."""
+    rng = np.random.default_rng(0)
+    values = [leaf(3 * rng.standard_normal(shape), device, dtype).numpy().astype("float32") for shape in shapes]
+    found = []
+    for of in (dtype, "float32"):
+        inputs = [leaf(x, device, of) for x in values]
+        y = op(*inputs)
+        y.backward(leaf(np.random.default_rng(1).choice([-1, 1, 2], y.shape), device, y.dtype), create_graph=True)
+        found.append([x.grad.numpy().astype("float32") for x in inputs])
+    bits = 11 if dtype == "float16" else 8
+    for got, exact in zip(*found):
+        np.testing.assert_allclose(got, exact, rtol=2.0**-bits, atol=2.0**-bits * np.abs(exact).max())
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "bool"])
 def test_the_slope_of_cutting_off_is_0(device, dtype):
     (slope,) = gradients(lambda x: ops.astype(ops.astype(x, dtype), "float32") * 3 + x, device, [0.5, 1.5])

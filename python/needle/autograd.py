@@ -138,7 +138,7 @@ class Op:
     products; None: leaves them (elementwise ops give the widest dtype of their inputs).
 
     A fused op may offer ``reference(*inputs)``, the same value composed of ops that can be differentiated twice; it is used for
-    gradients that themselves need a graph.
+    gradients that themselves need a graph, with floats in float32 at least.
 
     makes_gradients: ``gradient`` gives arrays that are new and that nothing else holds, so that others are added to them in place.
     An op may offer ``accumulate_gradient(out_grad, node, sums)`` instead of ``gradient``: what would be added to ``sums[i]``, an

@@ -312,7 +312,9 @@ def _check_gradient(op: Op, grad: Any, shape: tuple[int, ...]) -> None:
 def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
     """Gradients, with a graph, of a fused op's reference composition: a tuple op's is its first output, or several."""
     inputs = [Value._of(n) for n in node.inputs]
-    found = node.op.reference(*inputs)  # type: ignore[union-attr, misc]
+    # The kernels compute in float32 at least; here 16 bits would round after each of several ops.
+    wide = [ops.astype(x, dt.accumulator(x.dtype)) if isinstance(x, Tensor) and dt.is_float(x.dtype) else x for x in inputs]
+    found = node.op.reference(*wide)  # type: ignore[union-attr, misc]
     values = found if isinstance(found, tuple) else (found,)
     grads: dict[Any, Any] = {}
     for value, g in zip(values, (grad,) if isinstance(grad, Tensor) else grad):

@@ -47,8 +47,7 @@ class Attention(TensorTupleOp):
         seen = self.layout.dense_mask(T, k.shape[2])
         mask = Tensor(seen, device=q.device, dtype="bool", requires_grad=False)
         scores = matmul(q, transpose(k)) * self.scale
-        lowest = -6e4 if q.dtype == "float16" else -1e30  # finite, or a row that sees nothing were NaN
-        low = Tensor([lowest], device=q.device, dtype=q.dtype, requires_grad=False)
+        low = Tensor([-1e30], device=q.device, dtype=q.dtype, requires_grad=False)  # finite, or a row that sees nothing were NaN
         heads = self.layout.heads
         wide = mask if heads == 1 else concatenate([mask] * (H // heads), 0)
         p = softmax(where(wide, scores, low))
