@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Iterable
 from functools import reduce, wraps
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,19 +31,8 @@ __all__ = [
 
 # write_stamp() is the next tick of the clock that orders in-place writes and the making of graph nodes.
 write_stamp: Callable[[], int] = itertools.count(1).__next__
+writes = SimpleNamespace(last=0)  # the tick of the last write in place to any memory
 _SCALARS = (int, float, bool, np.number, np.bool_)
-
-
-class _Writes:
-    """In place, to any memory. last: tick of the last one."""
-
-    __slots__ = ("last",)
-
-    def __init__(self) -> None:
-        self.last = 0
-
-
-writes = _Writes()
 
 
 def _as_numpy_calls_it(reduction: Callable[[NDArray, Any, bool], NDArray]) -> Callable[..., NDArray]:
