@@ -218,7 +218,7 @@ class GradScaler:
                 if p.grad.dtype == "float16":
                     raise DTypeError("[unscale_] a gradient is float16 (accepted: parameters in float32, products by autocast)")
                 array = p.grad.realize_cached_data()
-                # A graph, which that of a gradient may be, or another gradient may hold the array.
+                # A graph, the gradient's own too, or another gradient may hold the array.
                 shared = not getattr(p.grad._source, "in_place", p.grad._node is None) or array.serial in seen
                 seen.add(array.serial)
                 grads.append(array.copy() if shared else array.compact())
