@@ -1,6 +1,6 @@
-// The functions that ewise_ops.def calls, for CPU code. Those of float that contain an exponential
-// are written for vectors (simd_cpu.h), the others free of branches and table look-ups, so that g++
-// vectorizes loops over them; each says its error against float64 in units of the last place (ulp).
+// The functions that ewise_ops.def calls, for CPU code. Those of float that contain an exponential,
+// a sine or a cosine are written for vectors (simd_cpu.h), the others so that g++ vectorizes loops
+// over them; each says its error against float64 in units of the last place (ulp).
 // float64 goes through libm. NaN, infinities and signed zeros come out as numpy's do.
 #pragma once
 
@@ -79,6 +79,17 @@ NEEDLE_INLINE Floats m_erf(Floats x) {
   return t > broadcast(0.927734375f) ? far : near;  // near for NaN
 }
 
+// sin(r + n pi / 2) by series, for |r| <= pi / 4; of numbers or of vectors.
+template <class Angle, class Turns>
+NEEDLE_INLINE Angle sine_series(Angle r, Turns n) {
+  const Angle s = r * r;
+  const Angle odd =
+      polynomial(s, -1. / 39916800, 1. / 362880, -1. / 5040, 1. / 120, -1. / 6) * s * r + r;
+  const Angle even = polynomial(s, -1. / 3628800, 1. / 40320, -1. / 720, 1. / 24, -.5, 1.);
+  const Angle y = (n & 1) != 0 ? even : odd;
+  return (n & 2) != 0 ? -y : y;
+}
+
 // Angles of powers of two in quarter turns, 2^p 2 / pi modulo 4. A float is a whole number m of 24
 // bits times such a power, by its exponent, and m times `high` is exact (after Payne & Hanek 1983).
 struct Quarters {
@@ -101,24 +112,40 @@ struct Quarters {
 };
 inline const Quarters kQuarters;
 
-// sin(x + ahead pi / 2), 0.53 ulp: by series in float64 at the angle r from the nearest quarter n.
-inline float sine(float x, int64_t ahead) {
+// sin(|x| + ahead pi / 2) of any float.
+inline float far_sine(float x, int64_t ahead) {
   const int32_t bits = bit_cast<int32_t>(x), e = (bits >> 23) & 255;
   const double m = (bits & 0x7fffff) | (e > 0 ? 0x800000 : 0);
   const double quarters = m * kQuarters.high[e];
-  const double shifted = quarters + 0x1.8p52;
+  const double shifted = quarters + 0x1.8p52;  // rounds, as in ExpParts
   const double r =
       (quarters - (shifted - 0x1.8p52) + m * kQuarters.low[e]) * 1.57079632679489661923;
-  const int64_t n = bit_cast<int64_t>(shifted) + ahead;
-  const double s = r * r;
-  const double odd =
-      r + r * s * (-1. / 6 + s * (1. / 120 + s * (-1. / 5040 + s * (1. / 362880 - s / 39916800))));
-  const double even =
-      1 + s * (-.5 + s * (1. / 24 + s * (-1. / 720 + s * (1. / 40320 - s / 3628800))));
-  return float(n & 1 ? even : odd) * (n & 2 ? -1.f : 1.f);
+  return float(sine_series(r, bit_cast<int64_t>(shifted) + ahead));
 }
-inline float m_sin(float x) { return std::copysign(1.f, x) * sine(x, 0); }
-inline float m_cos(float x) { return sine(x, 1); }
+
+// The same of a vector, 0.53 ulp. Below 2^20 the nearest quarter turn has at most 20 bits, and
+// times the first 33 bits of pi / 2 it is exact (after Cody & Waite 1980).
+NEEDLE_INLINE Floats sine(Floats x, int64_t ahead) {
+  typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
+  x = absolute(x);
+  Half halves[2];
+  memcpy(halves, &x, sizeof x);
+  for (Half& half : halves) {
+    const Vec<double> angle = __builtin_convertvector(half, Vec<double>);
+    const Vec<double> shifted = angle * 0.63661977236758134308 + 0x1.8p52, n = shifted - 0x1.8p52;
+    const Vec<double> r = (angle - n * 0x1.921fb544p0) - n * 0x1.0b4611a626331p-34;
+    const Mask<double> turns = bit_cast<Mask<double>>(shifted) + ahead;
+    half = __builtin_convertvector(sine_series(r, turns), Half);
+  }
+  Floats y;
+  memcpy(&y, halves, sizeof y);
+  if (!(sum_lanes<float>(x) < 0x1p20f))  // or NaN
+    for (int l = 0; l < kLanes<float>; ++l)
+      if (!(x[l] < 0x1p20f)) y[l] = far_sine(x[l], ahead);
+  return y;
+}
+NEEDLE_INLINE Floats m_sin(Floats x) { return sine(x, 0) * with_sign_of(x, broadcast(1.f)); }
+NEEDLE_INLINE Floats m_cos(Floats x) { return sine(x, 1); }
 
 inline double m_exp(double x) { return std::exp(x); }
 inline double m_log(double x) { return std::log(x); }

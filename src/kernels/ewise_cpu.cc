@@ -39,7 +39,7 @@ struct Row {
   const char* name;
 };
 
-// Rows of float that contain an exponential, for which g++ would not find the best instructions.
+// Rows of float that are written for vectors, for which g++ would not find the best instructions.
 template <class Op>
 constexpr bool kByVectors = false;
 
@@ -92,6 +92,8 @@ Row row_of(const char* name) {
   template <>          \
   constexpr bool kByVectors<op> = true;
 BY_VECTORS(Unary_exp)
+BY_VECTORS(Unary_sin)
+BY_VECTORS(Unary_cos)
 BY_VECTORS(Unary_tanh)
 BY_VECTORS(Unary_sigmoid)
 BY_VECTORS(Unary_erf)

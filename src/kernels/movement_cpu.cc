@@ -22,6 +22,8 @@ void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int6
     std::memmove(to, from, size_t(n) * sizeof(T));
   else if (from_stride == 0 && to_stride == 1)
     std::fill(to, to + n, *from);
+  else if (from_stride == -1 && to_stride == 1)
+    for (int64_t i = 0; i < n; ++i) to[i] = from[-i];
   else
     for (int64_t i = 0; i < n; ++i) to[i * to_stride] = from[i * from_stride];
 }

@@ -145,22 +145,28 @@ void reduce_rows(const S* x, Out* out, int64_t rows, int64_t n) {
 
 // --- columns -------------------------------------------------------------------------------------
 
-// total[j] = reduction of x[r * stride + j] over `rows` rows, for j < cols <= kStrip.
+// total[j] = reduction of x[r * stride + j] over `rows` rows, for j < cols <= kStrip. Of few
+// columns that are all there are, a row of the loop is several of the array.
 template <class Op, class S, class C>
 void reduce_strip(const S* x, int64_t rows, int64_t stride, int64_t cols, typename Op::W* total) {
   using W = typename Op::W;
+  const int64_t joined = cols == stride ? std::min(kStrip / cols, rows) : 1;
+  const int64_t width = joined * cols;
   for (int64_t j = 0; j < cols; ++j) total[j] = W(Op::first());
-  for (int64_t r0 = 0; r0 < rows; r0 += kGroup) {
+  for (int64_t r0 = 0; r0 < rows; r0 += kGroup * joined) {
     typename Op::R running[kStrip];
     for (int64_t j = 0; j < kStrip; ++j) running[j] = Op::first();
-    for (int64_t r = r0; r < std::min(rows, r0 + kGroup); ++r) {
+    const int64_t end = std::min(rows, r0 + kGroup * joined);
+    for (int64_t r = r0; r < end; r += joined) {
       const S* row = x + r * stride;
-      if (cols == kStrip)
+      const int64_t n = std::min(width, (end - r) * cols);
+      if (n == kStrip)
         for (int64_t j = 0; j < kStrip; ++j) running[j] = Op::take(running[j], C(row[j]));
       else
-        for (int64_t j = 0; j < cols; ++j) running[j] = Op::take(running[j], C(row[j]));
+        for (int64_t j = 0; j < n; ++j) running[j] = Op::take(running[j], C(row[j]));
     }
-    for (int64_t j = 0; j < cols; ++j) total[j] = Op::join(total[j], W(running[j]));
+    for (int64_t j = 0; j < width; j += cols)
+      for (int64_t k = 0; k < cols; ++k) total[k] = Op::join(total[k], W(running[j + k]));
   }
 }
 
