@@ -125,6 +125,7 @@ struct Own {
     for (int64_t i = 0; i < rows; ++i)
       for (int j = 0; j < 2; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
     Vec<T> sum[kRows][2] = {};
+#pragma clang loop unroll(disable)  // it would run out of registers
     for (int64_t p = 0; p < k; ++p, b += kCols) {
       __builtin_prefetch(b + kAhead);
       __builtin_prefetch(b + kAhead + kLane);
