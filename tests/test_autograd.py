@@ -13,6 +13,7 @@ import pytest
 import needle as ndl
 from making import leaf
 from needle import amp, autograd, backward, graph, nn, ops
+from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT, OPTIMIZER_STATE
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
@@ -115,6 +116,8 @@ def test_what_is_no_tensor_is_named(host):
             lambda y: ops.astype(y, "float32"), lambda y: ops.embedding(x, y), lambda y: ops.cross_entropy(y, x), ops.logsumexp,
             lambda y: ops.linear_cross_entropy(x, y, x), lambda y: ops.attention(x, y, x), nn.BatchNorm1d(2), nn.BatchNorm2d(2),
             nn.Conv(1, 1, 1), nn.Flatten(), nn.Dropout(0.0), nn.SeededDropout(0.5, 1), nn.LayerNorm(2), nn.RNN(2, 2), nn.LSTM(2, 2),
+            lambda y: nn.BlockSparseAttention()(x, y, x), nn.BlockSparseLinear(16, 16, BlockLayout([[True]], 16)),
+            lambda y: nn.MultiHeadAttention()(x, y, x), nn.AttentionLayer(2, 1, 2), nn.Transformer(2, 2, 1), lambda y: ops.setitem(y, 0, x),
         ):  # fmt: skip
             with pytest.raises(DTypeError, match=r"input [01] is of type [\w.]+ \(accepted: a Tensor\)"):
                 f(other)

@@ -105,8 +105,12 @@ def test_published_sizes(name, count):
 
 @pytest.mark.parametrize("name", ["layers", "width", "heads", "feed_forward", "vocab_size", "max_seq_len"])
 def test_a_model_of_no_size(name):
-    with pytest.raises(ShapeError, match=rf"\[pythia\] {name} is 0 \(accepted: at least 1\)"):
-        PythiaConfig(**{name: 0})
+    for value in (0, 1.5, "8"):
+        with pytest.raises(ShapeError, match=rf"\[pythia\] {name} is {value!r} \(accepted: a whole number of at least 1\)"):
+            PythiaConfig(**{name: value})
+    for layers in (-1, 1.5, 7, (3, 4), (1.5,)):
+        with pytest.raises(ShapeError, match=r"\[pythia\] checkpoint_layers is .* \(accepted: 0 to 6 layers\)"):
+            PythiaConfig(checkpoint_layers=layers)
 
 
 def test_the_scale_of_the_first_weights():

@@ -6,7 +6,7 @@ import pytest
 import needle as ndl
 from needle import nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
-from needle.errors import ShapeError
+from needle.errors import DTypeError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.nn import PATTERNS, causal_pattern
 from needle.testing import TOLERANCES, assert_close
@@ -129,6 +129,12 @@ def test_layouts_say_what_is_wrong(host):
         for make in (nn.BlockSparseAttention, PythiaConfig().with_sparse):
             with pytest.raises(ShapeError, match="accepted: "):
                 make(**wrong)
+    with pytest.raises(ShapeError, match=r"\[BlockSparseAttention\] q is \(100, 8\) \(accepted: \(batch, heads"):
+        nn.BlockSparseAttention()(q[0, 0], q[0, 0], q[0, 0])
+    with pytest.raises(ShapeError, match=r"\[MultiHeadAttention\] q is \(100, 8\), k is \(100, 8\) \(accepted: \(B, H, T, D\)"):
+        nn.MultiHeadAttention(causal=True)(q[0, 0], q[0, 0], q[0, 0])
+    with pytest.raises(DTypeError, match=r"\[BlockSparseLinear\] layout is of type numpy.ndarray \(accepted: a BlockLayout\)"):
+        nn.BlockSparseLinear(32, 32, np.ones((2, 2)))
     with pytest.raises(ShapeError, match="stride 0"):
         causal_pattern("global", 4, 16, stride=0)
     assert causal_pattern("local", 8, 64).density == 15 / 36 and causal_pattern("global", 4, 16, stride=1).density == 1

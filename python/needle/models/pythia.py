@@ -72,15 +72,16 @@ class PythiaConfig:
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "feed_forward", "vocab_size", "max_seq_len"):
-            if getattr(self, name) < 1:
-                raise ShapeError(f"[pythia] {name} is {getattr(self, name)} (accepted: at least 1)")
+            value = getattr(self, name)
+            if not hasattr(value, "__index__") or value < 1:
+                raise ShapeError(f"[pythia] {name} is {value!r} (accepted: a whole number of at least 1)")
         if self.width % self.heads:
             raise ShapeError(f"[pythia] width {self.width} is no multiple of {self.heads} heads")
         if self.pattern is not None:
             causal_pattern(self.pattern, 1, self.block, self.window)  # refuses what there is not
         counts = self.checkpoint_layers if isinstance(self.checkpoint_layers, tuple) else (self.checkpoint_layers,)
-        if any(n < 0 for n in counts) or sum(counts) > self.layers:
-            raise ShapeError(f"[pythia] checkpoint_layers is {self.checkpoint_layers} (accepted: 0 to {self.layers} layers)")
+        if any(not hasattr(n, "__index__") or n < 0 for n in counts) or sum(counts) > self.layers:
+            raise ShapeError(f"[pythia] checkpoint_layers is {self.checkpoint_layers!r} (accepted: 0 to {self.layers} layers)")
 
     @classmethod
     def named(cls, name: str, **changes) -> PythiaConfig:

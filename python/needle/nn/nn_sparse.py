@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from .. import init, ops
-from ..autograd import Tensor
+from ..autograd import Tensor, check_tensors
 from ..backend_ndarray.block_layout import BlockLayout
 from ..backend_ndarray.device import device_cache
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError, type_name
 from .nn_basic import Module, Parameter
 
 PATTERNS = ("local", "global", "mixed")
@@ -39,8 +39,8 @@ def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, strid
 class BlockSparseAttention(Module):
     """Causal attention over a pattern: q, k, v (B, H, T, D) -> (B, H, T, D).
 
-    pattern: a name of PATTERNS, or which blocks take part: a BlockLayout, or its mask. What lies in the future is left out of it.
-    raises: ShapeError as ``causal_pattern`` and BlockLayout do.
+    pattern: a name of PATTERNS; or the blocks that take part, as a BlockLayout or its mask, of which the future is left out.
+    raises: ShapeError as ``causal_pattern`` and BlockLayout do; DTypeError for what is no Tensor.
     """
 
     def __init__(self, pattern="local", block: int = 64, window: int = 2):
@@ -50,7 +50,7 @@ class BlockSparseAttention(Module):
         if not isinstance(pattern, (str, BlockLayout)):
             pattern = BlockLayout(pattern, block, causal=True)
         if isinstance(pattern, str):
-            causal_pattern(pattern, 1, block, window)  # a misspelt one ends here, not at the first call
+            causal_pattern(pattern, 1, block, window)  # so that a misspelt name fails here and not at the first call
         self.pattern, self.block, self.window = pattern, block, window
 
     def layout(self, T: int) -> BlockLayout:
@@ -60,6 +60,9 @@ class BlockSparseAttention(Module):
         return causal_pattern(self.pattern, -(-T // self.block), self.block, self.window)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        check_tensors("BlockSparseAttention", q, k, v)
+        if q.ndim != 4:
+            raise ShapeError(f"[BlockSparseAttention] q is {q.shape} (accepted: (batch, heads, positions, features))")
         return ops.attention(q, k, v, self.layout(q.shape[2]))
 
 
@@ -72,6 +75,8 @@ class BlockSparseLinear(Module):
 
     def __init__(self, in_features: int, out_features: int, layout: BlockLayout, bias=True, device=None, dtype="float32"):
         super().__init__()
+        if not isinstance(layout, BlockLayout):
+            raise DTypeError(f"[BlockSparseLinear] layout is of type {type_name(layout)} (accepted: a BlockLayout)")
         if layout.shape != (in_features, out_features) or layout.heads != 1:
             raise ShapeError(f"[BlockSparseLinear] {layout} does not fit ({in_features}, {out_features})")
         self.layout = layout
@@ -82,6 +87,7 @@ class BlockSparseLinear(Module):
         self.bias = Parameter(init.zeros(out_features, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensors("BlockSparseLinear", x)
         rows = ops.reshape(x, (1, -1, x.shape[-1]))
         out = ops.reshape(ops.dds(rows, self.weight, self.layout), (*x.shape[:-1], self.layout.shape[1]))
         return out if self.bias is None else out + self.bias

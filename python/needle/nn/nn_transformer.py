@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .. import init, ops
-from ..autograd import Tensor
+from ..autograd import Tensor, check_tensors
 from ..backend_ndarray import ndarray
 from ..errors import ShapeError
 from .nn_basic import Dropout, LayerNorm1d, Linear, Module, ReLU, Sequential
@@ -13,7 +13,8 @@ from .nn_sequence import Embedding
 
 
 def _sizes(op: str, x: Tensor) -> tuple[int, ...]:
-    """The three of sequences in a batch. raises: ShapeError for other axes."""
+    """(batch, positions, features) of x, or as its axes are ordered. raises: ShapeError unless it has three axes."""
+    check_tensors(op, x)
     if x.ndim != 3:
         raise ShapeError(f"[{op}] x is {x.shape} (accepted: three axes, of batch, positions and features)")
     return x.shape
@@ -22,7 +23,8 @@ def _sizes(op: str, x: Tensor) -> tuple[int, ...]:
 class MultiHeadAttention(Module):
     """(softmax(q k^T / sqrt(D)) v, the probabilities (B, H, T, S)): q (B, H, T, D), k and v (B, H, S, D).
 
-    ``ops.attention`` does not make the probabilities. source: Vaswani et al. 2017, arXiv:1706.03762.
+    ``ops.attention`` computes the first of the two without storing the second. source: Vaswani et al. 2017, arXiv:1706.03762.
+    raises: ShapeError if the shapes do not fit.
     """
 
     def __init__(self, *, dropout=0.0, causal=False, device=None, dtype="float32"):
@@ -45,6 +47,9 @@ class MultiHeadAttention(Module):
         return ops.softmax(logit)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        check_tensors("MultiHeadAttention", q, k, v)
+        if q.ndim != 4 or k.ndim != 4:
+            raise ShapeError(f"[MultiHeadAttention] q is {q.shape}, k is {k.shape} (accepted: (B, H, T, D), (B, H, S, D))")
         scores = self.matmul(q, k) / (q.shape[-1] ** 0.5)
         if self.causal:
             mask = self.create_causal_mask(q.shape[2], k.shape[2], q.device)

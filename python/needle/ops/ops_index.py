@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..autograd import NDArray, Tensor, TensorOp, is_grad_enabled
+from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full as _full
 from ..errors import ShapeError
@@ -105,6 +105,7 @@ class SetItem(_NoRead):
 
 def setitem(a: Tensor, index, value) -> Tensor:
     """A copy of ``a`` with ``value`` (Tensor, array or number) written at ``index``. raises: IndexError, ShapeError."""
+    check_tensors("setitem", a)
     if not isinstance(value, Tensor):
         value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
     return SetItem(index)(a, value)
