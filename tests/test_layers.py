@@ -1,7 +1,14 @@
-"""The house rule: nothing on a lower layer imports a higher one, and the package never imports itself by name."""
+"""The house rules: nothing on a lower layer imports a higher one, the package never imports itself by name, and one table has all
+environment variables.
+"""
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
+
+from needle.config import VARIABLES
 
 PACKAGE = Path(__file__).parent.parent / "python" / "needle"
 LAYERS = [
@@ -45,10 +52,13 @@ def test_only_backend_ndarray_touches_handles():
     assert users == {"backend_ndarray"}
 
 
-def test_import_needs_numpy_alone():
-    import subprocess
-    import sys
+def test_every_environment_variable_is_in_the_table():
+    sources = [*PACKAGE.rglob("*.py"), *(path for path in (PACKAGE.parent.parent / "src").rglob("*") if path.is_file())]
+    named = {name for path in sources for name in re.findall(r'"(NEEDLE_[A-Z_]+)"', path.read_text())}
+    assert named == set(VARIABLES)
 
+
+def test_import_needs_numpy_alone():
     code = (
         "import sys; sys.path.insert(0, 'python'); import needle; "
         "print([m for m in ('tokenizers', 'plotly', 'yaml', 'rich', 'safetensors', 'ml_dtypes', 'torch') if m in sys.modules])"

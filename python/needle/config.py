@@ -1,4 +1,4 @@
-"""The one table of environment variables that needle reads."""
+"""The one table of environment variables that needle and its compiled modules read."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ VARIABLES = {
         Variable("NEEDLE_SIM_CP_ASYNC", "late", "late, early", "when cuda_sim performs an asynchronous copy"),
         Variable("NEEDLE_SIM_SM", "90", "75, 80, 90, ...", "compute capability that cuda_sim reports"),
         Variable("NEEDLE_SIM_STREAMS", "eager", "eager, lazy", "when cuda_sim runs the work of a stream"),
+        Variable("NEEDLE_SIM_MULTIPROCESSORS", "4", "0, 1, 2, ...", "multiprocessors that cuda_sim reports; 0: grids of one block"),
     )
 }
 
