@@ -515,7 +515,7 @@ class Tensor(Value):
         self._retains_grad = False
 
     @staticmethod
-    def make_const(data, requires_grad: bool = False) -> Tensor:  # type: ignore[override]
+    def make_const(data, requires_grad: bool = False) -> Tensor:
         """A leaf on ``data`` (an NDArray or a Tensor) itself, without a copy."""
         value = Tensor.__new__(Tensor)
         value._setup(data.realize_cached_data() if isinstance(data, Value) else data, requires_grad)

@@ -22,7 +22,8 @@ def open_for(mod: ModuleType) -> None:
         return
     for path in [wanted] if wanted else installed(f"libcublasLt.so.{mod.cudart_major}"):
         try:
-            return mod.use_cublaslt(path)
+            mod.use_cublaslt(path)
+            return
         except KernelError as error:  # one that was found may be of another platform, or lack what it needs
             if wanted:
                 raise DeviceError(f"[device] NEEDLE_CUBLASLT is {wanted!r}: {error} (accepted: the library's file, 0)") from None
@@ -34,9 +35,9 @@ def installed(name: str) -> Iterator[str]:
     folders = [Path(place) for place in (wheels.submodule_search_locations or ())] if wheels else []
     for folder in folders:
         yield from map(str, sorted(folder.glob(f"*/lib/{name}")))
-    for toolkit in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        for part in ("lib64", "targets/x86_64-linux/lib") if toolkit else ():
-            path = Path(toolkit or "") / part / name
+    for toolkit in filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")):
+        for part in ("lib64", "targets/x86_64-linux/lib"):
+            path = Path(toolkit) / part / name
             if path.is_file():
                 yield str(path)
     yield name

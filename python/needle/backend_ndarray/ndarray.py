@@ -669,10 +669,10 @@ class NDArray:
         return self._method(other, "minimum")
 
     # Comparisons are numpy's: with NaN all are False but !=.
-    def __eq__(self, other):  # type: ignore[override]
+    def __eq__(self, other):
         return self._binary(other, "ewise_eq", "scalar_eq", to_bool=True)
 
-    def __ne__(self, other):  # type: ignore[override]
+    def __ne__(self, other):
         return self._binary(other, "ewise_ne", "scalar_ne", to_bool=True)
 
     def __lt__(self, other):

@@ -14,7 +14,7 @@ _WORDS = 624  # of a Mersenne twister
 
 def random_state(model: Module) -> dict[str, Any]:
     """As JSON has it."""
-    numpy: dict[str, Any] = np.random.get_state(legacy=False)  # type: ignore[assignment]
+    numpy: dict[str, Any] = np.random.get_state(legacy=False)
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     return {"numpy": numpy, "drawn": [dropout.drawn for dropout in _dropouts(model)]}
 
