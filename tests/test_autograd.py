@@ -568,16 +568,13 @@ def test_gradients_of_a_loss_that_is_kept_are_not_what_it_keeps(host):
         np.testing.assert_allclose(x.grad.numpy(), g * 3, rtol=1e-6)
 
 
-def test_lazy_mode(host):
-    autograd.LAZY_MODE = True
-    try:
-        x = leaf([3.0], host)
-        y = x * x + x
-        assert y._data is None
-        y.backward()
-        assert x.grad.item() == 7 and y.item() == 12
-    finally:
-        autograd.LAZY_MODE = False
+def test_lazy_mode(host, monkeypatch):
+    monkeypatch.setattr(autograd, "LAZY_MODE", True)
+    x = leaf([3.0], host)
+    y = x * x + x
+    assert y._data is None
+    y.backward()
+    assert x.grad.item() == 7 and y.item() == 12
 
 
 def test_what_is_put_off_without_a_gradient_has_no_history_once_it_is_there(host, monkeypatch):

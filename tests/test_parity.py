@@ -34,11 +34,10 @@ def test_second_derivative_equals_finite_differences(case, host):
     check_second_derivative(case, host)
 
 
-@by_name
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize(
+    ("case", "dtype"), [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case in CASES for dtype in case.dtypes]
+)
 def test_parity(case, device, dtype):
-    if dtype not in case.dtypes:
-        return
     check_parity(case, device, ndl.cpu_numpy(), dtype)
 
 

@@ -118,26 +118,20 @@ def test_the_same_bits(device, way, backward):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_bits_in_lazy_mode(host, way):
+def test_the_same_bits_in_lazy_mode(host, way, monkeypatch):
     expected = gradients(run_plain, host)
-    autograd.LAZY_MODE = True
-    try:
-        assert_same(gradients(way, host), expected)
-    finally:
-        autograd.LAZY_MODE = False
+    monkeypatch.setattr(autograd, "LAZY_MODE", True)
+    assert_same(gradients(way, host), expected)
 
 
-def test_a_constant_that_lazy_mode_puts_off_outlives_the_segment_that_takes_it(host):
+def test_a_constant_that_lazy_mode_puts_off_outlives_the_segment_that_takes_it(host, monkeypatch):
     x, shift = leaf([1.0, 2.0], host), leaf([1.0, 0.0], host, requires_grad=False)
-    autograd.LAZY_MODE = True
-    try:
-        loss = ndl.remat(lambda c: ops.tanh(x + c), shift * 2).sum()
-        found = []
-        for _ in range(2):
-            loss.backward()
-            found.append(x.grad.numpy())
-    finally:
-        autograd.LAZY_MODE = False
+    monkeypatch.setattr(autograd, "LAZY_MODE", True)
+    loss = ndl.remat(lambda c: ops.tanh(x + c), shift * 2).sum()
+    found = []
+    for _ in range(2):
+        loss.backward()
+        found.append(x.grad.numpy())
     assert_same(found, [found[0]] * 2)
 
 
@@ -263,19 +257,17 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_what_was_written_to_an_inner_tensor_stays(host, write):
+def test_what_was_written_to_an_inner_tensor_stays(host, write, monkeypatch):
     """Its op would not give these values again."""
     values, found = np.random.default_rng(1).standard_normal((3, 4)), []
-    for autograd.LAZY_MODE in (False, True):
-        try:
-            for way in (lambda f, x: f(x), ndl.remat):
-                x = leaf(values, host)
-                out = way(lambda x: ops.tanh(write(x * 3) + 1) * 2, x)
-                for _ in range(2):
-                    (out * out).sum().backward()
-                    found.append(x.grad.numpy())
-        finally:
-            autograd.LAZY_MODE = False
+    for lazy in (False, True):
+        monkeypatch.setattr(autograd, "LAZY_MODE", lazy)
+        for way in (lambda f, x: f(x), ndl.remat):
+            x = leaf(values, host)
+            out = way(lambda x: ops.tanh(write(x * 3) + 1) * 2, x)
+            for _ in range(2):
+                (out * out).sum().backward()
+                found.append(x.grad.numpy())
     assert_same(found, [found[0]] * 8)
 
 
