@@ -48,7 +48,7 @@ _node_made: Callable[[Node], None] | None = None
 
 
 def check_runs_in_its_call(decorator: str, function: Callable) -> None:
-    """raises: TypeError for a generator or a coroutine, for which what holds during the call would do nothing."""
+    """raises: TypeError for a generator or a coroutine: its body runs after the call, when the decorator has no effect any more."""
     if isgeneratorfunction(function) or iscoroutinefunction(function) or isasyncgenfunction(function):
         name = getattr(function, "__name__", type_name(function))
         raise TypeError(
@@ -99,10 +99,10 @@ def set_autocast(hook: Callable[[Op, Sequence[Any]], Sequence[Any]] | None) -> N
 
 
 class rematerialize:
-    """Context manager: the graph made inside keeps no arrays of its own; backward computes them again when it comes there.
+    """Context manager: the graph made inside keeps no arrays of its own; backward computes them again when it needs them.
 
-    What comes in from outside is kept until then, and what goes out as long as its readers need it. ``needle.remat`` is the
-    form for functions and modules.
+    Arrays that come in from outside are kept until then, and results as long as gradients outside need them. ``needle.remat`` is
+    the form for functions and modules.
     """
 
     def __enter__(self) -> None:
@@ -140,10 +140,14 @@ class Op:
     A fused op may offer ``reference(*inputs)``, the same value composed of ops that can be differentiated twice; it is used for
     gradients that themselves need a graph, with floats in float32 at least.
 
-    makes_gradients: ``gradient`` gives arrays that are new and that nothing else holds, so that others are added to them in place.
-    An op may offer ``accumulate_gradient(out_grad, node, sums)`` instead of ``gradient``: what would be added to ``sums[i]``, an
-    array or None per input, may be added there, and None given for it; and ``consuming_gradient(out_grad, node, output)``, used
-    when nobody else holds the arrays of its output or will read them: it may write into them, and give them away.
+    makes_gradients: the arrays that ``gradient`` gives are new and nothing else holds them, so other gradients may be added to them
+    in place.
+
+    Two methods are optional:
+    ``accumulate_gradient(out_grad, node, sums)`` replaces ``gradient``. ``sums`` has an array or None per input; the op may add
+    the gradient of input i to ``sums[i]`` itself, and then gives None for it.
+    ``consuming_gradient(out_grad, node, output)`` is called instead when nothing else holds or will read the arrays of the op's
+    output: it may write into them and give them away as gradients.
     """
 
     reads_inputs: bool | tuple[int, ...] = True
@@ -289,7 +293,7 @@ class Value:
 
     @property
     def input_shapes(self) -> list[tuple[int, ...]]:
-        """The inputs' shapes, without a handle on each: what most gradients need of them."""
+        """The inputs' shapes: all that most gradients need of them, without making a handle on each."""
         assert self._node is not None
         return [shape_of(n) for n in self._node.inputs]
 

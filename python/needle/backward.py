@@ -118,12 +118,12 @@ def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
     if create_graph:
         return have + grad
     total = _sum(have, grad, isinstance(grad._source, _Summed))
-    total._source = have._source and _Summed()  # on top of what no backward gave it is none of a backward's either
+    total._source = have._source and _Summed()  # where the user had set ``.grad``, the sum is no gradient of a backward either
     return total
 
 
 def _sums_so_far(leaves: Iterable[Node]) -> dict[Node, _Owned]:
-    """The leaves' gradients that what comes next may be added to in place: no graph and nothing but ``.grad`` holds them."""
+    """The ``.grad`` of each leaf that may be added to in place, because neither a graph nor anything else holds its array."""
     found = {}
     for leaf in leaves:
         handle = leaf.live_handle()
@@ -207,7 +207,7 @@ def run_backward(
 
 
 def _taken(grads: dict, node: Node) -> tuple[Any, bool]:
-    """The gradient that has come together for ``node``, if any, and whether nothing else holds its array."""
+    """The gradient collected for ``node``, or None, and whether nothing else holds its array."""
     if isinstance(node.op, TensorTupleOp):
         return _tuple_gradient(grads, node), False
     grad = grads.pop(node, None)
@@ -217,7 +217,7 @@ def _taken(grads: dict, node: Node) -> tuple[Any, bool]:
 
 
 def _made_ready(root: Node, order: list[Node], stop: frozenset[Node]) -> dict[Segment, list[Node]]:
-    """Sees to it that gradients find what they read outside of segments. The segments in ``order``, each with its own nodes."""
+    """Brings back the arrays that gradients outside of segments will read. Returns the segments in ``order`` with their nodes."""
     segments: dict[Segment, list[Node]] = {}
     incomplete = root.peek() is None
     for node in order:

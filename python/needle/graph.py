@@ -22,7 +22,7 @@ class Node:
 
     spec: (shape, dtype, device) of the value, known also when the array is gone; a tuple of those for tuple ops.
     readers: gradients that have not run yet and will read ``array``; at 0 it is not kept.
-    born: tick of the write clock when the node was made, after its inputs; one that was written later must not be used to compute.
+    born: tick of the write clock when the node was made. From an input that was written after it the value must not be recomputed.
     live_handle: gives the handle, or None when that has gone.
     segment: the innermost Segment that all readers are in, which is where ``array`` is dropped and brought back.
     site: where it was made, for needle.memory; None unless that was asked for.
@@ -98,10 +98,12 @@ class Node:
 class Segment:
     """A part of the graph whose arrays are dropped after forward and brought back together by backward.
 
-    parent: the segment that this one is in. boundary: nodes from outside that an op in here takes, each with one reader more, which
-    is this segment. armed: those readers are counted. active: its forward is running. open: its arrays are back. casts: what an
-    autocast region keeps of its casts, while active.
-    Nothing here points at the segment's own nodes, so there is no cycle.
+    parent: the segment that this one is in.
+    boundary: the nodes from outside that ops in here take. The segment counts as one more reader of each.
+    armed: whether it is counted as their reader now.
+    active: whether its forward is running. open: whether its arrays have been brought back.
+    casts: those that an autocast region has made while the segment was active.
+    Nothing here refers to the segment's own nodes, so there is no cycle.
     """
 
     __slots__ = ("parent", "boundary", "armed", "active", "open", "casts")
@@ -133,13 +135,14 @@ class Segment:
                 inner = inner.parent
 
     def arm(self) -> None:
+        """Counts this segment again as a reader of what comes in from outside."""
         if not self.armed:
             self.armed = True
             for n in self.boundary:
                 n.readers += 1
 
     def disarm(self) -> None:
-        """What came in from outside is not needed by this segment any more."""
+        """Stops counting this segment as a reader of what comes in from outside, and drops what no other reader needs."""
         if self.armed:
             self.armed = False
             for n in self.boundary:
@@ -149,7 +152,7 @@ class Segment:
 
 
 def home_of(node: Node) -> Segment | None:
-    """The segment of a node that is read from here: it leaves those whose forward is over."""
+    """Moves ``node``, which is read here, out of the segments whose forward is over. Returns the segment that it is in then."""
     segment = node.segment
     while segment is not None and not segment.active:
         segment = segment.parent
@@ -245,13 +248,14 @@ def _first_part(value: Any) -> Any:
 
 
 def spec_of(value: Any) -> Any:
+    """(shape, dtype, device) of an array, or a tuple of those for a tuple of arrays."""
     if isinstance(value, tuple):
         return tuple([(part._shape, part._dtype, part._device) for part in value])
     return (value._shape, value._dtype, value._device)
 
 
 def shape_of(node: Node) -> tuple[int, ...]:
-    """Of a node that is one array, which is not brought back for it."""
+    """The shape of a node that is one array, without bringing the array back."""
     return node.array._shape if node.op is None else (node.spec or spec_of(realize(node)))[0]
 
 

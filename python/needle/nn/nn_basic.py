@@ -22,7 +22,7 @@ from ..errors import CheckpointError, GraphError, ShapeError
 
 
 def _in_place(operation: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Any]:
-    """``p -= lr * p.grad``, which without this would put another Tensor in the place of the Parameter."""
+    """The in-place form of ``operation``: without it ``p -= lr * p.grad`` would replace the Parameter by another Tensor."""
 
     def write(self, other):
         self[...] = operation(self, other)
@@ -37,7 +37,7 @@ _next_number = itertools.count().__next__
 class Parameter(Tensor):
     """A Tensor that a Module's ``parameters()`` finds. Its memory counts as ``parameter``."""
 
-    _number: int  # in the order in which they are made
+    _number: int  # Parameters are numbered in the order in which they are made
 
     __iadd__, __isub__ = _in_place(operator.add), _in_place(operator.sub)
     __imul__, __itruediv__ = _in_place(operator.mul), _in_place(operator.truediv)
@@ -48,7 +48,9 @@ class Parameter(Tensor):
         self._number = _next_number()
 
     def __setitem__(self, index, value) -> None:
-        """Writes into the array. raises: GraphError while a graph is recorded: this would become a result, which nobody trains."""
+        """Writes into the array. raises: GraphError while a graph is recorded: the Parameter would become the result of an op,
+        which no optimizer updates.
+        """
         if self.requires_grad and is_grad_enabled():
             raise GraphError("[setitem] a Parameter is a leaf (accepted: under no_grad, which writes into its array)")
         super().__setitem__(index, value)
@@ -62,7 +64,7 @@ class Buffer(Tensor):
 
 
 def _parts(value: object, path: str = "") -> Iterator[tuple[str, Parameter | Buffer | Module]]:
-    """What a value holds, in lists, tuples and dicts too, by path; not what is inside the modules."""
+    """(path, part) of each Parameter, Buffer and Module in ``value``, also within lists, tuples and dicts; not inside modules."""
     if isinstance(value, (Parameter, Buffer, Module)):
         yield path, value
     elif isinstance(value, (dict, list, tuple)):
@@ -89,27 +91,27 @@ def _child_modules(value: object) -> list[Module]:
 
 
 class Module:
-    """Something with parameters and a ``forward``, which a call of it runs; the layers of a network derive from it.
+    """A layer, or a network of them: it has parameters and a ``forward``, which calling it runs.
 
-    Parameters are found in attributes, in the order they were set. ``device`` and ``dtype`` of the layers here: of their
-    parameters, default ``cpu()`` and float32.
+    Parameters are found in the attributes, in the order in which these were set. The layers of ``needle.nn`` take the ``device``
+    (default ``cpu()``) and the ``dtype`` (default float32) of their parameters.
     """
 
     training = True  # set by train() and eval()
     rematerialized = False  # set by nn.remat: calls keep no inner arrays for backward
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A Tensor in the place of a Buffer is one, too: what is computed from the old value stays in the state."""
+        """A Tensor assigned in place of a Buffer becomes a Buffer: a running mean computed from the old one stays in the state."""
         if type(value) is Tensor and isinstance(self.__dict__.get(name), Buffer):
             value = Buffer(value)
         super().__setattr__(name, value)
 
     def parameters(self) -> list[Tensor]:
-        """All parameters, also of modules in attributes, lists, tuples and dicts; one that several share is there once."""
+        """All parameters, also of modules in attributes, lists, tuples and dicts; a shared one is listed once."""
         return list(dict.fromkeys(_unpack_params(self.__dict__)))
 
     def named_parameters(self) -> list[tuple[str, Parameter]]:
-        """(dotted attribute path, parameter) for each of ``parameters()``; of several paths to one the first."""
+        """(dotted attribute path, parameter) for each of ``parameters()``; a shared one has the first of its paths."""
         paths: dict[Parameter, str] = {}
         for path, t in _named(self):
             if isinstance(t, Parameter):
@@ -120,13 +122,13 @@ class Module:
         return _child_modules(self.__dict__)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """A copy of every Parameter and Buffer in numpy, by path; of one that several share by each."""
+        """A copy of every Parameter and Buffer in numpy, by path; a shared one is there under each of its paths."""
         return {name: t.numpy() for name, t in _named(self)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Writes the arrays into the Parameters and Buffers of these paths.
+        """Copies the arrays into the Parameters and Buffers with these paths.
 
-        raises: CheckpointError if paths or shapes differ, DTypeError for what is no number; then nothing has changed.
+        raises: CheckpointError if paths or shapes differ, DTypeError for what is no number; nothing has changed then.
         """
         mine = dict(_named(self))
         if set(mine) != set(state):
@@ -146,10 +148,10 @@ class Module:
             p.data = Tensor(found.pop(name), device=p.device, dtype=p.dtype, requires_grad=False)
 
     def to(self, device: Device | str) -> Module:
-        """Moves every Parameter and Buffer, and their gradients, to ``device``; they stay the objects that they are. Returns self.
+        """Moves every Parameter and Buffer, and their gradients, to ``device``; the objects stay the same. Returns self.
 
-        The states of an optimizer stay where they are: make it afterwards. raises: DeviceError; OutOfMemoryError, and nothing has
-        moved.
+        An optimizer's states are not moved: make the optimizer afterwards. raises: DeviceError; OutOfMemoryError, after which
+        nothing has moved.
         """
         mine = dict.fromkeys(t for _, t in _named(self))
         moved = [(t.realize_cached_data().to(device), t.grad and t.grad.to(device)) for t in mine]
@@ -158,7 +160,7 @@ class Module:
         return self
 
     def eval(self) -> Module:
-        """Sets ``training`` to False here and in every module inside, so that Dropout passes all and BatchNorm uses its running
+        """Sets ``training`` to False here and in every module inside: Dropout then changes nothing, and BatchNorm uses its running
         statistics. Returns self.
         """
         return self.train(False)
@@ -174,7 +176,9 @@ class Module:
         raise NotImplementedError(f"[{type(self).__name__}] has no forward")
 
     def __repr__(self) -> str:
-        """The class, numbers in its attributes, shapes of its tensors, and the modules inside; alike ones of a list once."""
+        """The class, the numbers in its attributes, the shapes of its tensors, and the modules inside; of equal ones that follow
+        one another in a list, the first.
+        """
         told: dict[str, Any] = {
             k: v for k, v in vars(self).items() if isinstance(v, (bool, int, float, str)) and k not in vars(Module)
         }
@@ -246,8 +250,9 @@ class GELU(Module):
 
 
 class Sequential(Module):
-    """Modules one after the other, each on what the one before gives. It has their number, an index and an order; a slice is a
-    Sequential of the same modules.
+    """Modules one after the other, each applied to the result of the one before.
+
+    ``len()``, indices and iteration give the modules; a slice is a Sequential of the same modules.
     """
 
     def __init__(self, *modules: Module):
@@ -258,7 +263,7 @@ class Sequential(Module):
         return len(self.modules)
 
     def __bool__(self) -> bool:
-        return True  # as every Module, also one of none
+        return True  # like every Module, also without any modules
 
     def __iter__(self) -> Iterator[Module]:
         return iter(self.modules)
@@ -275,21 +280,21 @@ class Sequential(Module):
 class SoftmaxLoss(Module):
     """Mean over the batch of logsumexp(logits) - logits[y], in nats: logits (N, C), y (N,) whole numbers. A scalar of shape (1,).
 
-    It is ``ops.cross_entropy``, which has more to choose. raises: IndexError for a class outside 0..C-1.
+    ``ops.cross_entropy`` is the same with more options. raises: IndexError for a class outside 0..C-1.
     """
 
     def forward(self, logits: Tensor, y: Tensor) -> Tensor:
         check_tensors("SoftmaxLoss", logits, y)
         if logits.ndim != 2 or y.shape != logits.shape[:1]:
             raise ShapeError(f"[SoftmaxLoss] logits are {logits.shape}, y is {y.shape} (accepted: (N, C) and (N,))")
-        return ops.cross_entropy(logits, y, ignore_index=-(1 << 63))  # no class, and not what infinity becomes as an int32
+        return ops.cross_entropy(logits, y, ignore_index=-(1 << 63))  # ignores nothing: infinity, as an int32, is no such number
 
 
 class BatchNorm1d(Module):
     """Batch normalization of (N, dim): by the batch's statistics in training, by the running ones in evaluation.
 
-    momentum: the share of a batch in the running statistics, whose variance is the biased one, as the course's is. Statistics are
-    float32 or wider: the squares of float16 values would overflow from 256 on.
+    momentum: how much one batch counts in the running statistics. Their variance is the biased one, as in the course. Statistics
+    are float32 or wider: the squares of float16 values would overflow from 256 on.
     raises: ShapeError for another shape.
 
     source: Ioffe & Szegedy 2015, arXiv:1502.03167.
@@ -356,7 +361,7 @@ _dropping = ContextVar("dropping", default=True)
 
 @contextmanager
 def no_dropout() -> Iterator[None]:
-    """Inside, in this thread, Dropout passes all; ``eval()`` would take the dropout of a step in another thread away."""
+    """Inside, in this thread, Dropout changes nothing. ``eval()`` would also switch off the dropout of a step in another thread."""
     before = _dropping.set(False)
     try:
         yield
@@ -387,10 +392,11 @@ class Dropout(Module):
 
 
 class SeededDropout(Dropout):
-    """``ops.dropout`` in training. Masks depend on ``seed`` and ``drawn`` alone: a count of the numbers used so far, in fours.
+    """``ops.dropout`` in training. Its masks depend on two numbers alone: ``seed``, and ``drawn``, which counts the random numbers
+    used so far in groups of four.
 
-    Two with one seed drop the same elements; a model's layers share one object, or have seeds of their own.
-    So they can be computed again on any device, and a run that is resumed goes on with the masks it would have had.
+    So a mask can be computed again on any device, and a resumed run continues with the masks it would have had. Two objects with
+    the same seed drop the same elements: the layers of a model share one object, or have different seeds.
     """
 
     def __init__(self, p: float, seed: int):

@@ -11,7 +11,7 @@ from .nn_basic import Module, Parameter
 
 
 def _side(name: str, value, least: int = 1) -> int:
-    """The number, or the one that a tuple has throughout. raises: ShapeError for anything else."""
+    """``value`` as one number: a tuple must hold the same number throughout. raises: ShapeError for anything else."""
     sides = list(value) if isinstance(value, (tuple, list)) else [value]
     if not sides or any(not hasattr(side, "__index__") or side < least or side != sides[0] for side in sides):
         raise ShapeError(f"[Conv] {name} is {value!r} (accepted: a whole number of at least {least}, the same along both axes)")
@@ -22,8 +22,8 @@ class Conv(Module):
     """2-D convolution of (N, in, H, W) -> (N, out, H', W'), H' = (H + 2 padding - K) // stride + 1.
 
     weight: (K, K, in, out), Kaiming-uniform with fan-in in * K * K; bias: (out,), uniform +-1 / sqrt(in * K * K).
-    kernel_size, stride: a number of at least 1, or a tuple of equal ones. padding: so many zeros on each side; by default
-    (K - 1) // 2, with which a stride of 1 keeps H and W (odd kernels). raises: ShapeError for others.
+    kernel_size, stride: a number of at least 1, or a tuple of equal ones. padding: how many zeros are put on each side of H and W;
+    the default, (K - 1) // 2, keeps H and W if K is odd and the stride is 1. raises: ShapeError for other values.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, stride=1, bias=True, device=None, dtype="float32", padding=None):

@@ -11,13 +11,16 @@ from .nn_basic import Module
 
 
 def remat(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, whose inner arrays are dropped and computed again when backward needs them.
+    """Calls ``function(*args, **kwargs)``. Its inner arrays are dropped, and computed again when backward needs them; what comes in
+    and what goes out is kept.
 
-    Without arguments nothing is called: a Module is changed so that its calls do this from now on, and returned; of another
-    function a version that does so is returned. Kept are the values that come in and go out. The function itself runs once;
-    its ops run again on what they had, so results are the same bits, dropout included, and whatever else it does (drawing
-    random numbers, running statistics) happens once. May be nested. One exception: under ``amp.autocast`` each region casts
-    a weight for itself, so a weight of several regions has its gradient summed in its own dtype, which rounds less.
+    Without arguments nothing is called. A Module is then changed so that all its calls work like this, and returned; for another
+    function, one that works like this is returned.
+
+    The function itself runs once. Backward runs its recorded ops again on the same inputs, so results are the same to the bit,
+    dropout included, and side effects (drawing random numbers, updating running statistics) happen once. Calls may be nested.
+    One difference: under ``amp.autocast`` each region makes its own cast of a weight. The gradient of a weight that several
+    regions use is then summed in the weight's own dtype, which rounds less.
 
     raises: TypeError for what cannot be called; from backward, GraphError if a parameter was changed in place in between.
     source: Chen et al. 2016, arXiv:1604.06174.
