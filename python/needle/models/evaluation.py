@@ -39,9 +39,10 @@ class TextScore:
 
 
 def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
-    """(first, last, scored): the model reads first .. last - 1 and is asked for scored + 1 .. last.
+    """(first, last, scored) of each window: the model reads tokens first .. last - 1 and predicts tokens scored + 1 .. last.
 
-    Every token but the first is asked for once; in all windows but the first, ``window`` - ``stride`` tokens precede what is new.
+    Every token but the first is predicted once. In all windows but the first, ``window`` - ``stride`` tokens come before the
+    predicted ones as context.
     """
     done = 0
     for first in range(0, tokens - 1, stride):
@@ -62,9 +63,9 @@ def score_text(
 ) -> TextScore:
     """The score of ``ids`` (tokens,), the first of which is only read, never predicted.
 
-    window: positions that the model sees at a time, default ``max_seq_len``. stride: how far it moves on, default the window; a
-    smaller one gives each token more to go by and costs window / stride times as much. batch_size: windows at a time. progress:
-    called with how many tokens have been predicted.
+    window: positions that the model sees at a time, default ``max_seq_len``. stride: tokens from one window to the next,
+    default the window; a smaller one gives each token more context and costs window / stride times as much.
+    batch_size: windows at a time. progress: called with the number of tokens predicted so far.
     raises: ShapeError for fewer than two tokens, or a stride outside 1 .. window.
     """
     window = model.config.max_seq_len if window is None else window
@@ -96,7 +97,9 @@ def score_text(
 
 @dataclass(frozen=True)
 class WordScore:
-    """words: how many were asked for. correct: those whose every token was the likeliest. nats: minus their log probability."""
+    """words: how many were predicted. correct: how many of which every token was the likeliest. nats: minus the log probability of
+    all of them.
+    """
 
     words: int
     correct: int
@@ -104,7 +107,7 @@ class WordScore:
 
     @property
     def accuracy(self) -> float:
-        """Share of the words that were found, 0 to 1."""
+        """Share of the words that were predicted correctly, 0 to 1."""
         return self.correct / self.words
 
     @property
@@ -116,7 +119,7 @@ class WordScore:
 def score_endings(
     model: Pythia, examples: Sequence[tuple[np.ndarray, np.ndarray]], window: int | None = None, batch_size: int = 8
 ) -> WordScore:
-    """How often the model finds the ending of a text: examples are (context ids, ending ids), each at least one.
+    """How often the model predicts the ending of a text. examples: (context ids, ending ids), each of at least one id.
 
     Contexts longer than ``window`` (default ``max_seq_len``) lose their beginning. source: Paperno et al. 2016, arXiv:1606.06031.
     raises: ShapeError for no examples, or an empty context or ending.

@@ -36,13 +36,16 @@ if TYPE_CHECKING:
 class GenerationConfig:
     """How tokens are chosen. Names and meaning are those of transformers.
 
-    max_new_tokens: how many at most. do_sample: draw; else the likeliest is taken, and temperature, top_k and top_p say nothing.
-    temperature: logits are divided by it. top_k: the likeliest so many alone (None or 0: all). top_p: of those the likeliest whose
-    probabilities together reach it. repetition_penalty: logits of ids that are there already, in the prompt or after it, are
-    divided by it where positive and multiplied where negative. eos_token_id: an id, or several, that end a sequence (None: none
-    does). pad_token_id: what stands after the end of a sequence that is shorter than others (None: the first eos_token_id, or 0).
-    seed: of the draws; sequence b draws from a stream of its own.
-    raises: ShapeError for a value that none of this allows.
+    max_new_tokens: the most tokens that are added.
+    do_sample: draw tokens at random; else the likeliest one is taken, and temperature, top_k and top_p have no effect.
+    temperature: logits are divided by it.
+    top_k: only this many of the likeliest ids can be drawn (None or 0: all).
+    top_p: of those, only the likeliest whose probabilities add up to it.
+    repetition_penalty: logits of ids that are in the sequence already are divided by it where positive, else multiplied by it.
+    eos_token_id: an id, or several, that end a sequence (None: no id does).
+    pad_token_id: what follows the end of a sequence that is shorter than the others (None: the first eos_token_id, or 0).
+    seed: of the random numbers; each sequence has a stream of its own.
+    raises: ShapeError for a value outside these ranges.
     """
 
     max_new_tokens: int = 20
@@ -115,8 +118,8 @@ def distribution(logits: np.ndarray, config: GenerationConfig) -> tuple[np.ndarr
 
 
 def _nucleus(p: np.ndarray, top_p: float) -> np.ndarray:
-    """Where the largest of ``p`` are that together reach ``top_p``; of equal ones the first. To sort all would take as long as the
-    token, and a trained model's are few.
+    """The indices of the largest of ``p`` that together reach ``top_p``; of equal ones the first count. A trained model has few of
+    them, and sorting all of ``p`` would take as long as computing the token.
     """
     for most in (4096, len(p)):
         few = np.flatnonzero(p >= np.partition(p, -most)[-most]) if most < len(p) else np.arange(len(p))
@@ -172,9 +175,9 @@ class KeyValueCache:
 class Decoder:
     """A model on some sequences: ``start`` reads the prompts, ``step`` one more token of each. Both give logits (B, V).
 
-    room: how many tokens ``step`` will take at most. Nothing else grows with the sequences. The kernels of the first ``step`` are
-    recorded, and those after it are the same on other ids and positions, unless parameters have been given other arrays since, or
-    were written, of which ``amp.autocast`` keeps casts.
+    room: the most tokens that ``step`` will take; the cache is made for the prompts and them.
+    The kernels of the first ``step`` are recorded, and later steps make the same calls on other ids and positions. They are
+    recorded anew once a parameter has another array or was written in place: under ``amp.autocast`` the recording holds its cast.
     """
 
     def __init__(self, model: Pythia, prompts: Sequence[np.ndarray], room: int):

@@ -29,7 +29,7 @@ _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def load(kind: type[Pythia], source: str | Path, device: BackendDevice | None, dtype: str, revision: str | None) -> Pythia:
-    """``Pythia.from_pretrained``. Nothing is made before the files are seen to hold what config.json says."""
+    """``Pythia.from_pretrained``. The files are compared with config.json before anything is allocated."""
     folder = folder_of(source, revision)
     config = read_config(folder)
     state = read_folder(folder)
@@ -62,7 +62,7 @@ def read_config(folder: Path) -> PythiaConfig:
 
 
 def read_generation(folder: Path) -> GenerationConfig:
-    """What of the folder's generation_config.json, if it has one, is known here. raises: CheckpointError."""
+    """The keys of the folder's generation_config.json that needle knows; the defaults without one. raises: CheckpointError."""
     try:
         found = files.parse_json(files.read_small(files.member(folder, GENERATION)))
         known = ({field.name for field in fields(GenerationConfig)} - {"seed"}) & found.keys()
@@ -74,14 +74,14 @@ def read_generation(folder: Path) -> GenerationConfig:
 
 
 def _check_room(planned: Pythia, device: BackendDevice) -> None:
-    """A file may be sparse: its size costs nobody anything until it is read."""
+    """raises: CheckpointError for more parameters than fit: a sparse file can claim any size without taking room on a disk."""
     needed, there = sum(p.realize_cached_data().nbytes for p in planned.parameters()), capacity(device)
     if there and needed > there:
         raise CheckpointError(f"parameters take {needed:,} bytes ({device} has {there:,})")
 
 
 def folder_of(source: str | Path, revision: str | None = None) -> Path:
-    """``source`` if it is a folder, else where the Hub's files of that name are now. raises: CheckpointError."""
+    """``source`` if it is a folder, else the folder that its files are downloaded to from the Hub. raises: CheckpointError."""
     try:
         path = files.home(source)
     except DataError as error:

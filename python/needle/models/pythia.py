@@ -49,10 +49,14 @@ def size_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class PythiaConfig:
-    """The shape of a model. ``pattern`` None is dense causal attention; block and window are in positions and blocks.
+    """The shape of a model.
 
-    checkpoint_layers: so many layers at a time keep only what comes into the first of them and are computed again in backward; 0:
-    all arrays are kept. A tuple says how many layers each time, from the first layer on; the layers after them keep theirs.
+    pattern: a name of ``nn.PATTERNS``; None is dense causal attention. block: edge of a block in positions. window: how many blocks
+    the local pattern sees, its own included.
+    checkpoint_layers: 0: all arrays are kept for backward. n: layers are checkpointed n at a time, of which only the input of the
+    first is kept; the rest is computed again in backward. A tuple has the number of layers of each such group, from the first
+    layer on; the layers after them keep their arrays.
+    raises: ShapeError for sizes that are not whole numbers of at least 1, or do not fit together.
     """
 
     layers: int = 6
@@ -108,7 +112,7 @@ class PythiaConfig:
 
     @property
     def checkpoint_segments(self) -> tuple[int, ...]:
-        """Numbers of layers that are checkpointed together, from the first layer on."""
+        """How many layers are checkpointed together each time, from the first layer on."""
         n = self.checkpoint_layers
         if isinstance(n, tuple):
             return n
@@ -121,9 +125,11 @@ class PythiaConfig:
         return 2 * self.vocab_size * C + self.layers * layer + 2 * C
 
     def flops_per_token(self, T: int) -> float:
-        """Multiplications and additions that training makes of one of T tokens: 6 for each parameter but the input embedding's,
-        which are only looked up, and 12 L C T for attention (that of the whole T x T square, as is usual) times its pattern's
-        density. What is computed again in backward does not count. source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+        """Floating-point operations of one training step, forward and backward, per token of a sequence of T.
+
+        6 for each parameter, without the input embedding, which is only looked up; and 12 L C T times the pattern's density for
+        attention, counted as the whole T x T square, as is usual. What is computed again in backward does not count.
+        source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
         """
         parameters = self.parameter_count() - self.vocab_size * self.width
         return 6 * parameters + 12 * self.layers * self.width * T * self.layout(T).density
@@ -191,10 +197,10 @@ class PythiaLayer(Module):
 
 
 class Pythia(Module):
-    """The language model. ``loss`` makes no logits; ``forward`` does.
+    """The language model. ``forward`` gives logits; ``loss`` does without them.
 
-    device: default ``cpu()``; dtype of parameters and activations; seed: of the initial weights (None: nothing is drawn, they are
-    to be loaded).
+    device: default ``cpu()``. dtype: of parameters and activations. seed: of the initial weights; None leaves them uninitialised,
+    to be loaded. raises: DTypeError for a dtype that is not floating.
     """
 
     def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int | None = 0):
@@ -222,8 +228,8 @@ class Pythia(Module):
         """The model in ``source``: a folder that transformers or ``save_pretrained`` wrote, or a name such as
         ``"EleutherAI/pythia-70m"``, of which the Hub (through ``huggingface_hub``) has such a folder, in its ``revision``.
 
-        Parameters are converted to ``dtype``. As from transformers, the model drops nothing out until ``train()`` is called, and
-        ``generate`` does what a generation_config.json says.
+        Parameters are converted to ``dtype``. As with transformers the model is in evaluation mode, without dropout, until
+        ``train()`` is called; ``generate`` follows the folder's generation_config.json.
         raises: CheckpointError for what is absent, damaged or no Pythia.
         """
         from .pretrained import load

@@ -20,7 +20,7 @@ from .pythia import Pythia, PythiaConfig
 
 
 class Step(NamedTuple):
-    """What ``train_step`` has seen: the mean loss in nats, and the joint norm of the gradients before they were clipped."""
+    """What ``train_step`` returns: the mean loss in nats, and the joint norm of the gradients before clipping."""
 
     loss: float
     grad_norm: float
@@ -37,10 +37,10 @@ def train_step(
 ) -> Step:
     """One step on ``count`` micro-batches of (ids, targets), each (B, T).
 
-    The gradient is that of the mean over all of them, its norm clipped to ``max_norm``; none is left afterwards. precision: fp32,
-    bf16 or fp16, of products. scaler: for fp16; default none. Waits for the device between micro-batches and at its end; in fp16
-    before the update, too.
-    raises: IndexError for an id outside the vocabulary; on a GPU after the update, by which the parameters are then NaN.
+    The gradient is that of the mean loss over all of them, clipped to the joint norm ``max_norm``; it is dropped after the update.
+    precision: fp32, bf16 or fp16, of products. scaler: the loss scaler, for fp16; default none.
+    Waits for the device between micro-batches and at the end; in fp16 before the update, too.
+    raises: IndexError for an id outside the vocabulary. On a GPU it comes after the update, which has made the parameters NaN.
     """
     scaler = scaler or amp.GradScaler(enabled=False)
     total = 0.0
@@ -63,8 +63,9 @@ def train_step(
 
 
 def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, precision: str = "fp32") -> Build:
-    """The ``build`` of ``needle.memory.plan`` for training with AdamW: what ``train_step`` allocates, with ids that are all
-    zero. More than two micro-batches in a step hold no more than two, and are taken for two.
+    """The ``build`` of ``needle.memory.plan`` for training with AdamW: what ``train_step`` allocates, with ids that are all zero.
+
+    A step of more than two micro-batches holds no more memory than one of two, and is planned as that.
     """
     count = min(accumulation_steps, 2)
 
@@ -88,10 +89,10 @@ def checkpointed(
     accumulation_steps: int = 1,
     precision: str = "fp32",
 ) -> PythiaConfig:
-    """``config`` with so many layers at a time checkpointed; or, where ``checkpoint_layers`` is an amount of memory like "600MiB",
-    with as few of them as keep the planned peak of training within it, and if not even all of them do, with all of them, two or
-    more at a time.
+    """``config`` with layers checkpointed.
 
+    checkpoint_layers: a number: as in PythiaConfig. An amount of memory like "600MiB": as few layers, one at a time, as keep the
+    planned peak of training within it; if all of them are not enough, all of them, two or more at a time.
     raises: ShapeError if that is not enough either.
     """
     if isinstance(checkpoint_layers, int):
