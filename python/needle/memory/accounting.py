@@ -1,4 +1,4 @@
-"""What a device holds: bytes live, at their peak, reserved; by category; and how the process's own size comes about."""
+"""What a device holds: bytes live, at the peak and reserved, by category; and what the process's memory is made of."""
 
 from __future__ import annotations
 
@@ -82,15 +82,15 @@ def set_limit(limit: int | str | None, device: BackendDevice | None = None) -> N
     sites.watch(device, nbytes)
 
 
-# The allocator has one peak. Of each device: the highest one, with its categories, that was reset for another region's sake, the
-# same of reserved bytes, and the regions that are being measured.
+# The allocator has one peak, which each measured region resets. Of each device: the highest peak that was reset, with its
+# categories; the same of reserved bytes; and the regions that are being measured.
 _earlier_peaks: dict[BackendDevice, tuple[int, list[int]]] = {}
 _earlier_reserved: dict[BackendDevice, int] = {}
 _regions: dict[BackendDevice, list[peak]] = {}
 
 
 def _begin_anew(device: BackendDevice) -> dict:
-    """Resets the allocator's peak, when everyone has taken note of it. Its account before that."""
+    """Notes the allocator's peak in all that measure it, then resets it. Returns the account before that."""
     sites.free_failed_frames()
     mod = device.require()
     raw = mod.memory_stats()
@@ -130,12 +130,13 @@ class peak:
 
 
 def process(device: BackendDevice | None = None) -> dict[str, int]:
-    """How this process's resident memory (RSS) comes about, in bytes: the parts add up to ``rss``.
+    """What this process's resident memory (RSS) is made of, in bytes: the parts add up to ``rss``.
 
-    arrays: live on the CPU devices; cached: kept by their allocators for reuse (in both also what was never touched, which is
-    missing in rest); libraries: code and data of files; rest: heaps, with what freed small arrays have left in them, stacks,
-    numpy's arrays. On a GPU further ``device_*`` parts: framework (live), cached (by needle, and by the driver's pool, which keeps
-    what needle gives back until ``empty_cache``), context and other processes (what the driver counts beyond them), total.
+    arrays: live on the CPU devices. cached: kept by their allocators for reuse. (Both include pages that were never touched, by
+    which rest comes out too small.) libraries: code and data of files. rest: heaps, with what freed small arrays have left in
+    them, stacks, numpy's arrays.
+    On a GPU also device_framework (live), device_cached (by needle, and by the driver's pool, which keeps what needle gives back
+    until ``empty_cache``), device_context_and_others (what the driver counts beyond these) and device_total.
     Linux only: elsewhere ``rss`` is 0. source: proc(5).
     """
     device = as_device(device)

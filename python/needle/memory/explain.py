@@ -1,4 +1,4 @@
-"""What an OutOfMemoryError says: who asked, who holds the memory, what the step needs, and the change that makes it fit."""
+"""The text of an OutOfMemoryError: who asked, who holds the memory, what the step needs, and the change that makes it fit."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HOLDERS_SHOWN = 5
 
 
 class advise:
-    """While it is on, an OutOfMemoryError also says what the step needs and which change makes it fit, found by planning.
+    """Context manager: an OutOfMemoryError inside also says what the step needs and which change makes it fit, found by planning.
 
-    build_for(**change): the ``build`` of ``memory.plan`` for the run as it is, or with a change. changes: (what to tell the user,
-    the arguments for build_for) in the order in which they should be tried. Used as a context; the innermost one counts. Make it
-    before the run makes its model: what a device holds by then is not there for the run.
+    build_for(**change): gives the ``build`` of ``memory.plan`` for the run as it is, or with a change.
+    changes: (text for the user, arguments for build_for), in the order in which they are tried.
+    The innermost one counts. Make it before the run makes its model: what a device holds by then counts as taken by others.
     """
 
     def __init__(self, build_for: Callable[..., Build], changes: Sequence[tuple[str, dict[str, Any]]] = (), steps: int = 2):
@@ -49,7 +49,7 @@ class advise:
         return sum(nbytes for _, serial, nbytes, *_ in device.require().memory_holders() if serial <= last)
 
     def text(self, budget: int) -> str:
-        """Two lines: what the step needs, and the first change with which it stays within ``budget`` bytes, if it needs one."""
+        """Two lines: what the step needs, and, if that is above ``budget`` bytes, the first change that keeps it within them."""
         return self._context.copy().run(self._text, budget)  # two threads may fail at once
 
     def _text(self, budget: int) -> str:
@@ -92,7 +92,7 @@ def capacity(device: BackendDevice) -> int:
 
 
 def _container_limits() -> Iterator[int]:
-    """What a container may use. source: the kernel's documentation of control groups, versions 2 and 1."""
+    """Bytes that this container may use. source: the kernel's documentation of control groups, versions 2 and 1."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):  # "max": none
             yield int(Path(path).read_text())
@@ -105,7 +105,7 @@ def explain(error: OutOfMemoryError, message: str) -> str:
         return message
     lines, outside = [message], _explaining.set(True)
     try:
-        lines.extend(_lines(device, error))  # one by one: what is said before a failure stays
+        lines.extend(_lines(device, error))  # which adds one by one: lines found before a failure stay
     except Exception as trouble:  # an explanation must never hide the failure that it explains
         lines.append(f"(no more could be said: {type(trouble).__name__}: {trouble})")
     finally:

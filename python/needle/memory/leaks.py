@@ -38,9 +38,11 @@ class LeakWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Leak:
-    """Tensors under one name that hold graphs. name: as the program knows it. place: file and line where the latest of the Tensors
-    was made, "" if lines were not recorded then. steps: of how many steps; 0 without a LeakCheck. nbytes: of arrays that no
-    other Tensor holds.
+    """Tensors under one name that hold graphs.
+
+    name: as the program knows it. place: file and line where the latest of the Tensors was made, "" if lines were not recorded.
+    steps: how many steps the graphs are from; 0 without a LeakCheck. nbytes: of arrays that no other Tensor holds. tensors: how
+    many there are.
     """
 
     name: str
@@ -62,16 +64,16 @@ def _several(count: int, what: str) -> str:
 class LeakCheck:
     """Looks after each step for graphs that an earlier step left behind, and warns once per name.
 
-    ``with LeakCheck() as check:`` around the loop, ``check.step()`` at the end of each step. A step costs a weak reference per
-    graph node; only when one of them outlives the step after it are the program's objects searched. ``found``: the leaks, by name,
-    as last seen.
+    Put ``with LeakCheck() as check:`` around the loop and ``check.step()`` at the end of each step. A step costs one weak reference
+    per graph node. The program's objects are searched only if a node outlives the step after its own.
+    warn: whether to warn with LeakWarning. ``found``: the leaks by name, as last seen.
     """
 
     def __init__(self, warn: bool = True):
         self.warn = warn
         self.found: dict[str, Leak] = {}
         self._ends: list[int] = []
-        self._search_from = 1  # nodes that outlived their step; searching is slow, so the next time is when they have doubled
+        self._search_from = 1  # surviving nodes that start a search; it is slow, so the next one waits until they have doubled
         self._nodes: list[weakref.ref[Node]] = []
         self._before: list[weakref.ref[Node]] = []
 
@@ -123,8 +125,9 @@ def leaks() -> list[Leak]:
 
 
 def find(before: int | None, ends: list[int]) -> list[Leak]:
-    """The leaks among nodes made up to tick ``before`` of the write clock (None: all). ends: the ticks at which steps ended, the
-    first being when they began: what was made earlier is of none of them.
+    """The leaks among nodes made up to tick ``before`` of the write clock (None: all).
+
+    ends: the tick at which the first step began, then those at which steps ended. Nodes made before the first belong to no step.
     """
     # By type alone: isinstance would ask each object of the program for its class. An op that failed has left a handle without a
     # node, which its traceback may keep.
@@ -177,10 +180,10 @@ def _pieces(handles: list[Value], nodes: list[Node]) -> dict[tuple[str, int], in
 
 
 def names_of(targets: list[Any]) -> list[str]:
-    """The name by which the program reaches each target: a variable, an attribute, a closure, a traceback; the nearest one, as far
-    as it can be found.
+    """The nearest name by which the program reaches each target: a variable, an attribute, a closure or a traceback.
 
-    All targets go up together, a step with each pass over the program's objects: there may be thousands of them.
+    Each pass over the program's objects finds who refers to what the pass before found, starting from all targets at once: there
+    may be thousands of them.
     """
     running = _running_locals()
     hidden = _unknown_to_the_collector(running)
@@ -233,7 +236,7 @@ def names_of(targets: list[Any]) -> list[str]:
 
 
 def _handed_down(names: dict[int, str], parts: dict[int, list[int]]) -> dict[int, str]:
-    """``names``, and of what has none that of the nearest that has it as a part of its own, or as one of a part's."""
+    """``names``, and for each object without one the name of the nearest object that contains it, directly or through others."""
     known, row = dict(names), list(names)
     while row:
         below: dict[int, str] = {}
@@ -252,7 +255,7 @@ def _held_by(r: Any) -> Iterable:
 
 
 def _elements(array: np.ndarray) -> Iterable:
-    """The objects in an array, also those in its fields, which numpy does not tell the collector."""
+    """The objects in an array, also those in its fields, which numpy does not show to the garbage collector."""
     array = np.asarray(array)  # not as a subclass has them
     if array.dtype.names:
         return chain.from_iterable(_elements(array[name]) for name in array.dtype.names)
@@ -260,7 +263,7 @@ def _elements(array: np.ndarray) -> Iterable:
 
 
 def _unknown_to_the_collector(running: list[tuple[str, Any]]) -> list[Any]:
-    """numpy's arrays of objects, and dicts and tuples that hold nothing else which it would have to follow."""
+    """numpy's arrays of objects, and dicts and tuples that the garbage collector does not track because they hold nothing else."""
     found: dict[int, Any] = {}
     for value in chain((value for _, value in running), chain.from_iterable(map(gc.get_referents, gc.get_objects()))):
         if type(value) in (np.ndarray, dict, tuple):  # looked at here, since most are something else
@@ -269,7 +272,7 @@ def _unknown_to_the_collector(running: list[tuple[str, Any]]) -> list[Any]:
 
 
 def _leads_to_array(value: Any, found: dict[int, Any]) -> bool:
-    """Whether it is such an array, or leads to one; if so it is put into ``found``, by id, with all on the way."""
+    """Whether ``value`` is such an array or leads to one. If so, it and all on the way are put into ``found``, by id."""
     if type(value) is np.ndarray:
         leads = value.dtype.hasobject
     else:
@@ -281,9 +284,7 @@ def _leads_to_array(value: Any, found: dict[int, Any]) -> bool:
 
 
 def _running_locals() -> list[tuple[str, Any]]:
-    """Names and values of the locals of all functions that are running; the collector does not see those. Needle's own are left
-    out.
-    """
+    """Names and values of the locals of all running functions but needle's own; the garbage collector does not see those."""
     found: list[tuple[str, Any]] = []
     for top in sys._current_frames().values():
         frame: types.FrameType | None = top
@@ -296,7 +297,7 @@ def _running_locals() -> list[tuple[str, Any]]:
 
 
 def _name_in(r: Any, item: Any) -> str:
-    """What ``r`` calls ``item``, if r has names for things: globals, an object, a generator, a returned frame."""
+    """What ``r`` calls ``item``, if r is something with names: globals, an object, a generator, a frame that has returned."""
     if issubclass(type(r), types.FrameType):
         key = _key(sites.locals_of(r), item)
         if not key or sites.is_core(r.f_code.co_filename):
@@ -330,7 +331,7 @@ def _owns(owner: Any, names: dict) -> bool:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """None where there is none, or where a class's own way of looking it up fails: a search must not end somebody's training."""
+    """The attribute; None if there is none, or if the class's own lookup fails: a search must not end somebody's training."""
     try:
         return getattr(owner, name, None)
     except Exception:

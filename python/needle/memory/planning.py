@@ -33,10 +33,12 @@ class Plan:
     """What a run of some steps takes from its device's allocator. Bytes are exact; what lies outside of the allocator (a GPU's
     context, libraries, the interpreter) is not in them, nor is what a GPU packs a strided array into while ``numpy()`` reads it.
 
-    peak_bytes: the most that is live. peak_step, peak_op, peak_module, peak_place: the moment of it: number of the step (from 1; 0
-    while building), op, module and line. by_category, by_module: bytes live then. holders: who holds them, the largest first.
-    step_bytes: what is live between steps. trace: all of it, event by event. reads: the places in the program where values were
-    read, which a plan does not have: it got NaN or 0 there, and what it decides by them may go another way in a real run.
+    peak_bytes: the most that is live.
+    peak_step, peak_op, peak_module, peak_place: when that is: the step (from 1; 0 while building), the op, the module, the line.
+    by_category, by_module: bytes live at the peak. holders: who holds them, the largest first.
+    step_bytes: bytes live between steps. trace: all events.
+    reads: the places in the program where values were read. A plan has none and gave NaN or 0; what the program decides by them
+    may go another way in a real run.
     """
 
     device: str
@@ -110,12 +112,13 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
     )
 
 
-# Below a plan's program there is none; a scaler decides as in a run without trouble.
+# Where the search for a reading line ends: outside of plan() there is no planned program, and a scaler decides by what it reads as
+# in a run without trouble.
 _ENDS = {plan.__code__, GradScaler.step.__code__}
 
 
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
-    """``plan(...).peak_bytes`` by the allocator's own counters, without a trace, and without a word of ``Plan.reads``."""
+    """``plan(...).peak_bytes`` by the allocator's own counters: faster, since there is no trace; ``Plan.reads`` is not found."""
     device = meta() if device is None else as_device(device)
     with _planning, _alone(device), peak(device) as found:
         step = _built(build, device)
@@ -140,7 +143,7 @@ def _check_used(peak: int, device: BackendDevice) -> None:
 
 @contextmanager
 def _reads_noted(places: dict[str, None]):
-    """Puts into ``places`` where the program has values of ``meta`` read."""
+    """Collects in ``places`` the lines of the program that read values on ``meta``."""
 
     def note() -> None:
         frame: FrameType | None = sys._getframe(2)
@@ -186,7 +189,7 @@ def _alone(device: BackendDevice):
 
 
 def largest(peak_of: Callable[[int], int], memory: int | str, most: int = 1 << 16) -> int:
-    """The largest n from 1 to ``most`` with peak_of(n) <= memory; 0 if there is none. peak_of must not fall.
+    """The largest n from 1 to ``most`` with peak_of(n) <= memory; 0 if there is none. peak_of must be non-decreasing.
 
     Peaks grow along straight lines with a few bends: the next guess is where the line through the two nearest known ones meets
     the memory, and the middle after three guesses that did not halve what is left.
@@ -216,9 +219,9 @@ def largest(peak_of: Callable[[int], int], memory: int | str, most: int = 1 << 1
 
 
 def smallest(peak_of: Callable[[int], int], memory: int | str, most: int) -> int:
-    """The smallest n from 0 to ``most`` with peak_of(n) <= memory; peak_of must not rise.
+    """The smallest n from 0 to ``most`` with peak_of(n) <= memory; peak_of must be non-increasing.
 
-    With n as how many modules ``needle.remat`` is applied to, this is how few have to be computed again.
+    With n the number of modules that ``needle.remat`` is applied to, this is how few have to be computed again.
     raises: ShapeError if there is none, with the least there is.
     """
     limit = parse_bytes(memory)
@@ -244,9 +247,9 @@ def fitting_table(
 ) -> str:
     """What fits into ``memory``: one row per setting, with the largest micro-batch and its peak.
 
-    peak_of(batch, **changes): the peak for a micro-batch of ``batch`` sequences, as of ``peak_bytes``. It is asked for some of them
-    again, also for another ``memory``, so it had better be a ``functools.cache``. reserve: bytes kept free for what the
-    allocator does not count. raises: ShapeError if the reserve is all there is.
+    peak_of(batch, **changes): the peak for a micro-batch of ``batch`` sequences, as ``peak_bytes`` gives it. It is called with the
+    same arguments more than once, so wrap it in ``functools.cache``. reserve: bytes kept free for what the allocator does not
+    count. raises: ShapeError if the reserve is all there is.
     """
     budget = parse_bytes(memory) - reserve
     if budget <= 0:

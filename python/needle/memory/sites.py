@@ -1,8 +1,8 @@
 """Where memory is asked for: the line of the user's code, the op, the module. A site is made by looking at the Python stack.
 
-Allocators ask for a site where an allocation is large (``LARGE_BYTES``), and for each one while a trace is on. Sites are numbered,
-each once, so that a holder of memory carries one number; there are as many as there are places and modules, not as there are
-allocations, and those of modules that have gone are forgotten.
+Allocators ask for a site when an allocation is large (``LARGE_BYTES``), and for every allocation while a trace is on. Equal sites
+have one number, which is all that a piece of memory carries. So there are as many sites as places and modules, not as many as
+allocations; those of modules that are gone are forgotten.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ..graph import Node
 from ..nn.nn_basic import Module, Parameter
 from ..optim import SGD, Optimizer, _Moments
 
-LARGE_BYTES = 8 << 20  # pieces so large are few and slow to make, beside which reading the stack costs little
+LARGE_BYTES = 8 << 20  # pieces of this size are few and slow to make: reading the stack costs little beside that
 
 NEEDLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(NEEDLE, "models") + os.sep  # written as a user would write them, and shown as the user's
 
 
 class Reference(weakref.ref):
-    """A weak reference that is a key for its object, also where that cannot be one itself, as a Module that is a dataclass."""
+    """A weak reference that can be a key for its object even if that is not hashable, like a Module that is a dataclass."""
 
     __slots__ = ("_id",)
 
@@ -54,8 +54,9 @@ class Site(NamedTuple):
     """A place where memory is asked for.
 
     file, line, function: the innermost frame outside needle's core. op: the op that computes, if one does; phase: ``forward``,
-    ``backward``, ``recompute``, ``optimizer`` or "". modules, parameter: the Modules that were called, the innermost first, and
-    a parameter that is involved, all by weak references: an id may come again. forward: for a gradient, where its op was called.
+    ``backward``, ``recompute``, ``optimizer`` or "". modules: the Modules that are being called, the innermost first. parameter:
+    one that is involved. Both are weak references, since a later object may have the same id. forward: for a gradient, where its
+    op was called.
     """
 
     file: str
@@ -68,7 +69,7 @@ class Site(NamedTuple):
     forward: Site | None = None
 
     def has_gone(self) -> bool:
-        """Whether a module or parameter of it has."""
+        """Whether one of its modules, or its parameter, does not exist any more."""
         gone = self.parameter is not None and self.parameter() is None
         return gone or any(m() is None for m in self.modules) or (self.forward is not None and self.forward.has_gone())
 
@@ -100,7 +101,7 @@ NOWHERE = Site("", 0, "")
 _sites: dict[int, Site] = {}
 _numbers: dict[Site, int] = {}
 _next_number = itertools.count(1).__next__
-_most = 1024  # sites, before those that have gone are forgotten
+_most = 1024  # as many sites are kept before those of modules that are gone are looked for
 
 
 def site(number: int) -> Site:
@@ -134,7 +135,7 @@ def _drop_copy(frame: FrameType, names: Any) -> None:
         names.clear()
 
 
-_Tell = Callable[[FrameType, dict[str, Any]], None]  # puts what a frame tells beside what inner ones have told
+_Tell = Callable[[FrameType, dict[str, Any]], None]  # adds what a frame knows to what its inner frames knew
 
 
 def _from_make(frame: FrameType, found: dict[str, Any]) -> None:
@@ -175,7 +176,7 @@ def _from_module(frame: FrameType, found: dict[str, Any]) -> None:
     found.setdefault("modules", []).extend(map(Reference, _read(frame, "self")))
 
 
-# What the frames of some of needle's functions tell, by id(code): the hash of a code object is that of all that is in it.
+# What to read in the frames of some of needle's functions. By id(code): to hash a code object is to hash all that is in it.
 _TELLING: dict[int, _Tell] = {
     id(function.__code__): tell
     for function, tell in (
@@ -217,7 +218,7 @@ def calling(frame: FrameType | None) -> Site:
 
 
 def number(found: Site) -> int:
-    """The number of a site; the same for equal ones."""
+    """The number of a site; equal sites have the same."""
     known = _numbers.get(found)
     if known is None:
         if len(_sites) >= _most:
@@ -228,7 +229,7 @@ def number(found: Site) -> int:
 
 
 def _forget_what_has_gone() -> None:
-    """Of a module that is made for each call there is a site for each. What memory, or a trace, still names stays."""
+    """A module that is made for each call has a site for each. Sites that live memory, or a trace, still names stay."""
     global _most
     if not _tracing:
         named = {event[-1] for device in used_devices() for event in device.require().memory_holders()}
@@ -281,7 +282,7 @@ def watch(device: BackendDevice, limit: int = 0) -> None:
 
 
 def apply(device: BackendDevice) -> None:
-    """Sets the device's hook as what was asked of it wants."""
+    """Sets the device's hook to what traces, limits and failures now need."""
     limit = _limits.get(device, 0)
     smallest = min(LARGE_BYTES, limit // 1024) if limit else LARGE_BYTES
     device.set_site_hook(_hook, 0 if device in _tracing or _returning else smallest)
@@ -304,7 +305,7 @@ def mark_nodes(wanted: bool) -> None:
 # --- after a failure ---
 
 _failed: weakref.WeakSet[OutOfMemoryError] = weakref.WeakSet()
-_returning = False  # frames of theirs may be about to return, as far as is known
+_returning = False  # whether some frames of those tracebacks may still be running
 SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -341,7 +342,7 @@ def free_failed_frames() -> None:
 
 
 def _cleared(frame: FrameType) -> bool:
-    """Lets go what a frame has, if it is over: else False."""
+    """Clears the locals of a frame that has returned. False for one that still runs."""
     try:
         frame.clear()
     except RuntimeError:
@@ -350,8 +351,8 @@ def _cleared(frame: FrameType) -> bool:
 
 
 def _empty_functions(frames: Iterable[FrameType]) -> int:
-    """Lets go what the functions of frames that are over hold: from Python 3.11 on a frame keeps its function. Where nothing else
-    has that, it is never called again. Returns of how many that is so.
+    """Clears what the functions of these frames, which have returned, hold: from Python 3.11 on a frame keeps its function. Only
+    functions that nothing else refers to, and which therefore will not be called again. Returns how many there were.
     """
     functions = _unshared(
         f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType and f.__code__ is frame.f_code
@@ -365,7 +366,7 @@ def _empty_functions(frames: Iterable[FrameType]) -> int:
 
 
 def _unshared(found: Iterable[Any]) -> list[Any]:
-    """Those that nothing refers to but the places where they were found, which are as many as the times that they come."""
+    """Those that nothing refers to but the places where they were found: one for each time that an object is in ``found``."""
     entries: dict[int, list] = {}  # id: the object, and in how many places it was found
     for item in found:
         entries.setdefault(id(item), [item, 0])[1] += 1
@@ -376,7 +377,7 @@ def _unshared(found: Iterable[Any]) -> list[Any]:
 
 
 def used_devices() -> list[BackendDevice]:
-    """Those that have been used, also such as needle does not know by name."""
+    """The devices that have been used, also those that needle does not know by name."""
     return [d for d in dict.fromkeys([*all_devices(), meta(), *_limits]) if d.is_loaded]
 
 

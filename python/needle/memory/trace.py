@@ -35,8 +35,10 @@ class Holder:
 
 
 class ModuleNames:
-    """Names for memory on a device: the dotted paths of the modules and parameters that are alive, as the outermost modules see
-    them. Where there are several of these, paths begin with their type, and from its second on with a number, as they were made.
+    """Names for memory on a device: dotted paths of the live modules and parameters, from the outermost modules on.
+
+    If there are several outermost modules, a path begins with the type of its own; the second and later ones of a type are
+    numbered in the order in which they were made.
     """
 
     def __init__(self, device: BackendDevice):
@@ -65,7 +67,7 @@ class ModuleNames:
         name = self.serials.get(serial) or (self.parameters.get(site.parameter, "") if site.parameter else "")
         if not name and site.forward is not None:
             return self.of(0, site.forward)
-        called = (self.modules[m] for m in site.modules if m in self.modules)  # one made for its call is gone by then
+        called = (self.modules[m] for m in site.modules if m in self.modules)  # a module made for one call is gone by now
         return name.rpartition(".")[0] or name or next(called, "")
 
 
@@ -120,7 +122,7 @@ class trace:
         return self
 
     def mark(self, text: str) -> None:
-        """Names this moment: what is made from here on belongs to ``text``, and what is freed after the first of it."""
+        """Names this moment. Events belong to ``text`` from the first allocation after it on."""
         self.marks.append((self.device.require().memory_stats()["allocations"], text))
 
     def __exit__(self, *exc: object) -> None:
@@ -140,7 +142,7 @@ class trace:
 
     @cached_property
     def live(self) -> list[int]:
-        """Bytes live after each event, and first of all before any of them."""
+        """Bytes live before the first event, and after each event."""
         now = sum(h.nbytes for h in self.first)
         found = [now]
         for kind, holder in self.events:
