@@ -47,7 +47,7 @@ class autocast(ContextDecorator):
     device_type: a device or its name; ops on other devices are left alone.
     dtype: "float16" or "bfloat16"; default: float16 on cuda and cuda_sim, bfloat16 elsewhere.
     enabled: False turns an outer region off inside this one.
-    cache_enabled: a parameter is cast once per region, and per region of ``needle.remat``, and again only after a write to it.
+    cache_enabled: cast a parameter once per region (and per region of ``needle.remat``), and again only after it was written.
 
     As with ``no_grad`` each thread has its own.
 
@@ -97,11 +97,11 @@ def get_autocast_dtype(device_type: str | BackendDevice) -> str | None:
 
 
 class _Region:
-    """One entering of an ``autocast``, called with each op.
+    """One entry of an ``autocast``. It is called with the inputs of each op.
 
-    outer: the region around it. dtypes: device type -> what products on it are lowered to; absent: nothing is. casts: leaf ->
-    dtype -> (its cast, the array that was cast, when); one for all regions within the outermost, which goes with that. It keeps no
-    leaf: one may be a batch.
+    outer: the region around it. dtypes: device type -> the dtype that products on it are lowered to; without an entry, none is.
+    casts: leaf -> dtype -> (its cast, the array that was cast, when). All regions within the outermost one share it. It does not
+    keep a leaf alive: a batch may be one.
     """
 
     __slots__ = ("outer", "dtypes", "cache_enabled", "casts")
@@ -153,13 +153,13 @@ class SkippedStepWarning(UserWarning):
 
 
 class GradScaler:
-    """Keeps float16 gradients within their range: the loss is multiplied by ``scale``, which is as large as it can be without
-    infinities, and the gradients are divided by it before the optimizer sees them.
+    """Keeps float16 gradients within their range: the loss is multiplied by a scale, as large as it can be without infinities, and
+    the gradients are divided by it before the optimizer sees them.
 
-    Gradients that are infinite or NaN: the step is skipped, counted in ``skipped_steps`` and said by a SkippedStepWarning. After
-    ``hysteresis`` such steps, and at each that follows, the scale is multiplied by ``backoff_factor`` (to no less than
-    ``min_scale``); after ``growth_interval`` good ones in a row it is multiplied by ``growth_factor`` and the hysteresis is as at
-    first. enabled=False: everything passes through, for code that is used in other precisions, too.
+    A step whose gradients are infinite or NaN is skipped, counted in ``skipped_steps`` and reported by a SkippedStepWarning. From
+    the ``hysteresis``-th of such steps on each one multiplies the scale by ``backoff_factor`` (to no less than ``min_scale``).
+    ``growth_interval`` good steps in a row multiply it by ``growth_factor`` and reset the hysteresis.
+    enabled=False: everything passes through unchanged, for code that also runs in other precisions.
 
     Names and meaning are PyTorch's, defaults and hysteresis those Pythia was trained with.
     source: Micikevicius et al. 2018, arXiv:1710.03740; Megatron-LM's DynamicGradScaler.
@@ -203,9 +203,9 @@ class GradScaler:
         return loss * self._scale if self.enabled else loss
 
     def unscale_(self, optimizer: Any) -> None:
-        """Divides the gradients of the optimizer's parameters by the scale, in place. ``step`` does so if it was not done.
+        """Divides the gradients of the optimizer's parameters by the scale, in place. ``step`` calls it if you have not.
 
-        raises: GraphError if there are none or it was done since the last ``update``; DTypeError for float16 gradients.
+        raises: GraphError if there are no gradients, or for a second call before ``update``; DTypeError for float16 gradients.
         """
         if not self.enabled:
             return
@@ -228,7 +228,9 @@ class GradScaler:
         self._flags[optimizer] = kernels.unscale(grads, 1.0 / self._scale)
 
     def _is_unscaled(self, optimizer: Any) -> bool:
-        """Whether its gradients are. Those straight from a backward are not, though others were before a step that failed."""
+        """Whether its present gradients are. After a step that failed ``_flags`` still has the optimizer, though the gradients of a
+        new backward are not unscaled.
+        """
         return optimizer in self._flags and all(p.grad is None or p.grad._source is None for p in optimizer.params)
 
     def step(self, optimizer: Any) -> None:
@@ -242,7 +244,7 @@ class GradScaler:
             self.unscale_(optimizer)
         skipped = bool(self._flags[optimizer].numpy()[0])
         optimizer.skip_step() if skipped else optimizer.step()
-        self._stepped[optimizer] = skipped  # not where the step failed: it may be tried again
+        self._stepped[optimizer] = skipped  # only now: a step that raises may be tried again
 
     def update(self) -> None:
         """Chooses the next scale, by what the steps since the last call found.
@@ -291,7 +293,7 @@ class GradScaler:
         return {name.lstrip("_"): getattr(self, name) for name in self._STATE}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """raises: CheckpointError if a number is missing, or none that a scaler can have."""
+        """Continues from what ``state_dict`` gave. raises: CheckpointError if a number is missing or out of range."""
         if not self.enabled:
             return
         for name in self._STATE:

@@ -22,7 +22,9 @@ _Update = tuple[dict[str, Any], Tensor, NDArray, NDArray]
 
 
 def _several(params: Any) -> list:
-    """raises: TypeError for one Tensor, whose rows would pass for parameters, for a dict, and for what is no iterable."""
+    """``params`` as a list. raises: TypeError for a single Tensor, whose rows would pass for parameters, for a dict, and for what
+    is not iterable.
+    """
     if isinstance(params, (Tensor, dict)) or not isinstance(params, Iterable):
         kind = type(params).__name__
         raise TypeError(f"[optim] params is of type {kind} (accepted: several Tensors, such as model.parameters())")
@@ -40,11 +42,10 @@ def _checked(op: str, **numbers: Any) -> None:
 
 
 class Optimizer:
-    """Holds the parameters that ``step`` updates in place; a parameter without a gradient is left as it is. One whose array is not
-    row-major (a transposed view, say) has an array of its own from its first step on.
+    """Holds the parameters that ``step`` updates in place. A parameter without a gradient is left as it is. One whose array is not
+    row-major (a transposed view, say) gets a copy of its own at its first step.
 
-    raises: TypeError for what is no Tensor; ValueError for no parameter at all, and for one that is there twice, which would take
-    two steps.
+    raises: TypeError for what is no Tensor; ValueError for no parameter at all, or one that is there twice.
     """
 
     STATES: tuple[str, ...]  # a subclass names its attributes that are dicts of arrays by parameter
@@ -73,8 +74,8 @@ class Optimizer:
         """Called where ``step`` would be, for gradients that are not to be used."""
 
     def _make_states(self, updates: Iterable[_Update]) -> None:
-        """Makes what is missing, zeros in float32 (float64 for float64), all before the first update: as that allocates nothing, a
-        step that runs out of memory has changed nothing.
+        """Makes the states that are missing: zeros in float32 (float64 for float64). All are made before the first update, which
+        allocates nothing, so a step that runs out of memory has changed nothing.
         """
         made: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in self.STATES}
         for _, p, w, _ in updates:
@@ -86,24 +87,24 @@ class Optimizer:
             getattr(self, kind).update(states)
 
     def named_states(self, names: Sequence[str] | None = None) -> dict[str, NDArray]:
-        """The arrays that the next step goes on from and changes, ``m.0`` being the ``m`` of the first parameter.
+        """The state arrays themselves, which the next step changes, by name: ``m.0`` is the ``m`` of the first parameter.
 
-        names: what ``params`` are called, in their order, instead of by number. raises: ValueError for another count of names.
+        names: of ``params``, in their order, instead of numbers. raises: ValueError for another count of names.
         """
         kinds = [(kind, getattr(self, kind)) for kind in self.STATES]
         return {f"{kind}.{name}": of[p] for kind, of in kinds for name, p in self._by_name(names).items() if p in of}
 
     def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        """A copy of ``named_states`` in numpy, and of the count of steps where it matters, as ``t``.
+        """A copy of ``named_states`` in numpy; of Adam and AdamW also ``t``, the count of steps.
 
-        Hyperparameters, the learning rate among them, are not in it: they are the constructor's.
+        Hyperparameters such as the learning rate are not in it: give them to the constructor again.
         """
         return {name: array.numpy() for name, array in self.named_states(names).items()}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
-        """Goes on from what ``state_dict`` gave; a parameter that is not in it begins anew, as one that had no gradient so far.
+        """Continues from what ``state_dict`` gave. A parameter that is not in it starts anew, like one without a gradient so far.
 
-        raises: CheckpointError if it is another optimizer's or another model's; then nothing has changed.
+        raises: CheckpointError if it is another optimizer's or another model's; nothing has changed then.
         """
         by_name = self._by_name(names)
         extra = sorted(map(str, set(state) - {f"{kind}.{name}" for kind in self.STATES for name in by_name}))
@@ -137,7 +138,7 @@ class Optimizer:
         """
         norm = math.sqrt(self._sumsq(max_norm).item())
         scale = min(max_norm / (norm + 1e-6), 1.0)  # in this order: a norm of NaN makes NaN of all
-        for p in self.params:  # also by 1: a plan, which has no norm, takes the memory of every step
+        for p in self.params:  # also by 1: a plan knows no norm, and so every step must take the same memory
             if p.grad is not None:
                 p.grad = Tensor.make_const(p.grad.realize_cached_data() * scale)
         return norm
@@ -191,9 +192,10 @@ class _Grouped(Optimizer):
             self.param_groups[0]["params"] = self.params
 
     def _updates(self) -> list[_Update]:
-        """(its group, parameter, its array, compact since it is updated in place, its gradient's) of each that has one.
+        """(group, parameter, array, array of the gradient) of each parameter with a gradient; arrays that are not compact are
+        replaced by compact copies, to be updated in place.
 
-        raises: ShapeError. Called before the first update, so that where one does not fit none is made.
+        raises: ShapeError for a gradient of another shape. It comes before the first update, so nothing is updated then.
         """
         found = []
         for group, p in [(g, p) for g in self.param_groups for p in g["params"]]:
@@ -202,7 +204,7 @@ class _Grouped(Optimizer):
             w, g = p.realize_cached_data(), p.grad.realize_cached_data()
             if g.shape != w.shape:
                 raise ShapeError(f"[optim] a gradient is {g.shape}, its parameter is {w.shape}")
-            if "float64" in (g.dtype, w.dtype):  # the kernels take it with itself alone
+            if "float64" in (g.dtype, w.dtype):  # the kernels combine it with no other dtype
                 g = g.astype(w.dtype, copy=False)
             if not w.is_compact():
                 w = w.compact()
@@ -318,12 +320,12 @@ class AdamW(_Moments):
         return norm
 
     def reset_grad(self) -> None:
-        """Drops every gradient, and the clipping that was to come with them."""
+        """Drops every gradient, and the clipping that ``clip_grad_norm`` left to the next step."""
         super().reset_grad()
         self._scale = None
 
     def skip_step(self) -> None:
-        """Drops the clipping that was to come with the gradients."""
+        """Drops the clipping that ``clip_grad_norm`` left to the next step."""
         self._scale = None
 
     def step(self) -> None:

@@ -8,7 +8,7 @@ from ..autograd import Tensor
 
 
 class Dataset:
-    """Items by index, an int or, from a loader, an array of them, with transforms applied to the first array of each."""
+    """Items by index, with transforms applied to the first array of each. An index is an int; a loader gives an array of ints."""
 
     def __init__(self, transforms: list | None = None):
         self.transforms = transforms
@@ -35,10 +35,10 @@ class Dataset:
 class DataLoader:
     """Batches of a data set as tuples of Tensors, float32 on the default device, without gradient; the last may be short.
 
-    The data set is asked for all items of a batch at once, by an array of indices; what is no tuple or list is a batch of one part.
-    shuffle: draw one permutation per pass from numpy's global stream, when the pass begins. As in the course the loader is its own
-    iterator: a pass that begins ends the one before.
-    raises: ValueError for a batch_size that is no whole number, or negative; None and 0 stand for 1.
+    The data set is asked for all items of a batch at once, by an array of indices; if it gives no tuple or list, batches have one
+    part. batch_size: None and 0 stand for 1. shuffle: draw one permutation per pass from numpy's global stream, when the pass
+    begins. As in the course the loader is its own iterator: starting a pass ends the one before.
+    raises: ValueError for a batch_size that is no whole number, or negative.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False):

@@ -11,14 +11,15 @@ from typing import Any
 
 
 class Prefetch(Iterator):
-    """The items of ``source`` in their order, made ahead: ``depth`` of them wait, and the thread is at the next.
+    """The items of ``source`` in their order, made ahead by a thread: up to ``depth`` of them wait.
 
-    source: an iterator with ``state_dict`` and ``load_state_dict``, like ``TokenBatches``. The thread is its only user until
-    ``close``, and starts with the first item. The state is that of the items given out, so what was made ahead is made again after
-    a resume.
+    source: an iterator with ``state_dict`` and ``load_state_dict``, like ``TokenBatches``. The thread starts with the first item;
+    nothing else may use ``source`` until ``close``. ``state_dict`` is the state after the items given out, so items made ahead
+    are made again after a resume.
 
-    An error of ``source`` comes where its item would have come. ``close`` ends the thread and puts ``source`` where this iterator
-    is; a ``Prefetch`` that nobody holds any more ends its thread, too. raises: ValueError for a depth below 1, which has no end.
+    An error of ``source`` is raised where its item would have come. ``close`` ends the thread and sets ``source`` back to where
+    this iterator is; the thread also ends when nothing refers to the ``Prefetch`` any more.
+    raises: ValueError for a depth below 1, which a queue would take for no limit.
     """
 
     def __init__(self, source: Any, depth: int = 2):
@@ -49,7 +50,7 @@ class Prefetch(Iterator):
         self._state = self.source.state_dict()
 
     def close(self) -> None:
-        """The next item starts it again."""
+        """Ends the thread; the next item starts it again."""
         if self._thread is not None:
             self._end()
             self._thread.join()
@@ -71,7 +72,7 @@ class Prefetch(Iterator):
 
 
 def _make(source: Any, made: queue.Queue, asked_to_end: threading.Event) -> None:
-    """The thread. It must not hold the ``Prefetch``, which would then never go."""
+    """What the thread runs. It must not refer to the ``Prefetch``, which would then never be freed."""
     while not asked_to_end.is_set():
         try:
             made.put((next(source), source.state_dict(), None))

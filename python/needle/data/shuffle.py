@@ -10,12 +10,12 @@ _ROUNDS = 8
 
 
 def shuffled(places: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """What stands at ``places`` in a permutation of range(count), which ``seed`` and ``epoch`` alone determine.
+    """The values at ``places`` of a permutation of range(count), which ``seed`` and ``epoch`` alone determine: (n,) int64.
 
-    places: (n,) integers in range(count). (n,) int64.
-    source: the generalized Feistel cipher with cycle walking of Black & Rogaway 2002, "Ciphers with arbitrary finite domains": the
-    numbers are pairs on a grid that just holds them, each round adds to one half a hash of the other, which can be undone, and
-    what falls off the end goes through again until it does not.
+    places: (n,) integers in range(count).
+    source: the generalized Feistel cipher with cycle walking of Black & Rogaway 2002, "Ciphers with arbitrary finite domains". A
+    number is a pair (row, column) on the smallest grid that holds ``count`` cells. Each round adds a hash of one half to the
+    other, which is invertible. A result outside range(count) goes through the rounds again.
     """
     rows = math.isqrt(count - 1) + 1
     columns = -(-count // rows)

@@ -38,8 +38,8 @@ _CHECKED_TOKENS = 1 << 16
 class TextData:
     """A corpus as ids below ``vocab_size``: ``train`` and ``held_out`` are (tokens,) integers and memory-mapped.
 
-    A token file has no ``corpus``, and a ``tokenizer`` only where one was given or lies beside it. sequence_tokens: the length of
-    its sequences, if they are of one.
+    A token file has no ``corpus``, and a ``tokenizer`` only if one was given or lies beside it. sequence_tokens: the length of its
+    sequences, if all have the same.
     """
 
     name: str
@@ -51,7 +51,9 @@ class TextData:
     sequence_tokens: int | None = None
 
     def stride(self, seq_len: int) -> int:
-        """Tokens from one window to the next: sequences that were cut to be windows, as Pythia's own, stay what they are."""
+        """Tokens from one window to the next. If each sequence is as long as a window with its last target, like those of Pythia's
+        own data, the windows are the sequences.
+        """
         return seq_len + 1 if self.sequence_tokens == seq_len + 1 else seq_len
 
 
@@ -69,9 +71,9 @@ def load_text(
     the training text. With it, ``vocab_size`` is the model's, which may be larger than the tokenizer's (the default).
     ``cache_dir``: default $NEEDLE_CACHE, or ~/.cache/needle. A cached file is complete or absent.
 
-    Of a token file the end is held out: a twentieth, at most 10 million tokens, from the first sequence that begins there, unless
-    that leaves less than half of it. Its tokenizer is PREFIX.tokenizer.json; another that is given must have the same ids. Those
-    of the text are looked at in a sample of 16 million; batches check theirs.
+    Of a token file the end is held out: a twentieth, at most 10 million tokens, beginning with a sequence unless that would leave
+    less than half of these. Its tokenizer is PREFIX.tokenizer.json; one that is given instead must have the same ids. The file's
+    ids are checked in a sample of 16 million; every batch checks its own.
 
     raises: DataError, in one line, for a data set, text, tokenizer or vocabulary that cannot be used.
     """
@@ -156,7 +158,7 @@ def _vocabulary(vocab_size: int | None, tokenizer: TextTokenizer) -> int:
 
 
 def _kept_tokenizer(path: Path) -> TextTokenizer | None:
-    """None if the file is absent or damaged: it is then made again."""
+    """The tokenizer in the cache; None if the file is absent or damaged, and is to be made again."""
     try:
         return load_tokenizer(path) if os.path.isfile(path) else None
     except DataError:
@@ -270,7 +272,7 @@ class TokenBatches(Iterator):
 
 
 def _checksum(tokens: np.ndarray) -> int:
-    """Of the first and the last ids: other text, or another tokenizer, hardly has the same."""
+    """CRC-32 of the first and the last ids: other text, or another tokenizer, will hardly have the same."""
     ends = (tokens[:_CHECKED_TOKENS], tokens[-_CHECKED_TOKENS:])
     return zlib.crc32(b"".join(np.asarray(end, "<i8").tobytes() for end in ends))
 

@@ -1,4 +1,4 @@
-"""Text of ids that come one by one."""
+"""Decoding ids to text as they come, one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _WINDOW = 16  # ids that are decoded again with each new one, at least; twice as
 
 
 class TextStream:
-    """Turns ids into text that is final as it comes: a character of several tokens comes with its last token.
+    """Turns ids into text of which nothing is taken back: a character of several tokens is given with its last token.
 
     decode: ids -> text. Only the last ids are decoded again, so a token costs the same however long the text is.
     """
@@ -25,8 +25,8 @@ class TextStream:
         """The text that the next token makes certain, perhaps none."""
         self._ids.append(int(token))
         text = self._decode(self._ids)
-        # Byte-level decoders write one mark for the beginning of a character, others (ByteFallback) one for each byte, also of the
-        # whole characters before it: until it might be whole such a text says nothing.
+        # For an unfinished character byte-level decoders write one mark. Others (ByteFallback) write one for each byte, also for
+        # those of the whole characters before it, so such a text is not looked at until the character may be whole.
         self._unfinished = self._unfinished + 1 if text.endswith(UNFINISHED) else 0
         if 0 < self._unfinished < _BYTES:
             return ""
@@ -43,7 +43,9 @@ class TextStream:
         return rest
 
     def _forget(self, text: str) -> None:
-        """Drops the first ids, at a place where the text falls into two, if there is one that was given out."""
+        """Drops the first ids, if there is a place at which both parts decode to what they are in the whole, and the first has been
+        given out.
+        """
         for cut in range(_WINDOW, len(self._ids)):
             rest = self._decode(self._ids[cut:])
             gone = len(text) - len(rest)  # some decoders leave out a space at the beginning
