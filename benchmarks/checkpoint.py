@@ -24,8 +24,8 @@ sys.path[:0] = [str(HERE.parent / "python"), str(HERE.parent / "apps")]
 import numpy as np
 
 import needle as ndl
-from needle.checkpoints import CheckpointFolder, random_state
-from needle.models import Pythia, PythiaConfig
+from needle.checkpoints import CheckpointFolder, random_state, read_folder
+from needle.models import Pythia, PythiaConfig, load_published
 from needle.optim import AdamW
 from pythia_app import checkpoint
 from pythia_app.options import CHANGEABLE, FIXED
@@ -96,7 +96,8 @@ def measure(options: argparse.Namespace) -> None:
 
     def load() -> None:
         path, _ = checkpoint.find(folder.path)
-        checkpoint.load(path, fresh, other)
+        load_published(fresh, read_folder(path))
+        checkpoint.load_optimizer(path, fresh, other)
 
     files = list(save().iterdir())
     nbytes = sum(path.stat().st_size for path in files)

@@ -22,7 +22,7 @@ from needle.backend_ndarray.host_memory import OPTIMIZER_STATE
 from needle.checkpoints import CheckpointFolder, random_state, read_folder, read_tensors, set_random_state, verify, write_tensors
 from needle.data.text import TextData
 from needle.errors import CheckpointError
-from needle.models import Pythia, PythiaConfig
+from needle.models import Pythia, PythiaConfig, load_published
 from needle.optim import SGD, Adam, AdamW
 from pythia_app import checkpoint
 from pythia_app.options import CHANGEABLE, FIXED, parse
@@ -65,9 +65,14 @@ def make_trainer(*flags):
     return lambda device: Trainer(options, CONFIG, text, device)
 
 
+def load(path, model, optimizer):
+    load_published(model, read_folder(path))
+    checkpoint.load_optimizer(path, model, optimizer)
+
+
 def resumed(made, path):
     np.random.seed(99)  # what another process has drawn
-    checkpoint.load(path, made.model, made.optimizer)
+    load(path, made.model, made.optimizer)
     made.load_state(checkpoint.read_state(path))
     return made
 
@@ -365,7 +370,7 @@ def test_what_no_checksum_sees(small_run, name, change, said):
     assert (path / name).read_bytes() != content
     with pytest.raises(CheckpointError, match=said):
         checkpoint.read_state(path)
-        checkpoint.load(path, model, optimizer)
+        load(path, model, optimizer)
 
 
 # ---- an optimizer of one's own

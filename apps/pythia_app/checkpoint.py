@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 from needle import files
-from needle.checkpoints import CheckpointFolder, read_folder, read_tensors, verify, write_tensors
+from needle.checkpoints import CheckpointFolder, read_tensors, verify, write_tensors
 from needle.data.text_tokenizer import TextTokenizer
 from needle.errors import CheckpointError
-from needle.models import Pythia, load_published, pretrained
+from needle.models import Pythia, pretrained
 from needle.optim import AdamW
 from pythia_app.options import FIXED
 
@@ -73,14 +73,8 @@ def read_state(path: Path) -> dict:
     return state
 
 
-def load(path: Path, model: Pythia, optimizer: AdamW) -> None:
-    """Fills both. raises: CheckpointError for damaged or unfitting files."""
-    load_published(model, read_folder(path))
-    load_optimizer(path, model, optimizer)
-
-
 def load_optimizer(path: Path, model: Pythia, optimizer: AdamW) -> None:
-    """raises: CheckpointError."""
+    """Fills the optimizer's states. raises: CheckpointError for damaged or unfitting files."""
     steps, tensors, names = read_state(path)["optimizer_steps"], read_tensors(path / OPTIMIZER), _names(model, optimizer)
     for name in (f"m.{name}" for name in names) if steps else ():
         if name not in tensors:  # every parameter of a Pythia has had gradients
