@@ -35,10 +35,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, metavar="FOLDER", help=MODEL_HELP)
     parser.add_argument("--text", action="append", default=[], metavar="FILE", help="text in UTF-8; repeatable")
     parser.add_argument("--lambada", action="append", default=[], metavar="FILE", help='lines of {"text": ...}; repeatable')
-    flag(parser, "window", type=int, help="positions that the model sees at a time (default: what it was made for)")
-    flag(parser, "stride", type=int, help="how far the window moves on (default: half of it)")
+    flag(parser, "window", type=int, help="positions that the model sees at a time (default: the most it was made for)")
+    flag(parser, "stride", type=int, help="positions from one window to the next (default: half a window)")
     flag(parser, "batch_size", type=int, default=4, help="windows or texts at a time")
-    flag(parser, "max_tokens", type=int, help="of each text use so many tokens (default: all)")
+    flag(parser, "max_tokens", type=int, help="use only this many tokens of each text (default: all)")
     flag(parser, "device", default="auto", help=DEVICE_HELP)
     return parser.parse_args(argv)
 
@@ -70,9 +70,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def tokens(path: str, tokenizer, most: int | None) -> tuple[np.ndarray, int]:
-    """The ids of a text, ``most`` of them at most, and how many bytes all but the first of them are of.
+    """The ids of a text, at most ``most`` of them, and how many bytes of text all ids but the first stand for.
 
-    A token for the beginning of a text, where the tokenizer has one, comes first and lets the text's first token be predicted, too.
+    If the tokenizer has an end-of-text token, that comes first, so that the text's own first token is predicted, too.
     """
     start = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
     found, count, read_bytes, decoded_bytes = [np.array(start, np.int32)], 0, 0, 0
@@ -95,7 +95,7 @@ def tokens(path: str, tokenizer, most: int | None) -> tuple[np.ndarray, int]:
         raise DataError(f"[text] too short: {path} has {count} tokens (at least {2 - len(start)})")
     ids = np.concatenate(found)
     unasked = 0 if start else len(tokenizer.decode(ids[:1]).encode())
-    # Of a whole text its own bytes, the same for every tokenizer: one that normalizes decodes to others.
+    # A whole text counts with its own bytes, the same for every tokenizer: one that normalizes decodes to other bytes.
     return ids, (decoded_bytes if count == most else read_bytes) - unasked
 
 

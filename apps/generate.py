@@ -33,15 +33,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, metavar="FOLDER", help=MODEL_HELP)
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="what to continue; repeatable (default: stdin)")
     choosing = parser.add_argument_group("choosing tokens (names and meaning as in transformers)")
-    flag(choosing, "max_new_tokens", type=int, default=128, help="at most so many")
+    flag(choosing, "max_new_tokens", type=int, default=128, help="the most tokens that are added")
     flag(choosing, "do_sample", action="store_true", help="draw tokens instead of taking the likeliest")
     flag(choosing, "temperature", type=float, default=1.0, help="below 1 sharper, above 1 flatter")
-    flag(choosing, "top_k", type=int, default=50, help="draw from the likeliest so many (0: all)")
-    flag(choosing, "top_p", type=float, default=1.0, help="draw from the likeliest with this probability together")
-    flag(choosing, "repetition_penalty", type=float, default=1.0, help="above 1: less of what is there already")
+    flag(choosing, "top_k", type=int, default=50, help="draw only from this many of the likeliest (0: all)")
+    flag(choosing, "top_p", type=float, default=1.0, help="draw only from the likeliest that have this probability together")
+    flag(choosing, "repetition_penalty", type=float, default=1.0, help="above 1: tokens that are there already become less likely")
     flag(choosing, "eos_token_id", type=int, action="append", metavar="ID", help="stop at it; repeatable (default: end of a text)")
     flag(choosing, "ignore_eos", action="store_true", help="go on after the end of a text")
-    flag(choosing, "seed", type=int, default=0, help="of the draws")
+    flag(choosing, "seed", type=int, default=0, help="of the random numbers")
     flag(parser, "device", default="auto", help=DEVICE_HELP)
     return parser.parse_args(argv)
 
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     prompts = [p if len(p) else np.array([tokenizer.end_of_text]) for p in prompts]
     source = model.stream(prompts, config, eos_token_id=stops)
     if not config.do_sample and any(getattr(config, name) != getattr(GenerationConfig, name) for name in SAMPLING):
-        note(f"{', '.join(SAMPLING)} say nothing without --do_sample")
+        note(f"{', '.join(SAMPLING)} have no effect without --do_sample")
     longest = max(map(len, prompts)) + config.max_new_tokens
     if longest > model.config.max_seq_len:
         note(f"up to {longest} positions, and the model was made for {model.config.max_seq_len}")
@@ -85,7 +85,7 @@ def read_stdin() -> str:
 
 
 def show(source, texts: list[str], prompts: list[np.ndarray], stops: list[int], tokenizer) -> int:
-    """The texts one after the other on stdout: the first that has not ended grows there, and those after it wait."""
+    """Writes the texts to stdout, one after the other: the first that has not ended as it grows, while later ones are collected."""
     streams = [TextStream(tokenizer.decode) for _ in prompts]
     several = len(prompts) > 1
     waiting = [f"--- {b + 1} of {len(prompts)} ---\n{text}" if several else text for b, text in enumerate(texts)]

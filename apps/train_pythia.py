@@ -73,8 +73,9 @@ def start(argv: list[str] | None) -> int:
 
 
 def run(options, saved: Path | None = None, state: dict | None = None, weights: Path | None = None) -> int:
-    """saved, state: the checkpoint to go on from and what it says; weights: the folder of a model to begin with. ``options`` are
-    made with it.
+    """Prepares the run that ``options`` describe and trains, evaluates, compares or plans.
+
+    saved, state: the checkpoint to continue from, and its state. weights: the folder of a model to begin with.
     """
     where = device(options.device)
     given = folder = None
@@ -137,7 +138,7 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
 
 
 def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
-    """What is trained, in words by name."""
+    """What is trained, in words: the parts of the first line by name."""
     kind, layout = config.pattern or "dense", config.layout(options.seq_len)
     facts = {
         "model": f"{config.parameter_count():,} parameters",
@@ -152,7 +153,10 @@ def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
 
 
 def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path, saved: Path | None, about: About) -> int:
-    """saved: the checkpoint that it goes on from."""
+    """Trains, saves, evaluates and reports until the last step or a stop. Returns the exit code.
+
+    saved: the checkpoint that the run continues from.
+    """
     start, first, peak = time.perf_counter(), trainer.step, 0
     kept = first if saved is not None and saved.parent.samefile(folder) else None  # the step that ``saved`` is of
     checkpoints = CheckpointFolder(folder, options.keep_last)
@@ -164,7 +168,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         return bool(options.save_every) and trainer.step % options.save_every == 0 and trainer.step < trainer.steps
 
     def evaluate(saved: Path) -> tuple[float, str]:
-        """The held-out loss and a sample, if ids are text. After saving, so that what is killed meanwhile has lost nothing."""
+        """The held-out loss and, if there is a tokenizer, a sample. Done after saving: a kill meanwhile loses nothing."""
         held, prompt, sample = trainer.held_out_loss(text), "", ""
         if math.isfinite(held):
             report.record({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
@@ -245,7 +249,7 @@ def say_held_out(say, held: float, unigram: float) -> None:
 
 
 def sampled(trainer: Trainer, text: TextData, seed: int) -> tuple[str, str]:
-    """The start of the held-out text, and what the model makes of it. Leaves the device as it was, so that the plan stays true."""
+    """The start of the held-out text and how the model continues it. Frees what it cached on the device: the plan has none."""
     prompt = [int(i) for i in text.held_out[:PROMPT_TOKENS]]
     config = GenerationConfig(SAMPLE_TOKENS, do_sample=True, temperature=0.8, top_k=40, seed=seed)
     try:

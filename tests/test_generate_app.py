@@ -159,7 +159,7 @@ def test_a_reader_that_leaves(made):
 def test_notes_about_what_makes_no_difference(app, made):
     flags = ["--model", made / "dense", "--prompt", "the", "--max_new_tokens", 80, "--temperature", 0.5]
     said = app("generate", *flags).stderr
-    assert "note: temperature, top_k, top_p say nothing without --do_sample" in said
+    assert "note: temperature, top_k, top_p have no effect without --do_sample" in said
     assert "and the model was made for 64" in said
 
 

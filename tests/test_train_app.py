@@ -174,7 +174,7 @@ def test_a_flag_that_cannot_change_is_said(main, tmp_path):
     config.write_text("pattern: mixed\nwindow: 2\n")
     code, lines = main(*flags, "--config", config)
     assert code == 0 and lines == ["note: --pattern mixed is not taken: the checkpoint has local"]
-    assert main("--config", config, "--plan") == (0, ["note: --pattern mixed says nothing without --sparse"])
+    assert main("--config", config, "--plan") == (0, ["note: --pattern mixed has no effect without --sparse"])
     assert main("--config", config, "--plan", "--sparse") == (0, [])
 
 

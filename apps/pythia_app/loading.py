@@ -18,12 +18,13 @@ from needle.models import SIZES, Pythia, PythiaConfig
 from needle.models.pretrained import TOKENIZER, folder_of, read_config, tokenizer_of
 from needle.models.published import fitting
 
-OF_THE_RUN = ("vocab_size", "max_seq_len", "dropout", "pattern", "block", "window", "checkpoint_layers")  # not of the size
+# Fields of PythiaConfig that do not belong to a published size.
+OF_THE_RUN = ("vocab_size", "max_seq_len", "dropout", "pattern", "block", "window", "checkpoint_layers")
 MODEL_HELP = "a run's folder, a checkpoint in it, a folder that transformers wrote, or a name on the Hub"
 
 
 def find_model(source: str) -> Path:
-    """The folder with the model's files: of a run's folder that of the newest checkpoint. raises: DataError or CheckpointError."""
+    """The folder with the model's files; for a run's folder, its newest checkpoint. raises: DataError or CheckpointError."""
     path = files.home(source)
     try:
         newest = CheckpointFolder(path).newest() if path.is_dir() else None
@@ -45,10 +46,10 @@ def load_model(source: str, device) -> tuple[Pythia, TextTokenizer]:
 
 
 def fit_options(options: argparse.Namespace, folder: Path) -> None:
-    """Sets what the model in ``folder`` decides, its size and its vocabulary, and which checkpoint of a run it is.
+    """Sets the options that the model in ``folder`` decides: size, vocabulary, and the checkpoint that ``init_from`` names.
 
-    raises: CheckpointError if it is of no size that is trained here, or its weights do not fit it; DataError if it has no
-    tokenizer, and one is needed.
+    raises: CheckpointError if the model has no published size, or its weights do not fit its config.json; DataError if it has no
+    tokenizer and one is needed.
     """
     config = read_config(folder)
     of_the_run = {name: getattr(config, name) for name in OF_THE_RUN}
@@ -73,8 +74,10 @@ def fit_options(options: argparse.Namespace, folder: Path) -> None:
 
 
 def tokenizer_of_run(options: argparse.Namespace, weights: Path | None, saved: Path | None, state: dict | None) -> Path | None:
-    """The tokenizer.json to use; None: one is to be made of the text. weights: the folder to begin with; saved, state: a checkpoint
-    to go on from, which has the run's own: the file that was given then may be gone, or be another by now.
+    """The tokenizer.json to use; None: train one on the text.
+
+    weights: the folder of a model to begin with. saved, state: a checkpoint to continue from. That keeps the run's own tokenizer,
+    since the file that was given at first may be gone or changed by now.
     """
     given, folder = options.tokenizer and files.home(options.tokenizer), weights or saved
     if folder is None or not (folder / TOKENIZER).is_file():

@@ -32,7 +32,7 @@ class Budget:
         return plannable(config, *planned_run(options))
 
     def _changes(self) -> list[tuple[str, dict[str, Any]]]:
-        """What leaves a step's result as it is: each layer computed again in backward, smaller micro-batches, both."""
+        """Changes that do not change a step's result: every layer computed again in backward, smaller micro-batches, or both."""
         batch, count = self.options.batch_size, self.options.accumulation_steps
         parts = [n for n in range(2, batch + 1) if batch % n == 0]
         smaller: list[dict[str, Any]] = [{"batch_size": batch // n, "accumulation_steps": count * n} for n in parts]

@@ -96,7 +96,7 @@ def _parser() -> Parser:
     flag(training, "accumulation_steps", type=int, default=1, help="micro-batches in a step")
     flag(
         training, "checkpoint_layers", default="0", metavar="N|SIZE",
-        help="compute so many layers at a time again in backward instead of keeping their arrays (0: keep all); or as few as keep "
+        help="compute layers again in backward, N at a time, instead of keeping their arrays (0: keep all); or as few as keep "
         "the run's peak within SIZE, like 2GiB",
     )  # fmt: skip
     flag(training, "precision", default="fp32", help=f"of products: {', '.join(PRECISIONS)}; parameters stay float32")
@@ -108,7 +108,7 @@ def _parser() -> Parser:
         default=None,
         help="steps in which the learning rate rises (default: a tenth of all, at most 100)",
     )
-    flag(training, "min_lr_ratio", type=float, default=0.1, metavar="R", help="the last learning rate, of the peak one")
+    flag(training, "min_lr_ratio", type=float, default=0.1, metavar="R", help="the last learning rate, as a part of the peak one")
     flag(training, "betas", type=float, nargs=2, default=[0.9, 0.95], metavar="BETA", help="AdamW's decay of its two averages")
     flag(training, "eps", type=float, default=1e-8, help="AdamW's, added to the root of the second average")
     flag(training, "weight_decay", type=float, default=0.1, help="AdamW's, of matrices and embeddings")
@@ -129,7 +129,7 @@ def _parser() -> Parser:
     flag(where, "checkpoint_dir", default=None, metavar="FOLDER", help="the run's folder (default: runs/MODEL-TIME)")
     flag(where, "tensorboard", action="store_true", help="also write events for TensorBoard, into the run's folder")
     flag(where, "resume", action="store_true", help="go on from the newest checkpoint in checkpoint_dir, if it has one")
-    flag(where, "save_every", type=int, default=500, metavar="N", help="steps from one checkpoint to the next (0: only the last)")
+    flag(where, "save_every", type=int, default=500, metavar="N", help="steps between checkpoints (0: save only at the end)")
     flag(where, "keep_last", type=int, default=2, metavar="K", help="checkpoints kept beside the best one")
     flag(
         where,
@@ -144,8 +144,8 @@ def _parser() -> Parser:
 def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.Namespace:
     """The options, checked. Ends with exit code 2 and one line for a wrong one.
 
-    saved: a checkpoint's options, which replace the defaults; the ones that make the model replace what was given, too. What the
-    file of ``--config`` says comes before both defaults, and the command line before that.
+    The command line wins over the file of ``--config``, that over ``saved``, the options of a checkpoint, and these over the
+    defaults. Only the options that make the model are always those of ``saved``.
     """
     parser = _parser()
     options = parser.parse_args(argv)
@@ -155,7 +155,7 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
         parser.set_defaults(**{name: saved[name] for name in CHANGEABLE if name in saved})
     if options.config is not None:
         values = config_file.read(options.config, parser)
-        if options.epochs is not None:  # it overrides what the file says of the same thing
+        if options.epochs is not None:  # on the command line, where it wins over the file's number of steps
             values.pop("max_steps", None)
         parser.set_defaults(**values)
     options = parser.parse_args(argv)
@@ -176,7 +176,7 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
 
 
 def notes(argv: list[str] | None, options: argparse.Namespace) -> list[str]:
-    """What is said of flags that were set: that a saved model has something else, which ``options`` have, or no use for them."""
+    """A note for each flag that has no effect: the saved model has another value, which is in ``options``, or nothing uses it."""
     parser = _parser()
     parser.set_defaults(**dict.fromkeys(FIXED))
     given = parser.parse_args(argv)
@@ -193,7 +193,7 @@ def notes(argv: list[str] | None, options: argparse.Namespace) -> list[str]:
     if asked is not None and not {asked, os.path.abspath(files.home(asked))} & {began, os.path.dirname(began or "")}:
         said.append(f"--init_from {asked} is not taken: a run goes on that began with {began or 'new weights'}")
     if not said and options.pattern != _parser().get_default("pattern") and not (options.sparse or options.compare_dense):
-        said.append(f"--pattern {options.pattern} says nothing without --sparse")
+        said.append(f"--pattern {options.pattern} has no effect without --sparse")
     return said
 
 
@@ -264,11 +264,11 @@ def device(name: str):
 
 
 def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Path | None) -> Path:
-    """Where the run will write, after a trial that leaves no trace. given: the folder, if that is known. saved: the checkpoint that
-    it goes on from.
+    """The folder that the run will write into, tried out without leaving a trace.
 
-    raises: DataError if nothing can be written there, if another run is there, if there is no package to write config.yaml with, or
-    no room for a checkpoint.
+    given: the folder, if one was named. saved: the checkpoint that the run continues from.
+    raises: DataError if nothing can be written there, if it holds another run, if the package that writes config.yaml is missing,
+    or if there is no room for a checkpoint.
     """
     config_file.yaml_package()
     path = Path(given or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -34,8 +34,10 @@ BLUE, ORANGE, GREY = ("#0072b2", "#56b4e9"), ("#d55e00", "#f0a04b"), ("#777777",
 
 @dataclass(frozen=True)
 class About:
-    """What a page says of its run beside the metrics. max_grad_norm: where gradients are clipped. mask: HTML. utilization: what a
-    token per second takes of the FLOP/s that the device can do; 0: unknown.
+    """What a page says about its run beside the metrics.
+
+    max_grad_norm: the norm to which gradients are clipped. mask: HTML. utilization: the part of the device's FLOP/s that one token
+    per second needs; 0: unknown.
     """
 
     title: str
@@ -47,10 +49,10 @@ class About:
 
 
 class History:
-    """The rows of a metrics.jsonl as columns. A step that comes again replaces what was there from it on: a killed run has got
-    further than the checkpoint from which another one went on.
+    """The rows of a metrics.jsonl as columns.
 
-    What is absent, infinite or no number is NaN. held_out: (step, loss); samples: (step, prompt, text).
+    If a step comes again, it replaces everything from that step on: the run was killed and continued from an earlier checkpoint.
+    What is absent, infinite or no number is NaN. held_out: (step, loss). samples: (step, prompt, text).
     """
 
     def __init__(self, path: Path):
@@ -62,7 +64,7 @@ class History:
         self._path, self._read_bytes = path, 0
 
     def read(self) -> None:
-        """Adds what the file has more than it had."""
+        """Adds the rows that were appended to the file since the last call."""
         for row, end in rows(self._path, self._read_bytes):
             self._add(row, row["step"])
             self._read_bytes = end
@@ -92,9 +94,7 @@ class History:
 
 
 def rows(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """The rows of a metrics.jsonl from byte ``start`` on, and where each ends. Passed over: what is no row, and a last line that is
-    not written to its end.
-    """
+    """(row, byte at which it ends) of a metrics.jsonl from byte ``start`` on. Skips what is no row, and an unfinished last line."""
     if not path.is_file():
         return
     with open(path, "rb") as file:
@@ -110,7 +110,7 @@ def rows(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def number(value: Any) -> float:
-    """NaN for what is none, or infinite."""
+    """``value`` as a float; NaN if it is no number, or infinite."""
     if type(value) not in (int, float):
         return math.nan
     try:
@@ -215,7 +215,7 @@ def _charts(history: History, about: About) -> list[dict[str, Any]]:
 
 
 def thinned(values: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, least and most of each ``width`` values that follow one another; NaN where all of them are."""
+    """Mean, minimum and maximum of each ``width`` consecutive values, without NaN; NaN where all of them are."""
     padded = np.full((-(-len(values) // width), width), np.nan)
     padded.flat[: len(values)] = values
     there = ~np.isnan(padded)
@@ -232,7 +232,7 @@ def _plain(values) -> list[float | None]:
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most so many indices below ``count``, the first and the last among them."""
+    """At most ``most`` evenly spread indices below ``count``, the first and the last among them."""
     return sorted({round(i) for i in np.linspace(0, count - 1, min(count, most))})
 
 
@@ -267,8 +267,8 @@ def _median(values: np.ndarray) -> float:
 
 
 def mask_picture(layout: BlockLayout) -> str:
-    """The first head's block mask as SVG with a caption. Above 128 blocks a cell stands for several of them, and is as full as they
-    are.
+    """The first head's block mask as SVG with a caption. Above 128 blocks a cell stands for several, in a shade for how many of
+    them exist.
     """
     edge = -(-max(layout.block_rows, layout.block_cols) // MOST_CELLS)
     rows, cols = -(-layout.block_rows // edge), -(-layout.block_cols // edge)

@@ -22,7 +22,7 @@ DRAWN_EVERY_SECONDS, DRAWN_SHARE = 20.0, 0.01  # at most so often, and of the ti
 
 
 def kind(row: dict[str, Any]) -> tuple[int, bool, bool]:
-    """What a row is of: its step, and whether that was made or evaluated; a sample is neither."""
+    """Tells rows apart: (step, whether it is of a training step, whether it is of an evaluation); a sample's is neither."""
     return row["step"], "loss" in row, "held_out_loss" in row
 
 
@@ -36,11 +36,10 @@ def duration(seconds: float) -> str:
 
 
 class Reporter:
-    """Writes metrics.jsonl and report.html and says how the run goes, warnings included. Used as a context, so that the terminal is
-    left as it was.
+    """Context manager that writes metrics.jsonl and report.html and prints progress and warnings. It restores the terminal.
 
-    first: the step that the run goes on from. Rows of later steps belong to a run that ended without saving them. tensorboard: the
-    rows also go to event files in ``folder / "tensorboard"``.
+    first: the step that the run continues from; rows of later steps, of a run that ended without saving them, are removed.
+    tensorboard: the rows also go to event files in ``folder / "tensorboard"``.
     """
 
     def __init__(self, folder: Path, about: About, first: int = 0, tensorboard: bool = False):
@@ -114,8 +113,9 @@ class Reporter:
         self.draw()
 
     def record(self, row: dict[str, Any]) -> None:
-        """One line in metrics.jsonl, with the time; null for what is no finite number. An evaluation that is made a second time, as
-        the run was killed before it was through, or as all steps were made before, has its line already.
+        """Adds one line to metrics.jsonl, with the time; null for what is no finite number.
+
+        An evaluation that is made again has its line already: the run was killed during it, or had made all its steps before.
         """
         if kind(row) in self._kept:
             return

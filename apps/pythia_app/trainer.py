@@ -29,7 +29,9 @@ COMPARED_STEPS = 20
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup_steps: int | None = None, min_ratio: float = 0.1) -> float:
-    """Linear warmup (over a tenth of the steps, at most 100, if nothing is said), then a cosine down to so much of the peak."""
+    """The learning rate of ``step``: linear warmup (default: a tenth of the steps, at most 100), then a cosine down to
+    ``min_ratio`` of the peak.
+    """
     warmup = max(1, min(100, steps // 10)) if warmup_steps is None else warmup_steps
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -38,6 +40,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup_steps: int | None =
 
 
 def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
+    """The model that the options describe. raises: ShapeError if ``--checkpoint_layers`` is too little memory."""
     config = PythiaConfig.named(options.model, vocab_size=vocab_size, max_seq_len=options.seq_len, dropout=options.dropout)
     if sparse:
         config = config.with_sparse(options.pattern, options.block_size, options.window)
@@ -45,7 +48,7 @@ def make_config(options, vocab_size: int, sparse: bool) -> PythiaConfig:
 
 
 def planned_run(options) -> tuple[int, int, int, str]:
-    """What a plan is told of the run beside the model."""
+    """(batch size, sequence length, accumulation steps, precision): what a plan takes beside the model."""
     return options.batch_size, options.seq_len, options.accumulation_steps, options.precision
 
 
@@ -80,7 +83,7 @@ class StopRequest:
 
 
 class Trainer:
-    """A model, its optimizer and its place in the text. weights: the folder of a model to begin with, or to go on with."""
+    """A model, its optimizer and its place in the text. weights: the folder of a model to begin with, or of a checkpoint."""
 
     def __init__(self, options, config: PythiaConfig, text: TextData, device, weights: Path | None = None):
         self.options, self.config, self.device = options, config, device
@@ -107,7 +110,7 @@ class Trainer:
         self.metrics = {"tokens": 0, "seconds": 0.0}  # of the whole run, however often it was resumed
 
     def state(self) -> dict:
-        """All that a run has beside its tensors."""
+        """Everything that a run must continue with, beside its tensors."""
         return {
             "step": self.step,
             "steps": self.steps,
@@ -119,9 +122,9 @@ class Trainer:
         }
 
     def load_state(self, state: dict) -> None:
-        """Goes on where ``state`` was taken; the optimizer's tensors are loaded by themselves.
+        """Continues from what ``state`` gave; the optimizer's tensors are loaded elsewhere.
 
-        raises: CheckpointError for what ``state`` cannot have given; DataError if it is of other text.
+        raises: CheckpointError for what is no state of a run; DataError if it belongs to other text.
         """
         if not self.options.max_steps and not self.options.epochs:
             self.steps = state["steps"]
@@ -138,6 +141,7 @@ class Trainer:
             raise CheckpointError(f"[load_checkpoint] not the state of a run: {error!r}") from error
 
     def tensors(self, batch) -> tuple[ndl.Tensor, ...]:
+        """(ids, targets), each (B, T), on the device."""
         return tuple(ndl.Tensor(x, device=self.device, dtype="int32", requires_grad=False) for x in batch)
 
     @property
@@ -179,7 +183,7 @@ class Trainer:
 
 
 def attention_seconds(config: PythiaConfig, batch: int, T: int, device, precision: str) -> float:
-    """Time that the model's attention takes in one step: forward and backward of every layer, measured by itself."""
+    """Seconds that the model's attention takes in one step: forward and backward of every layer, measured alone."""
     rng = np.random.default_rng(0)
     shape = (batch, config.heads, T, config.head_width)
     q, k, v = (ndl.Tensor(rng.standard_normal(shape, dtype=np.float32), device=device) for _ in range(3))

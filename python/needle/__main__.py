@@ -55,7 +55,7 @@ def add_plan(commands: Any) -> None:
         flag(plan, name, type=int, default=value, help=what)
     flag(
         plan, "checkpoint_layers", default="0", metavar="N|SIZE",
-        help="compute so many layers at a time again in backward instead of keeping their arrays (0: keep all); or as few as keep "
+        help="compute layers again in backward, N at a time, instead of keeping their arrays (0: keep all); or as few as keep "
         "the peak within SIZE, like 2GiB",
     )  # fmt: skip
     plan.add_argument("--precision", default="fp32", choices=PRECISIONS, help="of products; parameters stay float32")
@@ -119,13 +119,13 @@ def checkpointing(config: PythiaConfig, shape: tuple[int, int, int, str], peak: 
 
 
 def _ways(config: PythiaConfig, most: int) -> list[tuple[int, ...]]:
-    """What to checkpoint: nothing, what ``config`` says, and all layers, one up to ``most`` at a time."""
+    """The ways of checkpointing to show: none, that of ``config``, and all layers, 1 to ``most`` at a time."""
     wanted = [0, config.checkpoint_segments, *range(1, most + 1)]
     return list(dict.fromkeys(replace(config, checkpoint_layers=n).checkpoint_segments for n in wanted))
 
 
 def fits(config: PythiaConfig, peak_of: Callable[..., int], name: str, budget: int, peak: int) -> str:
-    """What of the plan, and how much more, fits into ``budget`` bytes."""
+    """Whether the plan fits into ``budget`` bytes, and a table of the largest micro-batch that does, by setting."""
     verdict = "fits" if peak <= budget - RESERVED else "does not fit"
     settings = [
         (

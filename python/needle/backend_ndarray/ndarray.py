@@ -210,7 +210,7 @@ class NDArray:
 
     def numpy(self) -> np.ndarray:
         """A copy in numpy."""
-        strides = compact_strides(self._shape) if self._contiguous else self._strides  # those of length 1 say nothing
+        strides = compact_strides(self._shape) if self._contiguous else self._strides  # axes of length 1 may have any stride
         values = self._device.require().to_numpy(self._handle, self._shape, strides, self._offset)
         return values.view(dt.to_numpy("bfloat16")) if self._dtype == "bfloat16" else values
 

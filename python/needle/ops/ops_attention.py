@@ -66,8 +66,8 @@ def attention(
 ) -> Tensor:
     """Scaled dot-product attention: q (B, H, T, D), k and v (B, H, S, D) -> (B, H, T, D).
 
-    layout: which blocks take part; None: all of them, up to the diagonal if ``causal`` (query t stands at position S - T + t). With
-    a layout ``causal`` says nothing: the layout is causal or not. scale: of q k^T, default 1 / sqrt(D).
+    layout: which blocks take part, and whether they are causal. None: all blocks, up to the diagonal if ``causal``, where query t
+    stands at position S - T + t. causal: ignored if there is a layout. scale: of q k^T, default 1 / sqrt(D).
     No (T, S) array is made. raises: ShapeError if shapes or the layout do not fit, DTypeError for dtypes that differ.
     """
     check_tensors("attention", q, k, v)
