@@ -11,12 +11,12 @@ from typing import NoReturn
 
 from .errors import CheckpointError, DataError, DeviceError, ShapeError
 
-# What the user can mend. FloatingPointError: numbers that training or generating has driven out of range.
+# Errors that the user can mend. FloatingPointError: training or generating has driven numbers out of range.
 EXPECTED = (ShapeError, DataError, DeviceError, CheckpointError, IndexError, MemoryError, FloatingPointError)
 
 
 def flag(group, name: str, **kwargs) -> None:
-    """--a_b and --a-b. What is on or off also has --no_a_b, for what a file has switched on."""
+    """Adds the flag --a_b, also spelt --a-b. A switch also gets --no_a_b, to switch off what a file has switched on."""
     if kwargs.get("type") in (int, float):
         kwargs.setdefault("metavar", "N" if kwargs["type"] is int else "X")
     group.add_argument(*_spellings(name), **kwargs)
@@ -29,7 +29,7 @@ def _spellings(name: str) -> list[str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """An argument parser that says what is wrong in one line."""
 
     def __init__(self, prog: str, description: str, **kwargs):
         super().__init__(prog=prog, description=description, formatter_class=HelpFormatter, **kwargs)
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Says a default where there is one; the texts of the other flags say what happens without them."""
+    """Appends the default to a flag's help if there is one; the other flags' help says what happens without them."""
 
     def _get_help_string(self, action):
         nothing = action.default is None or action.default is False or action.default == []
@@ -47,12 +47,12 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> int:
-    """Runs ``program``: its own exit code; 2, after one line, for an expected error; 130 for Ctrl-C, after ``interrupted``;
-    1 if nobody reads on.
+    """Runs ``program`` and returns its exit code; or, after one line on stderr, 2 for an expected error and 130 for Ctrl-C, where
+    the line is ``interrupted``; or 1 if stdout is closed early, as in ``... | head``.
     """
     try:
         code = program()
-        sys.stdout.flush()  # here, where it is noticed that nobody reads on, or that there is no room
+        sys.stdout.flush()  # here, so that a closed pipe or a full disk is noticed below
         return code
     except EXPECTED as error:
         print(f"{prog}: error: {str(error) or 'out of memory'}", file=sys.stderr)
@@ -62,15 +62,15 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
             print(f"\n{interrupted}", file=sys.stderr)
         return 130
     except OSError as error:
-        gone = isinstance(error, BrokenPipeError)  # as in `... | head`
-        if not gone:  # what is said goes to a file, say, on a full disk
+        gone = isinstance(error, BrokenPipeError)
+        if not gone:  # stdout is a file on a full disk, for example
             print(f"{prog}: error: {error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still wants to write
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python will try again to write what is buffered
         return 1 if gone else 2
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """``main`` as the whole process. While it runs Ctrl-C is a KeyboardInterrupt; after it the end at once, without a traceback."""
+    """Runs ``main`` and ends the process. During ``main`` Ctrl-C is a KeyboardInterrupt; after it, it ends without a traceback."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     standard_streams()
     code = main()
@@ -79,7 +79,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
 
 
 def standard_streams() -> None:
-    """Those that are closed lead nowhere, and characters that a terminal or a file cannot hold are written as escapes."""
+    """Opens closed standard streams to /dev/null, and has characters that a stream cannot encode written as escapes."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))

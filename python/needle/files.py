@@ -18,9 +18,9 @@ SMALL_BYTES = 4 << 20  # more than any description of a model or a run
 
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file open for writing that is on the disk under ``path`` when the block ends well, and not there when it does not.
+    """Opens a file for writing, which is on the disk as ``path`` if the block ends well; otherwise ``path`` stays as it was.
 
-    raises: OSError if the folder cannot be made, or the file not be written to its end.
+    raises: OSError if the folder cannot be made, or the file cannot be written to its end.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.tmp")
     try:
@@ -41,7 +41,7 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writing(path: Path, what: str = "files") -> Iterator[None]:
-    """raises: DataError, in one line, where ``path`` cannot be written; ``what`` the user gave for it."""
+    """Turns an OSError inside into a DataError of one line: ``path`` cannot be written. what: the flag that named it."""
     try:
         yield
     except OSError as error:
@@ -50,15 +50,15 @@ def writing(path: Path, what: str = "files") -> Iterator[None]:
 
 @contextlib.contextmanager
 def write_whole(path: Path) -> Iterator[BinaryIO]:
-    """``write_atomically``. raises: DataError if the folder cannot be made, or the file not be written to its end."""
+    """``write_atomically``. raises: DataError if the folder cannot be made, or the file cannot be written to its end."""
     with writing(path), write_atomically(path) as file:
         yield file
 
 
 def home(path: str | Path) -> Path:
-    """The path with ``~`` or ``~name`` at its beginning replaced; as it is, as shells have it, where nobody has that name.
+    """The path with a leading ``~`` or ``~name`` replaced, as in a shell; unchanged if there is no such user.
 
-    raises: DataError for an empty name: Path takes it for the working directory, and what is meant is a variable that is not set.
+    raises: DataError for an empty name, as an unset variable gives it: Path would take it for the working directory.
     """
     if not str(path):
         raise DataError("[path] is empty (the name of a file or folder)")
@@ -66,7 +66,7 @@ def home(path: str | Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, is on the disk: a machine may stop at any moment."""
+    """Waits until a file's content, or a folder's list of names, is on the disk, so that a power cut cannot undo it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,8 +76,8 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: Path, otherwise: str) -> Iterator[None]:
-    """Holds a folder, so that two processes cannot mix their files. raises: DataError, which says ``otherwise``, if another one
-    holds it.
+    """Locks a folder, so that two processes cannot mix their files. raises: DataError with the text ``otherwise`` if another
+    process has locked it.
     """
     try:
         import fcntl
@@ -103,9 +103,9 @@ def reason(error: BaseException) -> str:
 
 
 def member(folder: Path, name: str) -> Path:
-    """The file ``name`` of ``folder``. A link may lead to another file of the folder, or where the Hub's cache keeps its files.
+    """The path of the file ``name`` in ``folder``. A link may lead to another file there, or to where the Hub's cache keeps files.
 
-    raises: ValueError for a name that leads elsewhere, or to something that is no file; FileNotFoundError.
+    raises: ValueError for a name or link that leads elsewhere, or to what is no file; FileNotFoundError.
     """
     if name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(f"{name!r} leads out of the folder (the name of a file in it)")
@@ -119,7 +119,7 @@ def member(folder: Path, name: str) -> Path:
 
 
 def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
-    """raises: OSError; ValueError if there are more than ``limit`` bytes."""
+    """The content of a file. raises: OSError; ValueError if it has more than ``limit`` bytes."""
     with open(path, "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -128,7 +128,7 @@ def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
 
 
 def parse_json(content: bytes) -> dict[str, Any]:
-    """A JSON object. raises: ValueError for anything else, for a key that comes twice and for numbers that are none."""
+    """A JSON object as a dict. raises: ValueError for anything else, for a repeated key, and for NaN and infinities."""
     try:
         found = json.loads(content, object_pairs_hook=_once, parse_constant=_no_number)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""A run's checkpoints: each is whole or absent, whenever the process, the machine or the disk gives up."""
+"""A run's checkpoints: each is whole or absent, whenever the process is killed, the machine stops or the disk is full."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class CheckpointFolder:
         self.path, self.keep_last = Path(path), keep_last
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
-        """``write`` puts the files of a checkpoint into a new folder, which is the newest checkpoint afterwards.
+        """Makes a new folder, calls ``write`` to put the files into it, and makes it the newest checkpoint. Returns its path.
 
-        raises: CheckpointError if there is no room; the checkpoints before are as they were then, as after any other exception.
-        ValueError for a step below 0.
+        raises: CheckpointError if there is no room; ValueError for a step below 0. After these, and after any exception of
+        ``write``, the earlier checkpoints are as they were.
         """
         if step < 0:
             raise ValueError(f"[checkpoint] step is {step} (accepted: at least 0)")
@@ -64,11 +64,13 @@ class CheckpointFolder:
         return target
 
     def mark(self, checkpoint: Path, held_out_loss: float) -> None:
-        """Says how good a checkpoint is. raises: CheckpointError if that cannot be written; ValueError for NaN and infinities."""
+        """Records the held-out loss of a checkpoint. raises: CheckpointError if that cannot be written; ValueError for NaN and
+        infinities.
+        """
         entries = self._entries()
         for entry in entries:
             if entry["name"] == checkpoint.name:
-                entry["held_out_loss"] = float(held_out_loss)  # a whole number or one of numpy's would make no index
+                entry["held_out_loss"] = float(held_out_loss)  # an int or a number of numpy would make an invalid index
         try:
             self._write_index(entries)
         except OSError as error:
@@ -76,7 +78,7 @@ class CheckpointFolder:
         self._tidy(None, True)
 
     def held_out_loss(self, checkpoint: Path) -> float | None:
-        """What ``mark`` has said of it."""
+        """The loss that ``mark`` has recorded, or None."""
         return next((entry["held_out_loss"] for entry in self._entries() if entry["name"] == checkpoint.name), None)
 
     def newest(self) -> tuple[Path, list[str]] | None:
@@ -97,7 +99,7 @@ class CheckpointFolder:
         return None
 
     def names(self) -> list[str]:
-        """Of all checkpoints, whole or not, the newest last."""
+        """The names of all checkpoints, whole or not, the newest last."""
         return [entry["name"] for entry in self._entries()]
 
     def best(self) -> Path | None:
@@ -130,14 +132,14 @@ class CheckpointFolder:
         return [match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2] or 0)))]
 
     def _write_index(self, entries: list[dict[str, Any]]) -> None:
-        """Of those that are kept."""
+        """Writes checkpoints.json with those of ``entries`` that are kept."""
         kept = {entry["name"] for entry in entries[-self.keep_last :]} | {_best(entries)}
         text = json.dumps({"checkpoints": [entry for entry in entries if entry["name"] in kept]}, indent=2, allow_nan=False)
         with files.write_atomically(self.path / INDEX) as file:
             file.write(text.encode())
 
     def _tidy(self, partial: Path | None, indexed: bool) -> None:
-        """Removes what is half-written, and the checkpoints that the index names no more; none yet where the index is new."""
+        """Removes what is half-written, and, unless the index is new, the checkpoints that it does not name any more."""
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
         if not indexed:
@@ -173,7 +175,7 @@ def _seal(folder: Path) -> None:
 
 
 def verify(folder: str | Path) -> None:
-    """raises: CheckpointError if a file of the checkpoint ``folder`` is absent or is not what was written."""
+    """Compares a checkpoint's files with their checksums. raises: CheckpointError if one is absent or not what was written."""
     folder = Path(folder)
     try:
         sums = files.parse_json(files.read_small(folder / CHECKSUMS))

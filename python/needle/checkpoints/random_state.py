@@ -1,4 +1,4 @@
-"""Where the random numbers stand: numpy's global stream, which ``init`` and ``nn.Dropout`` draw from, and a model's counters."""
+"""The state of random numbers: numpy's global stream, which ``init`` and ``nn.Dropout`` draw from, and a model's counters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _WORDS = 624  # of a Mersenne twister
 
 
 def random_state(model: Module) -> dict[str, Any]:
-    """As JSON has it."""
+    """The state of numpy's global stream and of the model's SeededDropout layers, as JSON can hold it."""
     numpy: dict[str, Any] = np.random.get_state(legacy=False)
     numpy["state"]["key"] = numpy["state"]["key"].tolist()
     return {"numpy": numpy, "drawn": [dropout.drawn for dropout in _dropouts(model)]}
 
 
 def set_random_state(model: Module, state: dict[str, Any]) -> None:
-    """Goes on where ``random_state`` was taken. raises: CheckpointError if ``state`` is none, or of another model."""
+    """Restores what ``random_state`` gave. raises: CheckpointError if ``state`` is no such state, or of another model."""
     dropouts = _dropouts(model)
     try:
         numpy, drawn = state["numpy"], [int(count) for count in state["drawn"]]
@@ -37,5 +37,5 @@ def set_random_state(model: Module, state: dict[str, Any]) -> None:
 
 
 def _dropouts(model: Module) -> list[SeededDropout]:
-    """Each once, though several layers may share it."""
+    """The model's SeededDropout modules; a shared one once."""
     return list(dict.fromkeys(m for m in model._children() if isinstance(m, SeededDropout)))

@@ -58,14 +58,14 @@ def write_tensors(path: str | Path, tensors: Arrays) -> None:
 
 
 def _write_all(file: Any, content: Any) -> None:
-    """A raw file may take less than it is given, for instance just before a disk is full."""
+    """Writes all of ``content``: a raw file may take less than it is given, for instance when a disk is nearly full."""
     left = memoryview(content)
     while left:
         left = left[file.write(left) :]
 
 
 def read_tensors(path: str | Path) -> dict[str, np.ndarray]:
-    """Arrays on a memory map of the file: bytes are read when they are looked at. raises: CheckpointError."""
+    """Arrays on a memory map of the file: bytes are read from the disk when they are used. raises: CheckpointError."""
     try:
         import safetensors
     except ModuleNotFoundError:
@@ -158,6 +158,6 @@ def read_folder(folder: str | Path) -> dict[str, np.ndarray]:
 
 
 def _found(folder: Path) -> str:
-    """What is there instead. Pickled weights are refused: loading them runs whatever code is in them."""
+    """What is there instead of weights, for an error. Pickled ones are refused: loading them runs any code that is in them."""
     pickled = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
     return f"only {pickled[0]}, which is pickled and could run code" if pickled else "nothing that holds any"

@@ -1,7 +1,7 @@
-"""Text into a token file: in parallel, in little memory, and so that a run which was killed goes on.
+"""Tokenizes text into a token file: in parallel, in little memory, and so that a killed run can continue.
 
-The text is read in blocks, which threads tokenize (the package ``tokenizers`` works without Python's lock) and one thread writes in
-order, so the result depends on neither the number of threads nor on interruptions. ``docs/data.md`` says what becomes of what.
+The text is read in blocks. Threads tokenize them (the package ``tokenizers`` works without Python's lock), and one thread writes
+the results in order, so these depend on neither the number of threads nor interruptions. ``docs/data.md`` describes the formats.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .token_cache import token_dtype
 from .token_files import ENDINGS, TokenWriter, publish
 
 _FORMAT = 1  # of an unfinished run: change it when the same input would be cut or read in another way
-_PART_BYTES = 1 << 12  # of a document, encoded at a time; longer ones take more time per byte
-_TOGETHER = 1 << 8  # of such parts
-_AHEAD_BYTES = 64 << 20  # of blocks that wait to be written
+_PART_BYTES = 1 << 12  # documents are encoded in parts of this size; longer parts take more time per byte
+_TOGETHER = 1 << 8  # parts that are encoded by one call
+_AHEAD_BYTES = 64 << 20  # the most bytes of blocks that wait to be written
 
 
 @dataclass
@@ -83,14 +83,16 @@ def prepare(
     """Tokenizes ``inputs`` into ``output``.bin and .idx (Megatron's format), with the tokenizer and a
     tokenizer_config.json that names ``end_of_text`` beside them.
 
-    inputs: text files, each of them one document; .jsonl files, each line of them an object with a document under ``key``; both
-    also as .gz; and folders of those. tokenizer: a tokenizer.json; without it, byte-level BPE of ``vocab_size`` ids is trained on
-    a sample. end_of_text: the token after each document, None for none. overwrite: an older ``output`` may go. skip_invalid: leave
-    out lines that are no such object instead of stopping. save_every_s: the most work that a kill can cost.
+    inputs: text files, each one document; .jsonl files, in which each line is an object with a document under ``key``; both also as
+    .gz; and folders of these.
+    tokenizer: a tokenizer.json. Without it byte-level BPE with ``vocab_size`` ids is trained on a sample.
+    end_of_text: the token after each document, None for none. workers: threads.
+    overwrite: replace an older ``output``. skip_invalid: leave out lines that are no such object instead of stopping.
+    save_every_s: seconds between saves, the most work that a kill can cost. report: called after each block.
 
-    What there is of an unfinished run with the same inputs and options is gone on from; ``restart`` drops it.
+    An unfinished run with the same inputs and options is continued; restart: it is dropped instead.
 
-    raises: DataError, in one line; the run can then be gone on with, if the line does not say otherwise.
+    raises: DataError, in one line; the run can be continued then unless the line says otherwise.
     """
     prefix = _prefix(output)
     if workers < 1:
@@ -186,7 +188,7 @@ class _Run:
         return Prepared(self.prefix, totals, vocab_size, [self.sources[i].path for i in sorted(skipped)])
 
     def _begun(self) -> bool:
-        """True if the folder holds a run that can be gone on with. raises: DataError if it holds another one."""
+        """Whether the folder holds an unfinished run of these inputs and options. raises: DataError if it holds another run."""
         if not (self.folder / "run.json").exists():
             return False
         run, before = _read_json(
@@ -204,7 +206,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _emptied_by_errors(self) -> Iterator[None]:
-        """Around what leaves nothing to go on with."""
+        """Around work after whose failure there is nothing to continue: any exception empties the folder."""
         try:
             yield
         except BaseException:  # Ctrl-C among them
@@ -212,7 +214,7 @@ class _Run:
             raise
 
     def _begin(self, given: Path | None, tokenizer: TextTokenizer | None, vocab_size: int | None) -> None:
-        """Looks at every text file before anything is written; in folders, what is no text is left out. run.json comes last."""
+        """Begins a run: checks that every file is text (in folders, others are left out), stores the tokenizer, then run.json."""
         skipped = []
         for i, source in enumerate(self.sources):
             try:
@@ -238,7 +240,7 @@ class _Run:
             file.write(json.dumps({**self.settings, "skipped": skipped, "sources": sources}).encode())
 
     def _end(self, tokenizer: TextTokenizer) -> int | None:
-        """The id after each document."""
+        """The id of the token after each document; None for none. raises: DataError if the tokenizer has no such token."""
         token = self.settings["end_of_text"]
         found = tokenizer.tokenizer.get_vocab(with_added_tokens=True).get(token)
         if token is not None and found is None:
@@ -246,9 +248,9 @@ class _Run:
         return found
 
     def _write(self, writer: TokenWriter, encoder: _Encoder, blocks: Iterator[Block], totals: Totals, save_every_s: float) -> None:
-        """Takes the blocks through the threads and writes what they make of them, in order."""
+        """Has the threads encode the blocks and writes the results in order."""
         place: Place | None = None
-        settled = True  # place, totals and what the writer has belong together
+        settled = True  # whether place, totals and the writer's state belong together
         all_bytes, saved = self.all_bytes, time.monotonic()
 
         def save() -> None:
@@ -283,7 +285,7 @@ class _Run:
             raise
 
     def _encoded(self, encoder: _Encoder, blocks: Iterator[Block]) -> Generator[tuple[Block, _Encoded]]:
-        """Each block with what the threads make of it, in order: some of them are at work ahead of the one that is given."""
+        """Each block and its encoding, in order. Threads work on later blocks meanwhile."""
         waiting: deque[tuple[Block, Future]] = deque()
         ahead = 0
         with _alone_in_a_thread(), ThreadPoolExecutor(self.workers, "prepare") as pool:
@@ -305,7 +307,7 @@ class _Run:
                     future.cancel()
 
 
-# ---- what becomes of it
+# ---- encoding
 
 
 class _Encoded(NamedTuple):
@@ -329,7 +331,7 @@ class _Encoder(Cutter):
 
     def __call__(self, block: Block) -> _Encoded:
         texts: list[str] = []
-        documents: list[tuple[int, bool, bool]] = []  # how many of the texts there are up to its end; begins here; ends here
+        documents: list[tuple[int, bool, bool]] = []  # number of texts up to its end; whether it begins here; whether it ends here
         invalid = cut = 0
         for piece in block.pieces:
             source = self._sources[piece.at.source]
@@ -360,13 +362,13 @@ class _Encoder(Cutter):
         return _Encoded(np.concatenate(ids or [np.empty(0, self._dtype)]), ends, empty, invalid, cut)
 
     def _encode(self, texts: list[str]) -> Iterator[np.ndarray]:
-        """Some at a time: what `tokenizers` makes of a text, and a list of numbers, take many times the room of their ids."""
+        """The ids of each text. A few texts at a time: results of `tokenizers`, and lists, take many times the memory of ids."""
         for first in range(0, len(texts), _TOGETHER):
             for ids in self._tokenizer.encode_batch(texts[first : first + _TOGETHER]):
                 yield np.array(ids, self._dtype)
 
     def _take_apart(self, document: bytes, texts: list[str]) -> int:
-        """How many cuts may have changed ids."""
+        """Adds the parts of a document to ``texts``. Returns the number of cuts that may have changed ids."""
         start = badly_cut = 0
         least = _PART_BYTES if self.exact else self.least
         while start < len(document):
@@ -377,9 +379,10 @@ class _Encoder(Cutter):
 
 
 def _cutting_changes_nothing(text_tokenizer: TextTokenizer, cutter: Cutter) -> bool:
-    """Tries it: around every kind of character and white space, and around each token that stands for itself.
+    """Whether cutting text where ``cutter`` does leaves its ids as they are. This is tried out, around every kind of character and
+    white space and around each special token.
 
-    Words must come out the same, not only ids: of all the words that a vocabulary has whole, these are few.
+    The pre-tokenizer's words are compared as well as ids, since equal ids for these few texts would prove little.
     """
     tokenizer = text_tokenizer.tokenizer
     if tokenizer.pre_tokenizer is None:
@@ -427,7 +430,7 @@ def _outputs(prefix: Path) -> list[Path]:
 
 
 def _read_json(path: Path, take: Callable[[dict[str, Any]], Any]) -> Any:
-    """What ``take`` takes out of the object in a file. raises: DataError if it cannot be read or has something else in it."""
+    """``take`` of the JSON object in a file. raises: DataError if the file cannot be read or ``take`` does not find its keys."""
     try:
         return take(files.parse_json(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -435,7 +438,7 @@ def _read_json(path: Path, take: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 def _empty(folder: Path) -> None:
-    """run.json goes first: what is left without it counts for nothing."""
+    """Removes all files of the folder, run.json first: without it the rest is not taken for a run."""
     try:
         (folder / "run.json").unlink(missing_ok=True)
         for path in folder.iterdir():
@@ -446,7 +449,7 @@ def _empty(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _alone_in_a_thread() -> Iterator[None]:
-    """Each call of ``tokenizers`` stays in its thread; there are as many threads as were asked for."""
+    """Inside, ``tokenizers`` starts no threads of its own."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

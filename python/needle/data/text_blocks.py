@@ -1,4 +1,4 @@
-"""Text read in blocks: from which files, cut where, and the documents in them."""
+"""Reading text in blocks: which files, where blocks are cut, and the documents in them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Source:
-    """A file as it was when the run began."""
+    """A file, with its size and time when the run began."""
 
     path: Path
     size: int
@@ -39,7 +39,7 @@ class Source:
         return is_json_lines(self.path)
 
     def stamp(self) -> Source | None:
-        """What it is now."""
+        """The same file as it is now; None if it is gone."""
         try:
             now = self.path.stat()
         except OSError:
@@ -48,7 +48,10 @@ class Source:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-        """The text's bytes, and how many of the file's have been read. raises: DataError for what cannot be read."""
+        """(the text as a binary file, a function that tells how many of the file's bytes on disk have been read).
+
+        raises: DataError if it cannot be read.
+        """
         try:
             with open(self.path, "rb") as raw:
                 if self.path.suffix == ".gz":
@@ -85,7 +88,7 @@ class Source:
 
 
 class Place(NamedTuple):
-    """Where reading goes on: in which source, after how many bytes of its text, and in which line, from 1."""
+    """Where reading continues: the source, the number of bytes of its text before this place, and the line, from 1."""
 
     source: int
     offset: int
@@ -94,12 +97,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Some of a source: whole lines of a .jsonl, or a part of a text file."""
+    """A part of a source: whole lines of a .jsonl, or a stretch of a text file."""
 
     at: Place
     raw: bytes
-    last: bool  # of its source; lines: never
-    cut: bool = False  # its end is no place to cut at
+    last: bool  # whether it ends its text file; always False for lines
+    cut: bool = False  # whether it was cut where that may change ids
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Block:
 
 
 def find_sources(inputs: str | Path | Sequence[str | Path], made: Sequence[Path] = ()) -> tuple[list[Source], set[int]]:
-    """The files, and which of them were found in folders. made: what the run writes; found in a folder it is no text."""
+    """(the files, the indices of those found in folders). made: the run's own outputs, which are left out in folders."""
     sources: list[Source] = []
     in_folders: set[int] = set()
     for given in [inputs] if isinstance(inputs, (str, Path)) else inputs:
@@ -135,7 +138,7 @@ def find_sources(inputs: str | Path | Sequence[str | Path], made: Sequence[Path]
 
 
 def read_blocks(sources: list[Source], skipped: set[int], place: Place, cutter: Cutter) -> Iterator[Block]:
-    """From ``place`` on. Where a block ends depends on the text after its start alone."""
+    """The blocks from ``place`` on. Where a block ends depends only on the text after its start, so a run can continue there."""
     pieces: list[Piece] = []
     nbytes = before = 0
     after, done = place, 0
@@ -184,7 +187,7 @@ def _lines(file: BinaryIO, at: Place, source: Source) -> Iterator[tuple[Piece, P
 
 
 def _unfinished(raw: bytes) -> bytes:
-    """The beginning of a character at the end, if there is one."""
+    """The incomplete UTF-8 character at the end of ``raw``; empty if there is none."""
     for back in range(1, min(3, len(raw)) + 1):
         byte = raw[-back]
         if byte & 0xC0 == 0xC0:
@@ -198,8 +201,8 @@ def _unfinished(raw: bytes) -> bytes:
 class Cutter:
     """Finds where text may be cut so that its parts have the ids of the whole.
 
-    exact: there are such places: before white space, after what is none. Where the tokenizer has none, only documents that are too
-    long to be held are cut, and cuts are counted.
+    exact: the tokenizer has such places: before white space that follows something else (after_letters: only after ASCII letters
+    and digits). Not exact: there are none; only documents too long for memory are cut, and those cuts are counted.
     """
 
     least, most = _BLOCK_BYTES, _WORD_BYTES
@@ -211,7 +214,7 @@ class Cutter:
             self.least, self.most = _WORD_BYTES, 2 * _WORD_BYTES
 
     def cut(self, raw: bytes, start: int, least: int) -> tuple[int, bool]:
-        """The first place ``least`` or more bytes after ``start``, and whether ids may differ for it; the end if that is nearer."""
+        """(place, whether cutting there may change ids): the first place at least ``least`` bytes after ``start``, or the end."""
         if len(raw) - start <= least:
             return len(raw), False
         for found in self._place.finditer(raw, start + least, min(len(raw), start + self.most + 1)):
@@ -255,7 +258,7 @@ def _text_of(line: bytes, key: str) -> bytes:
 
 
 def sample_text(sources: list[Source], skipped: set[int], key: str, skip_invalid: bool, all_bytes: int) -> Iterator[str]:
-    """Some of the text, from places spread over all of it."""
+    """A sample of the text of some 32 MiB, from places spread over all of it."""
     every, taken = max(1, -(-all_bytes // _SAMPLE_BYTES)), 0
     for i, block in enumerate(read_blocks(sources, skipped, Place(0, 0, 1), Cutter(exact=True))):
         if i % every == 0 and taken < 2 * _SAMPLE_BYTES:

@@ -1,4 +1,4 @@
-"""Where training text comes from: which files, which of them are held out, and their characters piece by piece.
+"""Training text: which files it is in, which part is held out, and its characters piece by piece.
 
 A corpus is two lists of pieces (a file, or a byte range of one), so that nothing has to fit in memory. The choice of
 held-out text depends on names and sizes alone: it is the same in every run and on every machine with the same files.
@@ -20,7 +20,7 @@ from ..errors import DataError
 from ..files import home, write_whole
 
 HELD_OUT_FRACTION = 0.05  # of the bytes
-CORPORA = ("stdlib", "wikitext-2")  # what has a name, whatever files there are
+CORPORA = ("stdlib", "wikitext-2")  # names of data sets; a file of such a name is not looked for
 _READ_BYTES = 1 << 20
 # Tests; what is not the library's own; and "encodings", generated tables that are near copies of one another, so that
 # a held-out one would have been seen in training all the same.
@@ -176,8 +176,11 @@ def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = Fa
 
 
 def _split(pieces: list[Piece], name: str) -> tuple[tuple[Piece, ...], tuple[Piece, ...]]:
-    """Held out are files in their order until the fraction is reached, without those so large that one would be most of it. Where
-    the others are next to nothing, as a licence beside a book, the smallest large one as well, or of a single large one its end.
+    """(training pieces, held-out pieces).
+
+    Files are held out in their order until the fraction is reached, except those above a quarter of it. If that gives less than a
+    quarter of the fraction (a licence beside a book), the smallest of the other files is held out as well; if there is only one
+    other file, its end.
     """
     target = HELD_OUT_FRACTION * sum(piece.stop for piece in pieces)
     train: list[Piece] = []

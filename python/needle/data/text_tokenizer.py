@@ -59,8 +59,8 @@ class TextTokenizer:
             return self.tokenizer.to_str()
 
     def encode_parts(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of one text that comes in parts, wherever those end: some at a time, so that little of it is held. Lines of more
-        than a million characters are cut where a part ends, and may have other ids there.
+        """The ids of one text that comes in parts, which may end anywhere; a few parts are held at a time. Lines of more than a
+        million characters are cut where a part ends, and may have other ids there than the whole.
         """
         rest = ""
         for part in parts:
@@ -110,8 +110,8 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
-    """The tokenizer of a tokenizer.json, whose token after a text a tokenizer_config.json beside it may name; of x.tokenizer.json
-    an x.tokenizer_config.json.
+    """The tokenizer of a tokenizer.json. A tokenizer_config.json beside it may name its end-of-text token (beside x.tokenizer.json
+    an x.tokenizer_config.json).
 
     raises: DataError if ``tokenizers`` is missing, or ``path`` is absent or not in that format.
     """
@@ -127,7 +127,7 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
 
 
 def _named_end(path: Path) -> str:
-    """What transformers takes for the end of a text; its own files say so beside a file of that very name."""
+    """The end-of-text token that a tokenizer_config.json beside ``path`` names as transformers does; END_OF_TEXT without one."""
     before = path.name.removesuffix(TOKENIZER)
     with contextlib.suppress(OSError, ValueError):
         token = files.parse_json(files.read_small(path.with_name(before + TOKENIZER_CONFIG))).get("eos_token")
@@ -139,7 +139,9 @@ def _named_end(path: Path) -> str:
 
 @contextlib.contextmanager
 def _library_errors(what: str, accepted: str) -> Iterator[None]:
-    """The package raises bare Exception, and, where a file was not thought of, Rust's PanicException, which is none."""
+    """Turns errors of ``tokenizers`` into DataError: it raises bare Exception, and for some damaged files Rust's PanicException,
+    which derives from BaseException alone.
+    """
     try:
         yield
     except BaseException as error:

@@ -18,7 +18,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
-    """Write ``path`` (little-endian ids), then ``path``.json, whose checksum vouches for it; map it as below."""
+    """Writes ``path`` (little-endian ids), then ``path``.json with its checksum. Returns what ``read_tokens`` does."""
     dtype = token_dtype(vocab_size).newbyteorder("<")
     count = checksum = 0
     with write_whole(path) as file:

@@ -26,7 +26,7 @@ from .. import files
 from ..errors import DataError
 from .text_tokenizer import TOKENIZER, TOKENIZER_CONFIG
 
-# What lies beside one another under one name, by its name in an unfinished folder, in the order in which it is put there.
+# The files of one data set: name in an unfinished folder -> ending of the published file, in the order of publication.
 ENDINGS = {TOKENIZER_CONFIG: f".{TOKENIZER_CONFIG}", TOKENIZER: f".{TOKENIZER}", "tokens": ".bin", "index": ".idx"}
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, entries of the index of documents
@@ -123,7 +123,9 @@ def _indexed(path: Path, index: Path, nbytes: int) -> TokenFile:
 
 
 def _check_sequences(name: str, lengths: np.ndarray, starts: np.ndarray, itemsize: int, nbytes: int, data: str) -> tuple[int, int]:
-    """Each sequence must begin where the one before ends, the last end with the data. The shortest and the longest."""
+    """Returns the shortest and the longest length. raises: DataError unless each sequence begins where the one before ends, and the
+    last one ends with the data.
+    """
     place, shortest, longest = 0, 1 << 31, 0
     for first in range(0, len(lengths), _ENTRIES):
         piece = np.asarray(lengths[first : first + _ENTRIES], np.int64)
@@ -146,8 +148,8 @@ def _check_sequences(name: str, lengths: np.ndarray, starts: np.ndarray, itemsiz
 
 
 def _check_documents(name: str, documents: np.ndarray, sequences: int) -> None:
-    """How many sequences there are before each document and after the last: training looks at sequences alone, but a table that
-    is not in order tells of damage.
+    """raises: DataError unless the table of documents (the number of sequences before each, then of all) is in order. Training does
+    not use it, but disorder means damage.
     """
     before = 0
     for first in range(0, len(documents), _ENTRIES):
@@ -181,7 +183,7 @@ def _unindexed(path: Path, nbytes: int, vocab_size: int | None) -> TokenFile:
 
 
 def _width(path: Path, nbytes: int, vocab_size: int | None) -> str:
-    """Text of 16-bit ids, read as 32-bit numbers, has one above any vocabulary before long."""
+    """The dtype of a plain file's ids. Text of 16-bit ids, read as 32-bit numbers, soon has one above any vocabulary."""
     most = min(nbytes // 4, _SAMPLE_TOKENS)
     if nbytes % 4 or not most:
         return "<u2"
@@ -302,9 +304,9 @@ class TokenWriter:
 
 
 def publish(folder: Path, prefix: Path) -> bool:
-    """The last part of ``TokenWriter.finish``, which may be done again after it was cut short. False if it has not come so far.
+    """The last part of ``TokenWriter.finish``, which may be repeated after a kill. False if the folder is not ready for it.
 
-    Whoever looks meanwhile sees the old pair, or no index, or the new pair. A tokenizer in the folder is put beside it.
+    Readers see the old pair, then no index, then the new pair. A tokenizer in the folder is published beside it.
     """
     with files.writing(prefix.parent):
         if (folder / "index").exists():
