@@ -52,7 +52,7 @@ def _check_layout(op: str, layout: BlockLayout) -> None:
 
 
 def _from_first(x: NDArray) -> Any:
-    """The handle from x's first element on, which keeps the storage alive."""
+    """A handle that begins at x's first element and keeps the storage alive."""
     return x._handle.view(x._offset, x._handle.size - x._offset) if x._offset else x._handle
 
 
@@ -81,18 +81,22 @@ def _by_rows(op: str, function: str, *arrays: NDArray) -> NDArray:
 
 
 def softmax(x: NDArray) -> NDArray:
+    """(..., C) -> (..., C)."""
     return _by_rows("softmax", "softmax_forward", x)
 
 
 def softmax_backward(y: NDArray, dy: NDArray) -> NDArray:
+    """The gradient of the input, given the output y and its gradient, both (..., C)."""
     return _by_rows("softmax", "softmax_backward", y, dy)
 
 
 def log_softmax(x: NDArray) -> NDArray:
+    """(..., C) -> (..., C)."""
     return _by_rows("log_softmax", "log_softmax_forward", x)
 
 
 def log_softmax_backward(y: NDArray, dy: NDArray) -> NDArray:
+    """The gradient of the input, given the output y and its gradient, both (..., C)."""
     return _by_rows("log_softmax", "log_softmax_backward", y, dy)
 
 
@@ -106,7 +110,7 @@ def logsumexp(x: NDArray) -> NDArray:
 
 
 def logsumexp_backward(x: NDArray, lse: NDArray, dlse: NDArray) -> NDArray:
-    """exp(x - lse) dlse: x (..., C), one lse and dlse per row; 0 where lse is -inf."""
+    """The gradient of x, exp(x - lse) dlse: x (..., C), lse and dlse (...); 0 where lse is -inf."""
     rows, cols = _rows_cols("logsumexp", x)
     dx = _new(x._shape, x._dtype, x._device)
     x._device.logsumexp_backward(x.contiguous_handle(), lse.contiguous_handle(), dlse.contiguous_handle(), dx._handle, rows, cols)
@@ -133,7 +137,7 @@ def layer_norm(x: NDArray, weight: NDArray, bias: NDArray, eps: float) -> tuple[
 
 
 def layer_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, mean: NDArray, rstd: NDArray):
-    """(dx, dweight, dbias)."""
+    """(dx (..., C), dweight (C,), dbias (C,)), given dy and x (..., C) and what ``layer_norm`` gave beside y."""
     rows, cols = _rows_cols("layer_norm", x)
     device = x._device
     dx = _new(x._shape, x._dtype, device)
@@ -175,8 +179,9 @@ def lstm(x: NDArray, h: NDArray, c: NDArray, w_ih: NDArray, w_hh: NDArray, bias:
 
 
 def lstm_backward(dy: NDArray | None, dc: NDArray | None, c: NDArray, w_hh: NDArray, cells: NDArray, gates: NDArray):
-    """The gradients of h and c, (B, H), given those of y and of the last c. Those of what went into sigmoid and tanh come into
-    ``gates``.
+    """(dh, dc), the gradients of the first h and c, (B, H), given those of y (T, B, H) and of the last c; None is zeros.
+
+    ``gates`` (T, B, 4 H) is overwritten with the gradients of what went into sigmoid and tanh.
     """
     T, B, H = cells._shape
     dtype, device = gates._dtype, gates._device

@@ -36,7 +36,7 @@ _SCALARS = (int, float, bool, np.number, np.bool_)
 
 
 def _as_numpy_calls_it(reduction: Callable[[NDArray, Any, bool], NDArray]) -> Callable[..., NDArray]:
-    """For np.sum(x) and its like, which pass ``out`` to the method, and np.mean ``dtype``. raises: DTypeError if it is not None."""
+    """Has a reduction take ``dtype`` and ``out``, which np.sum and its like pass on. raises: DTypeError if one is not None."""
 
     @wraps(reduction)
     def called(self, axis=None, keepdims=False, dtype=None, out=None):
@@ -378,13 +378,13 @@ class NDArray:
         )
 
     def _addresses(self) -> tuple[int, int]:
-        """Of the first byte, and behind the last one."""
+        """(address of the first byte, address behind the last byte)."""
         first, last = reach(self._shape, self._strides, self._offset)
         itemsize, base = dt.ROWS[self._dtype].itemsize, self._handle.ptr()
         return base + first * itemsize, base + (last + 1) * itemsize
 
     def _view(self, shape: tuple[int, ...], strides: tuple[int, ...], offset: int | None = None) -> NDArray:
-        """``make`` on this memory, for those who have checked their arguments."""
+        """A view of this memory, without the checks of ``make``."""
         view = NDArray.__new__(NDArray)
         view._shape = shape
         view._strides = strides
@@ -572,7 +572,7 @@ class NDArray:
         return out
 
     def _method(self, other: Any, op: str, to_bool: bool = False) -> NDArray:
-        """_binary for what is no operator. raises: DTypeError where Python would ask the other side."""
+        """``_binary`` for methods. raises: DTypeError where an operator would return NotImplemented."""
         found = self._binary(other, f"ewise_{op}", f"scalar_{op}", to_bool)
         if found is NotImplemented:
             raise DTypeError(f"[{op}] cannot combine an NDArray with {type_name(other)} (accepted: NDArray, array, number)")
@@ -604,7 +604,7 @@ class NDArray:
         if limits is not None and not limits[0] <= value <= limits[1]:
             if not to_bool:
                 raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
-            dtype, value = "float32", math.inf if value > 0 else -math.inf  # beyond every integer, so compared as what is
+            dtype, value = "float32", math.inf if value > 0 else -math.inf  # compares with every integer as the value does
         if dtype != a._dtype:
             a = a.astype(dtype)
         out = _new(a._shape, "bool" if to_bool else dtype, a._device)
@@ -759,7 +759,7 @@ class NDArray:
         return out
 
     def _sum_dtype(self) -> str:
-        """What sums and products come in. The kernels widen one element at a time."""
+        """The dtype of sums and products. Kernels widen element by element, so there is no wide copy."""
         return self._dtype if dt.is_float(self._dtype) else "int64"
 
     @_as_numpy_calls_it
@@ -820,7 +820,7 @@ class NDArray:
 
 
 def _new(shape: tuple[int, ...], dtype: str, device: BackendDevice, strides: tuple[int, ...] | None = None) -> NDArray:
-    """An uninitialised contiguous array: NDArray.make for those who have checked their arguments. strides: if they are at hand."""
+    """An uninitialised contiguous array, without the checks of ``NDArray.make``. strides: those of ``shape``, if known already."""
     self = NDArray.__new__(NDArray)
     self._shape = shape
     self._strides = strides or compact_strides(shape)

@@ -63,7 +63,7 @@ class Conv(_InputRead):
 
 
 def _span(x: Tensor, axis: int, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-    """From rows[0] to rows[1] of ``axis``, and of the one after it as cols say; what lies outside of x is zeros."""
+    """x from rows[0] to rows[1] along ``axis`` and from cols[0] to cols[1] along the next one, with zeros outside of x."""
     widths, cut = [(0, 0)] * x.ndim, [slice(None)] * x.ndim
     for i, (start, stop) in enumerate((rows, cols), axis):
         widths[i] = max(-start, 0), max(stop - x.shape[i], 0)
@@ -75,7 +75,7 @@ def _span(x: Tensor, axis: int, rows: tuple[int, int], cols: tuple[int, int]) ->
 
 
 def _blocks(x: Tensor, axis: int, s: int) -> Tensor:
-    """(.., R s, Q s, C, ..) as (.., R, Q, s s C, ..), R s being at ``axis``."""
+    """Space to depth: (.., R s, Q s, C, ..) -> (.., R, Q, s s C, ..), the first of these axes being ``axis``."""
     if s == 1:
         return x
     before, (h, w, c), after = x.shape[:axis], x.shape[axis : axis + 3], x.shape[axis + 3 :]
@@ -84,7 +84,7 @@ def _blocks(x: Tensor, axis: int, s: int) -> Tensor:
 
 
 def _pixels(x: Tensor, axis: int, s: int) -> Tensor:
-    """What ``_blocks`` was made of."""
+    """Depth to space: undoes ``_blocks``."""
     if s == 1:
         return x
     before, (h, w, c), after = x.shape[:axis], x.shape[axis : axis + 3], x.shape[axis + 3 :]
@@ -101,6 +101,8 @@ def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
 
 
 class _Dilation(_NoRead):
+    """What Dilate and UnDilate share: the axes, and how many elements are put in or left out."""
+
     def __init__(self, axes, dilation: int):
         self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
         self.dilation = dilation
@@ -108,7 +110,7 @@ class _Dilation(_NoRead):
             raise ShapeError(f"[{self.name.lower()}] dilation is {dilation} (accepted: a whole number of at least 0)")
 
     def _every(self, ndim: int) -> tuple[slice, ...]:
-        """Of a dilated array, the elements that were there."""
+        """The index of the original elements in a dilated array."""
         here = [i in self.axes or i - ndim in self.axes for i in range(ndim)]
         return tuple(slice(None, None, self.dilation + 1 if dilated else None) for dilated in here)
 

@@ -16,6 +16,7 @@ from .ops_tuple import tuple_get_item
 
 
 def _check_ignored(op: str, ignore_index) -> None:
+    """raises: DTypeError for what is no whole number: PyTorch has weights of classes in this place."""
     if not hasattr(ignore_index, "__index__"):
         raise DTypeError(f"[{op}] ignore_index is of type {type_name(ignore_index)} (accepted: a whole number)")
 

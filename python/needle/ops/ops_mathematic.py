@@ -60,7 +60,7 @@ def broadcast_to(a: Tensor, shape) -> Tensor:
 
 
 def _shared(x: Tensor, share: NDArray) -> Tensor:
-    """x * share, and 0 where share is 0: what was not taken has no part in an infinite slope, as sqrt has it at 0."""
+    """x * share, but 0 where share is 0 even if x is infinite there: what was not taken has no part in a slope like sqrt's at 0."""
     weight = Tensor.make_const(share)
     return where(weight, x * weight, 0)
 
@@ -743,12 +743,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _array_rows(x: NDArray) -> NDArray:
-    """The same of an array."""
+    """``_rows`` of an array."""
     return (x if x._contiguous else x.copy()).reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
 def _product_into(a: NDArray, b: NDArray, out: NDArray | None) -> Tensor | None:
-    """a @ b; where it can be added to ``out``, that is done instead, without an array for it, and None comes back."""
+    """a @ b. If ``out`` is given and has the dtype of both, adds a @ b to it in place instead, and returns None."""
     if out is None or not out._dtype == a._dtype == b._dtype:
         return Tensor.make_const(_matmul(a, b))
     _matmul(a, b, out=out, accumulate=True)
