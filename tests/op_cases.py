@@ -67,12 +67,14 @@ def rotary(x):
 SPARSE = BlockLayout(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]), 16, causal=True)
 BLOCKS = BlockLayout(np.array([[1, 0, 1], [0, 0, 0]]), 16)
 PER_HEAD = BlockLayout(np.array([[[1, 0, 1], [0, 0, 0]], [[0, 1, 0], [1, 0, 0]]]), 16)
+CAUSAL_PER_HEAD = BlockLayout(np.array([[[1, 0], [1, 1]], [[1, 0], [0, 1]]]), 16, causal=True)
 
 
 def reference_attention(layout):
     def run(q, k, v):
         s = q @ np.swapaxes(k, -1, -2) / math.sqrt(q.shape[-1])
-        seen = layout.dense_mask(q.shape[2], k.shape[2])
+        mask = layout.dense_mask(q.shape[2], k.shape[2])
+        seen = np.stack([mask[head % layout.heads] for head in range(q.shape[1])])
         return softmax(np.where(seen, s, -1e30)) @ v
 
     return run
@@ -189,6 +191,8 @@ CASES = [
            looser=8, reason="an online sum of 70 terms"),
     OpCase("attention_sparse", lambda q, k, v: ops.attention(q, k, v, SPARSE), [(2, 1, 41, 16)] * 3, ["Attention"],
            reference_attention(SPARSE), looser=8, reason="an online sum"),
+    OpCase("attention_per_head", lambda q, k, v: ops.attention(q, k, v, CAUSAL_PER_HEAD), [(1, 4, 20, 4)] * 3, ["Attention"],
+           reference_attention(CAUSAL_PER_HEAD), looser=8, reason="an online sum"),
     OpCase("sdd", lambda a, b: ops.sdd(a, b, BLOCKS), [(2, 32, 5), (2, 5, 48)], ["SDD"], looser=4, reason="sums"),
     OpCase("dsd", lambda s, b: ops.dsd(s, b, BLOCKS), [(1, 2, 16, 16), (1, 48, 3)], ["DSD"], looser=8, reason="sums of 32"),
     OpCase("dsd_transposed", lambda s, b: ops.dsd(s, b, PER_HEAD, True), [(2, 2, 16, 16), (2, 32, 3)], ["DSD"], looser=8,

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from .. import dtype as dt
-from ..errors import DeviceError, DTypeError, ShapeError, type_name
+from ..errors import DTypeError, ShapeError, type_name
 from .block_layout import BlockLayout
 from .host_memory import GRADIENT, WORKSPACE
-from .ndarray import NDArray, _new, full, matmul
+from .ndarray import NDArray, _new, check_one_device, full, matmul
 from .shapes import as_shape
 
 LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
@@ -37,8 +37,7 @@ def _check(op: str, *arrays: NDArray, floating: bool = True) -> None:
     for x in arrays:
         if not isinstance(x, NDArray):
             raise DTypeError(f"[{op}] an array is of type {type_name(x)} (accepted: an NDArray)")
-        if x._device is not first._device and x._device != first._device:
-            raise DeviceError(f"[{op}] arrays are on different devices: {first._device} and {x._device}")
+        check_one_device(op, first, x)
         if floating and not dt.is_float(x._dtype):
             raise DTypeError(f"[{op}] needs floating arrays, got {x._dtype}")
         if floating and x._dtype != first._dtype:

@@ -329,8 +329,7 @@ class NDArray:
             raise ShapeError(f"[{op}] {self._shape} is a part of its memory, or strided (accepted: a compact array)")
         if not isinstance(other, NDArray):
             other = full((), other, self._dtype, self._device)
-        if other._device != self._device:
-            raise DeviceError(f"[{op}] arrays are on different devices: {self._device} and {other._device}")
+        check_one_device(op, self, other)
         other = other.astype(self._dtype, copy=False).broadcast_to(self._shape)
         if self._overlaps(other):
             other = other.copy()
@@ -551,8 +550,8 @@ class NDArray:
             other = self._operand(other)
             if other is NotImplemented:
                 return other
-        if other._device is not device and other._device != device:
-            raise DeviceError(f"[{op}] arrays are on different devices: {device} and {other._device}")
+        if other._device is not device:
+            check_one_device(op, self, other)
         a, b = self, other
         if a._dtype != b._dtype or (to_float and not dt.is_float(a._dtype)):
             dtype = dt.promote(a._dtype, b._dtype)
@@ -832,6 +831,12 @@ def _new(shape: tuple[int, ...], dtype: str, device: BackendDevice, strides: tup
     return self
 
 
+def check_one_device(op: str, a: NDArray, b: NDArray) -> None:
+    """raises: DeviceError if two arrays of one op are on different devices."""
+    if a._device is not b._device and a._device != b._device:
+        raise DeviceError(f"[{op}] arrays are on different devices: {a._device} and {b._device}")
+
+
 def _as_numpy(x: Any) -> np.ndarray:
     try:
         return np.asarray(x)
@@ -881,8 +886,7 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
     """
     if not isinstance(b, NDArray):
         raise DTypeError(f"[matmul] cannot multiply an NDArray with {type(b).__name__} (accepted: NDArray)")
-    if a._device != b._device:
-        raise DeviceError(f"[matmul] arrays are on different devices: {a._device} and {b._device}")
+    check_one_device("matmul", a, b)
     if len(a._shape) > 1 and len(b._shape) > 1:
         return _matmul(a, b, out, accumulate)
     if a.ndim == 0 or b.ndim == 0:
@@ -1001,10 +1005,10 @@ def where(condition: NDArray, a, b) -> NDArray:
     wanted = [x._dtype for x in (a, b) if isinstance(x, NDArray)]
     dtype = reduce(dt.promote, wanted) if wanted else device.default_float
     for x in (a, b):
-        if not isinstance(x, NDArray):
+        if isinstance(x, NDArray):
+            check_one_device("where", condition, x)
+        else:
             dtype = dt.with_scalar(dtype, x, device.default_float)
-        elif x._device != device:
-            raise DeviceError(f"[where] arrays are on different devices: {device} and {x._device}")
     a, b = (x if isinstance(x, NDArray) else full((1,) * condition.ndim, x, dtype, device) for x in (a, b))
     shape = broadcast_shape(broadcast_shape(condition._shape, a._shape, "where"), b._shape, "where")
     c = condition.astype("bool", copy=False).broadcast_to(shape)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from ..autograd import Tensor, TensorTupleOp, check_tensors
 from ..backend_ndarray import kernels
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
@@ -13,7 +15,7 @@ from ..errors import ShapeError
 from ._reads import _NoRead
 from .ops_logarithmic import softmax
 from .ops_mathematic import broadcast_to, matmul, where
-from .ops_shape import concatenate, permute, transpose
+from .ops_shape import permute, transpose
 from .ops_tuple import tuple_get_item
 
 
@@ -43,16 +45,15 @@ class Attention(TensorTupleOp):
         return tuple(Tensor.make_const(g) for g in grads)
 
     def reference(self, q, k, v):
-        B, H, T, _ = q.shape
+        _, H, T, _ = q.shape
         seen = self.layout.dense_mask(T, k.shape[2])
+        if self.layout.heads > 1:
+            seen = np.tile(seen, (H // self.layout.heads, 1, 1))
         mask = Tensor(seen, device=q.device, dtype="bool", requires_grad=False)
         scores = matmul(q, transpose(k)) * self.scale
         low = Tensor([-1e30], device=q.device, dtype=q.dtype, requires_grad=False)  # finite, or a row that sees nothing were NaN
-        heads = self.layout.heads
-        wide = mask if heads == 1 else concatenate([mask] * (H // heads), 0)
-        p = softmax(where(wide, scores, low))
+        p = softmax(where(mask, scores, low))
         some = Tensor(seen.any(axis=-1, keepdims=True), device=q.device, dtype=q.dtype, requires_grad=False)
-        some = some if heads == 1 else concatenate([some] * (H // heads), 0)
         return matmul(p * broadcast_to(some, p.shape), v)
 
 

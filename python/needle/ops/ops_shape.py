@@ -9,9 +9,10 @@ from operator import index
 from .. import dtype as dt
 from ..autograd import Tensor, TensorTuple, TensorTupleOp
 from ..backend_ndarray.ndarray import NDArray
+from ..backend_ndarray.ndarray import check_one_device as _check_one_device
 from ..backend_ndarray.ndarray import empty as _empty
 from ..backend_ndarray.shapes import frozen, normalize_axes, normalize_axis
-from ..errors import DeviceError, ShapeError
+from ..errors import ShapeError
 from ._reads import _NoRead
 from .ops_tuple import make_tuple
 
@@ -123,8 +124,7 @@ def _first(op: str, args: Sequence[NDArray]) -> NDArray:
     if not args:
         raise ShapeError(f"[{op}] no arrays (accepted: at least one)")
     for a in args:
-        if a.device != args[0].device:
-            raise DeviceError(f"[{op}] arrays are on different devices: {args[0].device} and {a.device}")
+        _check_one_device(op, args[0], a)
     return args[0]
 
 
