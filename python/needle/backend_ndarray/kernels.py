@@ -32,15 +32,17 @@ def _workspace(shape: tuple[int, ...], dtype: str, device) -> NDArray:
     return out
 
 
-def _check(op: str, *arrays: NDArray, floating: bool = True) -> None:
+def _check(op: str, *arrays: NDArray, others: Iterable[NDArray] = ()) -> None:
+    """raises: DTypeError unless ``arrays`` are floating and of one dtype; DeviceError unless they and ``others`` share a device."""
     first = arrays[0]
-    for x in arrays:
+    for x in (*arrays, *others):
         if not isinstance(x, NDArray):
             raise DTypeError(f"[{op}] an array is of type {type_name(x)} (accepted: an NDArray)")
         check_one_device(op, first, x)
-        if floating and not dt.is_float(x._dtype):
+    for x in arrays:
+        if not dt.is_float(x._dtype):
             raise DTypeError(f"[{op}] needs floating arrays, got {x._dtype}")
-        if floating and x._dtype != first._dtype:
+        if x._dtype != first._dtype:
             raise DTypeError(f"[{op}] dtypes differ: {first._dtype} and {x._dtype} (cast one of them)")
     first._device.require()
 
@@ -206,8 +208,7 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
 
     out: where to put it, any view.
     """
-    _check("rotary", x)
-    _check("rotary", x, cos, sin, floating=False)
+    _check("rotary", x, others=(cos, sin))
     if x.ndim != 4 or cos.ndim != 2 or cos._shape != sin._shape:
         raise ShapeError(f"[rotary] x is {x._shape}, cos is {cos._shape}, sin is {sin._shape} (accepted: 4-D and equal 2-D)")
     if cos._dtype != "float32" or sin._dtype != "float32":
@@ -231,8 +232,7 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
 def embedding(weight: NDArray, ids: NDArray) -> NDArray:
     """one_hot(ids) @ weight as a gather: weight (V, D), ids (...) -> (..., D). raises: IndexError for an id outside 0..V-1."""
     ids = _as_ids(ids)
-    _check("embedding", weight)
-    _check("embedding", weight, ids, floating=False)
+    _check("embedding", weight, others=(ids,))
     if weight.ndim != 2:
         raise ShapeError(f"[embedding] weight is {weight._shape} (accepted: (vocabulary, features))")
     vocab, dim = weight._shape
@@ -271,8 +271,7 @@ def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = IGNORE_
     lse is the sum of its two parts, the largest logit and the log of a sum of exponentials, which together keep the digits of both.
     """
     targets = _as_ids(targets)
-    _check("cross_entropy", logits)
-    _check("cross_entropy", logits, targets, floating=False)
+    _check("cross_entropy", logits, others=(targets,))
     if logits.ndim != 2 or targets._shape != logits._shape[:1]:
         raise ShapeError(f"[cross_entropy] logits are {logits._shape}, targets {targets._shape} (accepted: (N, V) and (N,))")
     rows, cols = logits._shape
@@ -328,8 +327,7 @@ def linear_cross_entropy(
     targets = _as_ids(targets)
     if compute_dtype is not None:
         hidden, weight = hidden.astype(compute_dtype, copy=False), weight.astype(compute_dtype, copy=False)
-    _check("linear_cross_entropy", hidden, weight)
-    _check("linear_cross_entropy", hidden, targets, floating=False)
+    _check("linear_cross_entropy", hidden, weight, others=(targets,))
     if hidden.ndim != 2 or weight.ndim != 2 or hidden._shape[1] != weight._shape[0] or targets._shape != hidden._shape[:1]:
         raise ShapeError(
             f"[linear_cross_entropy] hidden is {hidden._shape}, weight {weight._shape}, targets {targets._shape} "
@@ -384,9 +382,9 @@ def linear_cross_entropy(
 
 def _check_update(op: str, param: NDArray, grad: NDArray, *states: NDArray) -> None:
     """raises: ShapeError if the sizes differ; DTypeError for a param that is not floating."""
-    _check(op, param, grad, *states, floating=False)
     if not dt.is_float(param._dtype):
         raise DTypeError(f"[{op}] param is {param._dtype} (accepted: floating)")
+    _check(op, param, others=(grad, *states))
     size = param.size
     if any(array.size != size for array in (grad, *states)):
         shapes = " and ".join(str(state._shape) for state in states)
