@@ -117,8 +117,12 @@ def prepare(
         try:
             if restart:
                 _empty(folder)
-            run = _Run(folder, prefix, sources, in_folders, settings, workers, skip_invalid, report)
-            return run.go(given, loaded, vocab_size, overwrite, save_every_s)
+            run = _Run(
+                folder=folder, prefix=prefix, sources=sources, in_folders=in_folders, settings=settings, given=given, loaded=loaded,
+                vocab_size=vocab_size, workers=workers, overwrite=overwrite, skip_invalid=skip_invalid, save_every_s=save_every_s,
+                report=report,
+            )  # fmt: skip
+            return run.go()
         finally:  # not where another process holds it, which may have put nothing there yet
             with contextlib.suppress(OSError):
                 folder.rmdir()  # if it is empty
@@ -126,36 +130,36 @@ def prepare(
 
 @dataclass(frozen=True)
 class _Run:
-    """One call of ``prepare``, in its folder."""
+    """One call of ``prepare``, in its folder.
+
+    given, loaded: the tokenizer.json that was named, as a file and read; without them one of ``vocab_size`` ids is trained.
+    settings: what an unfinished run must have in common with this one to be continued.
+    """
 
     folder: Path
     prefix: Path
     sources: list[Source]
     in_folders: set[int]
     settings: dict[str, Any]
+    given: Path | None
+    loaded: TextTokenizer | None
+    vocab_size: int | None
     workers: int
+    overwrite: bool
     skip_invalid: bool
+    save_every_s: float
     report: Callable[[Progress], None]
 
     @property
     def all_bytes(self) -> int:
         return sum(source.size for source in self.sources)
 
-    def go(
-        self, given: Path | None, tokenizer: TextTokenizer | None, vocab_size: int | None, overwrite: bool, save_every_s: float
-    ) -> Prepared:
+    def go(self) -> Prepared:
+        """Begins the run or continues it, up to the published files."""
         if not self._begun():
             _empty(self.folder)
             with self._emptied_by_errors():
-                about = self.folder / TOKENIZER_CONFIG  # of the tokenizer: the token that a tokenizer.json has no place for
-                with files.write_whole(about) as file:
-                    file.write(json.dumps({"eos_token": self.settings["end_of_text"]}).encode())
-                alike = [about, given] if given else [about]
-                there = [path for path in _outputs(self.prefix) if path.exists()]
-                there = [path for path in there if not any(filecmp.cmp(path, other, shallow=False) for other in alike)]
-                if there and not overwrite:
-                    raise DataError(f"[output] {min(there)} exists (accepted: another name, or --overwrite)")
-                self._begin(given, tokenizer, vocab_size)
+                self._begin()
         skipped = _read_json(self.folder / "run.json", lambda run: set(run["skipped"]))
         totals, place, written = Totals(), Place(0, 0, 1), None
         if (self.folder / "state.json").exists():
@@ -165,20 +169,13 @@ class _Run:
         if written and publish(self.folder, self.prefix):  # it was killed at the very end
             published = self.prefix.with_name(self.prefix.name + ENDINGS[TOKENIZER])
             return self._prepared(totals, load_tokenizer(published).size, skipped)
-        tokenizer = tokenizer or load_tokenizer(self.folder / TOKENIZER)
+        tokenizer = self.loaded or load_tokenizer(self.folder / TOKENIZER)
         encoder = _Encoder(tokenizer, self._end(tokenizer), self.sources, self.settings["key"], self.skip_invalid)
         writer = TokenWriter(self.folder, tokenizer.size, written)
         try:
-            self._write(writer, encoder, read_blocks(self.sources, skipped, place, encoder), totals, save_every_s)
+            self._write(writer, encoder, read_blocks(self.sources, skipped, place, encoder), totals)
             with self._emptied_by_errors():
-                for source in self.sources:
-                    if source.stamp() != source:
-                        raise DataError(
-                            f"[{source.path.name}] changed while it was read: {source.path} (files that stay as they are)"
-                        )
-                if not writer.documents:
-                    left_out = f"{totals.empty} empty documents, {totals.invalid} bad lines"
-                    raise DataError(f"[inputs] no text: {len(self.sources)} files, {left_out} (text)")
+                self._check_result(totals)
             writer.finish(self.prefix)
         finally:
             writer.close()
@@ -213,8 +210,12 @@ class _Run:
             _empty(self.folder)
             raise
 
-    def _begin(self, given: Path | None, tokenizer: TextTokenizer | None, vocab_size: int | None) -> None:
+    def _begin(self) -> None:
         """Begins a run: checks that every file is text (in folders, others are left out), stores the tokenizer, then run.json."""
+        about = self.folder / TOKENIZER_CONFIG  # names the end-of-text token, for which a tokenizer.json has no place
+        with files.write_whole(about) as file:
+            file.write(json.dumps({"eos_token": self.settings["end_of_text"]}).encode())
+        self._check_outputs([about, self.given] if self.given else [about])
         skipped = []
         for i, source in enumerate(self.sources):
             try:
@@ -226,18 +227,34 @@ class _Run:
                 skipped.append(i)
         if len(skipped) == len(self.sources):
             raise DataError(f"[inputs] no text: {len(self.sources)} files, all of them binary or closed (UTF-8 text or .jsonl)")
-        path = self.folder / TOKENIZER
-        if given is not None:
+        path, tokenizer = self.folder / TOKENIZER, self.loaded
+        if self.given is not None:
             with files.write_whole(path) as file:
-                file.write(given.read_bytes())
-        elif vocab_size is not None:
+                file.write(self.given.read_bytes())
+        elif self.vocab_size is not None:
             texts = sample_text(self.sources, set(skipped), self.settings["key"], self.skip_invalid, self.all_bytes)
-            tokenizer = train_tokenizer(path, texts, vocab_size, self.prefix.name)
+            tokenizer = train_tokenizer(path, texts, self.vocab_size, self.prefix.name)
         if tokenizer is not None:
             self._end(tokenizer)
         sources = [(str(source.path), source.size, source.mtime_ns) for source in self.sources]
         with files.write_whole(self.folder / "run.json") as file:
             file.write(json.dumps({**self.settings, "skipped": skipped, "sources": sources}).encode())
+
+    def _check_outputs(self, alike: list[Path]) -> None:
+        """raises: DataError if an output is there that may not be replaced and is not one of ``alike``, byte for byte."""
+        there = [path for path in _outputs(self.prefix) if path.exists()]
+        there = [path for path in there if not any(filecmp.cmp(path, other, shallow=False) for other in alike)]
+        if there and not self.overwrite:
+            raise DataError(f"[output] {min(there)} exists (accepted: another name, or --overwrite)")
+
+    def _check_result(self, totals: Totals) -> None:
+        """raises: DataError if a file changed while it was read, or there was no text in any."""
+        for source in self.sources:
+            if source.stamp() != source:
+                raise DataError(f"[{source.path.name}] changed while it was read: {source.path} (files that stay as they are)")
+        if not totals.documents:
+            left_out = f"{totals.empty} empty documents, {totals.invalid} bad lines"
+            raise DataError(f"[inputs] no text: {len(self.sources)} files, {left_out} (text)")
 
     def _end(self, tokenizer: TextTokenizer) -> int | None:
         """The id of the token after each document; None for none. raises: DataError if the tokenizer has no such token."""
@@ -247,7 +264,7 @@ class _Run:
             raise DataError(f"[end_of_text] the tokenizer has no {token!r} (--end_of_text TOKEN, or --no_end_of_text)")
         return found
 
-    def _write(self, writer: TokenWriter, encoder: _Encoder, blocks: Iterator[Block], totals: Totals, save_every_s: float) -> None:
+    def _write(self, writer: TokenWriter, encoder: _Encoder, blocks: Iterator[Block], totals: Totals) -> None:
         """Has the threads encode the blocks and writes the results in order."""
         place: Place | None = None
         settled = True  # whether place, totals and the writer's state belong together
@@ -272,7 +289,7 @@ class _Run:
                     totals.cut += encoded.cut
                     settled = True
                     self.report(Progress(block.done_bytes, all_bytes, totals))
-                    if time.monotonic() - saved >= save_every_s:
+                    if time.monotonic() - saved >= self.save_every_s:
                         save()
                         saved = time.monotonic()
             save()
