@@ -187,31 +187,18 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                 before = time.perf_counter()
                 skipped = trainer.scaler.skipped_steps
                 try:
-                    loss, grad_norm = trainer.train_step()
+                    made = trainer.train_step()
                 except FloatingPointError as error:
                     report.say(f"step {trainer.step + 1}: {error}; stopped, nothing saved")
                     return 1
                 leaks.step()
-                if not math.isfinite(loss) and trainer.scaler.skipped_steps == skipped:
-                    report.say(f"step {trainer.step}: the loss is {loss}; stopped, nothing saved (a lower --lr may help)")
+                if not math.isfinite(made.loss) and trainer.scaler.skipped_steps == skipped:
+                    report.say(f"step {trainer.step}: the loss is {made.loss}; stopped, nothing saved (a lower --lr may help)")
                     return 1
-                now, memory = time.perf_counter(), stats(trainer.device)
-                peak = max(peak, memory.peak)
-                left = (now - start) / (trainer.step - first) * (trainer.steps - trainer.step)
-                report.step(
-                    {
-                        "step": trainer.step,
-                        "loss": loss,
-                        "grad_norm": grad_norm,
-                        "tokens_per_second": trainer.step_tokens / (now - before),
-                        "live_bytes": memory.live,
-                        "peak_bytes": memory.peak,
-                        "peak_by_category": memory.by_category_at_peak,
-                        "lr": trainer.optimizer.lr,
-                        **trainer.metrics,
-                    },
-                    left,
-                )
+                now = time.perf_counter()
+                row = trainer.row(made, now - before)
+                peak = max(peak, row["peak_bytes"])
+                report.step(row, (now - start) / (trainer.step - first) * (trainer.steps - trainer.step))
                 if due() and not stop.asked:
                     saved, kept = save(), trainer.step
                     evaluate(saved)

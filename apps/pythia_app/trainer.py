@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from needle.checkpoints import random_state, read_folder, set_random_state
 from needle.data.prefetch import Prefetch
 from needle.data.text import TextData, TokenBatches
 from needle.errors import CheckpointError, DataError
+from needle.memory import stats
 from needle.models import Pythia, PythiaConfig, checkpointed, load_published, train_step
 from needle.models.generation import inference
 from needle.models.pretrained import read_generation
@@ -161,6 +163,21 @@ class Trainer:
         self.metrics["tokens"] += self.step_tokens
         self.metrics["seconds"] += time.perf_counter() - start
         return found
+
+    def row(self, made: Step, seconds: float) -> dict[str, Any]:
+        """What metrics.jsonl has of the step that was ``made`` last and took ``seconds``."""
+        memory = stats(self.device)
+        return {
+            "step": self.step,
+            "loss": made.loss,
+            "grad_norm": made.grad_norm,
+            "tokens_per_second": self.step_tokens / seconds,
+            "live_bytes": memory.live,
+            "peak_bytes": memory.peak,
+            "peak_by_category": memory.by_category_at_peak,
+            "lr": self.optimizer.lr,
+            **self.metrics,
+        }
 
     def _held_out(self, text: TextData, tokens: int = EVAL_TOKENS) -> TokenBatches:
         """Batches of the first ``tokens`` of the held-out text, in their order."""
