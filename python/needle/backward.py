@@ -61,7 +61,11 @@ def set_gradients(
 
 
 class _GradientSource:
-    """Where a gradient came from, so that its own history can be made when somebody asks for it."""
+    """Where a gradient came from, so that its history can be made if somebody asks for it.
+
+    root: the node that backward started from, or the source of the gradient that it was. leaf: whose gradient it is. in_place:
+    whether the array is the gradient's alone.
+    """
 
     __slots__ = ("root", "leaf", "out_grad", "in_place")
 
@@ -69,11 +73,16 @@ class _GradientSource:
         self.root = root
         self.leaf = leaf
         self.out_grad = out_grad
-        self.in_place = in_place  # the array is the gradient's alone
+        self.in_place = in_place
 
     def rebuild(self) -> Tensor:
-        again = self.root.rebuild() if isinstance(self.root, _GradientSource) else None  # the root was a gradient itself
-        root = self.root() if again is None else again._as_node()  # type: ignore[operator]
+        """The gradient once more, with a graph. raises: GraphError if the tensor that backward started from has been freed."""
+        root: Node | None
+        if isinstance(self.root, _GradientSource):
+            gradient = self.root.rebuild()  # held until the end: it has the root's array
+            root = gradient._as_node()
+        else:
+            root = self.root()
         if root is None:
             raise GraphError(
                 "[backward] the tensor whose gradient this is has been freed, so the gradient has no history (keep that tensor, "

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from threading import get_ident
@@ -141,8 +142,7 @@ def parse_json(content: bytes) -> dict[str, Any]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"{twice!r} comes twice")
     return found
 

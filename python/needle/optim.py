@@ -221,7 +221,7 @@ class SGD(_Grouped):
 
     STATES = ("u",)
 
-    def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0):
+    def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0) -> None:
         super().__init__(params, lr, weight_decay)
         _checked("SGD", momentum=momentum)
         self.momentum = momentum
@@ -285,7 +285,7 @@ class Adam(_Moments):
     "weight_decay": ...}``. source: Kingma & Ba 2014, arXiv:1412.6980.
     """
 
-    def __init__(self, params, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0):
+    def __init__(self, params, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0) -> None:
         super().__init__(params, lr, weight_decay, beta1, beta2, eps)
         self.beta1, self.beta2 = beta1, beta2
 
@@ -301,7 +301,7 @@ class AdamW(_Moments):
     source: Loshchilov & Hutter 2019, arXiv:1711.05101.
     """
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1):
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1) -> None:
         try:
             beta1, beta2 = betas
         except (TypeError, ValueError):

@@ -858,11 +858,11 @@ def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArr
             values = np.ascontiguousarray(values, dtype=dt.to_numpy(dtype)).reshape(values.shape)
         except (TypeError, ValueError) as error:  # objects that are no numbers
             raise DTypeError(f"[array] cannot store these values as {dtype}: {error}") from None
-    device.require()
+    mod = device.require()
     out = _new(values.shape, dtype, device)
     if dtype == "bfloat16" and device.name != "cpu_numpy":
         values = values.view(np.uint16)
-    device.mod.from_numpy(values, out._handle)  # type: ignore[union-attr]
+    mod.from_numpy(values, out._handle)
     out.category = DATA
     return out
 
@@ -955,7 +955,7 @@ def empty(shape, dtype="float32", device=None) -> NDArray:
 def full(shape, fill_value, dtype="float32", device=None) -> NDArray:
     """An array of ``fill_value``."""
     out = empty(shape, dtype, device)
-    out._device.mod.fill(out._handle, dt.checked_number("full", fill_value, out._dtype))  # type: ignore[union-attr]
+    out._device.require().fill(out._handle, dt.checked_number("full", fill_value, out._dtype))
     return out
 
 

@@ -13,7 +13,7 @@ from ...errors import DataError
 class Dictionary:
     """Words and their ids, in order of appearance."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.word2idx: dict[str, int] = {}
         self.idx2word: list[str] = []
 
@@ -59,5 +59,6 @@ def batchify(data, batch_size: int, device, dtype) -> np.ndarray:
 def get_batch(batches: np.ndarray, i: int, bptt: int, device=None, dtype=None) -> tuple[Tensor, Tensor]:
     """Positions i .. i + bptt as X (positions, batch), and what follows each as y (positions * batch,)."""
     n = min(bptt, len(batches) - 1 - i)
-    X, y = batches[i : i + n], batches[i + 1 : i + 1 + n].reshape(-1)
-    return tuple(Tensor(part, device=device, dtype=dtype, requires_grad=False) for part in (X, y))  # type: ignore[return-value]
+    parts = batches[i : i + n], batches[i + 1 : i + 1 + n].reshape(-1)
+    X, y = (Tensor(part, device=device, dtype=dtype, requires_grad=False) for part in parts)
+    return X, y
