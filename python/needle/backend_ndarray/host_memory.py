@@ -18,7 +18,10 @@ class _OfThisThread(local):
 
 
 class HostAllocator:
-    """Counts what Storage objects take and give back, and knows them. All figures are in bytes."""
+    """Counts and lists the Storage objects that hold memory. All figures are in bytes.
+
+    The methods that ``ALLOCATOR_FUNCTIONS`` names are those of the C++ allocator: ``allocator.h`` says what each does.
+    """
 
     def __init__(self, device_name: str):
         self.device_name = device_name
@@ -33,6 +36,7 @@ class HostAllocator:
         self.site_bytes = 0
 
     def take(self, storage: Storage, nbytes: int) -> None:
+        """Counts a new storage and gives it its number, category and site. raises: OutOfMemoryError beyond the limit."""
         if self.limit and self.live + nbytes > self.limit:
             raise self.out_of_memory(nbytes)
         site = self.site_hook(nbytes) if self.site_hook is not None and nbytes >= self.site_bytes else 0
@@ -46,11 +50,12 @@ class HostAllocator:
             self.by_category_at_peak = list(self.by_category)
 
     def out_of_memory(self, nbytes: int) -> OutOfMemoryError:
-        """What is raised where ``nbytes`` more cannot be had, or must not."""
+        """The error to raise where ``nbytes`` more cannot be had, or are beyond the limit."""
         account = f"{nbytes} bytes requested, {self.live} bytes live{f', limit {self.limit} bytes' if self.limit else ''}"
         return OutOfMemoryError(f"[{self.device_name}] out of memory: {account}", nbytes, self.memory_stats())
 
     def give_back(self, storage: Storage) -> None:
+        """Counts a storage no longer."""
         self.live -= storage.nbytes
         self.by_category[storage.category] -= storage.nbytes
         _, *rest = self.held.pop(storage.serial)
@@ -58,6 +63,7 @@ class HostAllocator:
             self.log.append((FREED, *rest))
 
     def retag(self, storage: Storage, category: int) -> None:
+        """Counts a storage in another category."""
         self.by_category[storage.category] -= storage.nbytes
         self.by_category[category] += storage.nbytes
         storage.category = category
@@ -139,7 +145,7 @@ class Storage:
 
 
 class HostArray:
-    """What both Python devices' ``Array`` share: size, dtype, and the storage behind it."""
+    """What ``Array`` of both Python devices has: size, dtype, and the storage behind it."""
 
     __slots__ = ("size", "dtype", "storage")
 

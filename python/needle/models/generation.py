@@ -196,6 +196,7 @@ class Decoder:
         self.written: list[int] = []  # and when each was last written
 
     def start(self) -> np.ndarray:
+        """Reads the prompts. Logits (B, V) of what follows each."""
         B, T = len(self.prompts), int(self.lengths.max())
         ids = np.zeros((B, T), np.int32)  # what fills up a row comes after its end, where no position looks
         for row, prompt in zip(ids, self.prompts, strict=True):
@@ -206,7 +207,10 @@ class Decoder:
             return self._numbers(self._logits(ops.embedding(ops.reshape(x, (B * T, x.shape[2])), last)))
 
     def step(self, ids: np.ndarray, running: np.ndarray) -> np.ndarray:
-        """ids: (B,), the token after each sequence; running: (B,) of bool, the sequences that it is added to."""
+        """Reads one more token of each sequence. Logits (B, V) of what follows it.
+
+        ids: (B,), the tokens. running: (B,) of bool, the sequences that they are added to; the others stay as they are.
+        """
         self.ids.realize_cached_data()[:] = ids
         self.cache.positions[:] = self.lengths
         self.lengths += running
