@@ -214,7 +214,10 @@ class Cutter:
             self.least, self.most = _WORD_BYTES, 2 * _WORD_BYTES
 
     def cut(self, raw: bytes, start: int, least: int) -> tuple[int, bool]:
-        """(place, whether cutting there may change ids): the first place at least ``least`` bytes after ``start``, or the end."""
+        """(place to cut ``raw`` at, whether that may change ids).
+
+        It is the first good place at least ``least`` bytes after ``start``; the end if that comes sooner; else ``most`` bytes on.
+        """
         if len(raw) - start <= least:
             return len(raw), False
         for found in self._place.finditer(raw, start + least, min(len(raw), start + self.most + 1)):
