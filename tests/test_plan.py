@@ -14,7 +14,7 @@ import pytest
 
 import needle as ndl
 from devices import usable
-from needle import amp, memory, nn, ops
+from needle import amp, data, memory, nn, ops
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.errors import ShapeError
@@ -346,6 +346,20 @@ def test_a_clipped_step_is_planned_to_the_byte(cpu, max_norm):
         return step
 
     assert memory.peak_bytes(build) == memory.peak_bytes(build, device=cpu)
+
+
+def test_a_step_that_loads_its_data_is_planned_to_the_byte(device):
+    def build(device):
+        model, loss_fn = nn.Linear(40, 10, device=device), nn.SoftmaxLoss()
+        loader = data.DataLoader(data.NDArrayDataset(np.ones((8, 40), np.float32), np.arange(8)), 4, device=device)
+
+        def step():
+            for x, y in loader:
+                loss_fn(model(x), y).backward()
+
+        return step
+
+    assert memory.peak_bytes(build) == memory.peak_bytes(build, device=device)
 
 
 def test_plans_of_a_layout_of_ones_own_are_all_alike(cpu):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..autograd import Tensor
+from ..backend_selection import Device
 
 
 class Dataset:
@@ -33,7 +34,7 @@ class Dataset:
 
 
 class DataLoader:
-    """Batches of a data set as tuples of Tensors, float32 on the default device, without gradient; the last may be short.
+    """Batches of a data set as tuples of Tensors, float32 on ``device`` (the default one), without gradient; the last may be short.
 
     The data set is asked for all items of a batch at once, by an array of indices; if it gives no tuple or list, batches have one
     part. batch_size: None and 0 stand for 1. shuffle: draw one permutation per pass from numpy's global stream, when the pass
@@ -41,12 +42,13 @@ class DataLoader:
     raises: ValueError for a batch_size that is no whole number, or negative.
     """
 
-    def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False):
+    def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False, device: Device | str | None = None):
         if batch_size is not None and (not hasattr(batch_size, "__index__") or batch_size < 0):
             raise ValueError(f"[DataLoader] batch_size is {batch_size!r} (accepted: a whole number of at least 1)")
         self.dataset = dataset
         self.batch_size = batch_size or 1
         self.shuffle = shuffle
+        self.device = device
         self.ordering: list[np.ndarray] = []
         self._next = 0
 
@@ -62,7 +64,8 @@ class DataLoader:
             raise StopIteration
         parts = self.dataset[self.ordering[self._next]]
         self._next += 1
-        return tuple(Tensor(part, requires_grad=False) for part in (parts if isinstance(parts, (tuple, list)) else (parts,)))
+        parts = parts if isinstance(parts, (tuple, list)) else (parts,)
+        return tuple(Tensor(part, device=self.device, requires_grad=False) for part in parts)
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
