@@ -126,6 +126,32 @@ def test_advice_where_the_plan_fits_is_that_something_else_is_held(limited):
     assert "what fits" not in str(caught.value)
 
 
+def test_what_the_system_does_not_give_is_not_there(monkeypatch):
+    """As under `ulimit -v`, or beside another process on one GPU: less than the device has."""
+
+    def build_for(rows=64):
+        def build(device):
+            layer, x = nn.Linear(64, 64, device=device), ndl.init.ones(rows, 64, device=device)
+            return lambda: layer(ops.tanh(layer(x))).sum().backward()
+
+        return build
+
+    numpy = usable("cpu_numpy")
+    most = memory.stats(numpy).live + memory.peak_bytes(build_for(), steps=1) - 1
+    really_empty = np.empty
+
+    def empty_if_there(size, *rest):
+        if isinstance(size, int) and memory.stats(numpy).live + 4 * size > most:
+            raise MemoryError
+        return really_empty(size, *rest)
+
+    monkeypatch.setattr(np, "empty", empty_if_there)
+    with pytest.raises(OutOfMemoryError) as caught, memory.advise(build_for, [("16 rows", {"rows": 16})], steps=1):
+        build_for()(numpy)()
+    assert "the system gave no more of" in str(caught.value) and "what fits: 16 rows" in str(caught.value)
+    build_for(16)(numpy)()
+
+
 def test_the_line_that_asked_is_one_line(limited):
     x = ndl.Tensor(np.ones((200, 200)), device=limited)
     with memory.LeakCheck():

@@ -128,6 +128,9 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
     budget = capacity(device)
     if budget and error.requested_bytes > budget:
         yield f"this one request is larger than all of {device}, {readable(budget)}: no allocator setting can help"
+    elif error.stats["live"] + error.requested_bytes <= budget:
+        yield f"the system gave no more of {readable(budget)}: others hold it, or this process may not have it (ulimit -v)"
+        budget = error.stats["live"]  # all that is sure to be there
     if _advisers:
         taken = _advisers[-1].taken(device)
         if taken:
