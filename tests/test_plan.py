@@ -17,7 +17,7 @@ from devices import usable
 from needle import amp, data, memory, nn, ops
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
-from needle.errors import ShapeError
+from needle.errors import GraphError, ShapeError
 from needle.memory.trace import holders
 from needle.models import SIZES, PythiaConfig, checkpointed, plannable
 from needle.optim import SGD, Adam
@@ -195,6 +195,38 @@ def test_a_module_that_is_no_key_has_a_name(cpu):
         y = net(x)
         (made,) = [h for h in holders(cpu) if h.site.op == "Exp"]
     assert made.module == "Net" and y.shape == (8, 8)
+
+
+class Trainer:
+    """Whose second model takes the place of the first."""
+
+    def build(self, device, batch=8):
+        self.model = nn.Sequential(nn.Linear(64, 256, device=device), nn.ReLU(), nn.Linear(256, 10, device=device))
+        self.optimizer, self.x = Adam(self.model.parameters()), ndl.init.ones(batch, 64, device=device)
+        return self.step
+
+    def step(self):
+        self.loss = self.model(self.x).sum()
+        self.loss.backward()
+        self.optimizer.step()
+
+
+def test_what_an_earlier_plan_has_left_changes_no_plan():
+    trainer, measured = Trainer(), memory.peak_bytes(Trainer().build, device=ndl.cpu())
+    for _ in range(2):
+        assert memory.peak_bytes(trainer.build) == memory.plan(trainer.build).peak_bytes == measured
+    assert trainer.loss.device == ndl.meta() and memory.stats(ndl.meta()).live == 0
+
+
+def test_a_plan_inside_of_a_plan_is_refused():
+    def build(device):
+        assert memory.peak_bytes(Trainer().build) > 0
+        return Trainer().build(device)
+
+    for plan in (memory.plan, memory.peak_bytes):
+        with pytest.raises(GraphError, match="one plan after the other"):
+            plan(build)
+        assert plan(build, device=ndl.cpu())  # where it does no harm
 
 
 def test_threads_plan_in_turns():

@@ -5,17 +5,44 @@ It has every function of the reference backend; a kernel here does nothing, sinc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
 from .. import dtype as dt
+from ..errors import GraphError
 from . import ndarray_backend_numpy as _reference
 from .host_memory import ALLOCATOR_FUNCTIONS, HostAllocator, HostArray, Storage
 
 __device_name__ = "meta"
-_allocator = HostAllocator("meta")
-globals().update({name: getattr(_allocator, name) for name in ALLOCATOR_FUNCTIONS})
+_allocator = _everyones = HostAllocator("meta")
+
+
+def _count_with(allocator: HostAllocator) -> None:
+    global _allocator
+    _allocator = allocator
+    globals().update({name: getattr(allocator, name) for name in ALLOCATOR_FUNCTIONS})
+
+
+_count_with(_everyones)
+
+
+@contextmanager
+def own_account() -> Iterator[None]:
+    """What is made inside has an account to itself: what was live before, as a model of an earlier plan, is not in it, nor missing
+    in it where it is let go. raises: GraphError inside of another.
+    """
+    if _allocator is not _everyones:
+        raise GraphError("[plan] asked for by what is itself being planned (accepted: one plan after the other)")
+    own = HostAllocator("meta")
+    own.allocations = _everyones.allocations  # no serial number comes twice
+    _count_with(own)
+    try:
+        yield
+    finally:
+        _everyones.allocations = own.allocations
+        _count_with(_everyones)
 
 
 class Array(HostArray):
