@@ -350,6 +350,47 @@ def test_what_waits_after_it_has_caught_an_error_goes_on(limited, kind):
     assert errors
 
 
+def test_all_that_wait_after_they_have_caught_one_error_go_on(limited):
+    """In whatever order they have come into its traceback, and what is over is let go."""
+
+    def rows():
+        for n in (1000, 10):
+            try:
+                item = ndl.init.ones(n, 100, device=limited)
+            except OutOfMemoryError as error:
+                item = error
+            yield item
+
+    def reader():
+        held, result = ndl.init.ones(100, device=limited), None
+        while True:
+            try:
+                result = yield result
+            except OutOfMemoryError as error:
+                result = error
+            del held
+
+    base = memory.stats(limited).live
+    memory.set_limit(base + 200_000, limited)
+    source, readers = rows(), [reader(), reader()]
+
+    def over():
+        kept = ndl.init.ones(100, device=limited)
+        yield next(readers[0])
+        raise next(source)  # which it gives away, and waits
+        yield kept
+
+    next(readers[1])
+    errors = []
+    try:
+        list(over())
+    except OutOfMemoryError as error:
+        errors.append(error)
+        assert [r.throw(error) for r in readers] == [error, error]
+    assert memory.stats(limited).live == base
+    assert next(source).shape == (10, 100) and [gen.gi_frame is not None for gen in readers] == [True, True]
+
+
 def test_functions_of_a_frame_that_goes_on_keep_their_closures(limited):
     def made_elsewhere(model):
         return lambda rows: model(ndl.init.ones(rows, 100, device=limited)).shape

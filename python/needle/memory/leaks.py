@@ -28,7 +28,6 @@ from .units import readable
 
 _DEPTH = 11  # objects between a name and a Tensor, dicts of attributes among them
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_PAUSED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _NO_WAY = (type, types.ModuleType, types.FrameType, Node)  # too much leads to these, or nothing
 
 
@@ -304,10 +303,10 @@ def _name_in(r: Any, item: Any) -> str:
             return ""
         paused = None  # from Python 3.11 on such an object has no frame that could be seen here
         if r.f_code.co_flags & sites.SUSPENDED:
-            paused = next((o for o in gc.get_referrers(r) if issubclass(type(o), _PAUSED)), None)
+            paused = next((o for o in gc.get_referrers(r) if type(o) in sites.PAUSED), None)
         return f"{key} in {_paused_title(paused) if paused is not None else f'{r.f_code.co_name}, kept by a traceback'}"
-    if issubclass(type(r), _PAUSED):
-        frame = next((found for name in ("gi_frame", "cr_frame", "ag_frame") if (found := _attribute(r, name))), None)
+    if type(r) in sites.PAUSED:
+        frame = getattr(r, sites.PAUSED[type(r)])
         key = _key(sites.locals_of(frame), item) if frame is not None else ""
         return f"{key} in {_paused_title(r)}" if key else ""
     if type(r) is dict:

@@ -16,7 +16,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from types import FrameType, FunctionType
+from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType
 from typing import Any, NamedTuple
 
 from .. import autograd, backward, graph
@@ -307,6 +307,7 @@ def mark_nodes(wanted: bool) -> None:
 _failed: weakref.WeakSet[OutOfMemoryError] = weakref.WeakSet()
 _returning = False  # whether some frames of those tracebacks may still be running
 SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}  # None at their end
 
 
 def remember_failure(error: OutOfMemoryError) -> None:
@@ -330,8 +331,6 @@ def free_failed_frames() -> None:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         for frame in frames:
             locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
-        if frames and frames[0].f_code.co_flags & SUSPENDED:
-            del frames[0]  # it may have caught the error and be waiting to go on: clearing it would end it
         over = {frame for frame in frames if _cleared(frame)}
         before, emptied = -1, 0
         while emptied > before:  # the function of one may have been held by that of another
@@ -342,12 +341,19 @@ def free_failed_frames() -> None:
 
 
 def _cleared(frame: FrameType) -> bool:
-    """Clears the locals of a frame that has returned. False for one that still runs."""
+    """Clears the locals of a frame that has returned. False for one that still runs, or is to go on."""
+    if frame.f_code.co_flags & SUSPENDED and locals_of(frame) and _waits(frame):  # one without locals has been cleared
+        return False
     try:
         frame.clear()
     except RuntimeError:
         return False
     return True
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether a generator or a coroutine waits in this frame: it may have caught the error, and clearing the frame would end it."""
+    return any(getattr(o, PAUSED[type(o)]) is frame for o in gc.get_objects() if type(o) in PAUSED)
 
 
 def _empty_functions(frames: Iterable[FrameType]) -> int:
