@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
-from needle import memory, nn, ops
+from needle import amp, memory, nn, ops
 from needle.errors import GraphError, ShapeError
 
 layer = None
@@ -375,6 +375,24 @@ def test_a_loop_without_a_leak_is_left_in_peace(with_layer, recwarn):
             total += good_step().item()
             assert check.step() == [] and len(check._ends) == 2  # however many steps there were
     assert not check.found and not [w for w in recwarn if issubclass(w.category, memory.LeakWarning)]
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_what_an_autocast_region_around_the_loop_keeps_is_no_leak(with_layer, recwarn, cpu, train):
+    """A cast of each weight, until that changes."""
+    history = []
+    with amp.autocast(cpu, "bfloat16"), memory.LeakCheck() as check:
+        for step in range(6):
+            loss = relu_of_layer().sum()
+            if train:
+                loss.backward(accumulate=step > 0)
+            check.step()
+        assert check.found == {} and not recwarn.list
+        del loss
+        for _ in range(6):
+            history.append(relu_of_layer())
+            check.step()
+        assert [*check.found] == ["history"]
 
 
 def test_a_leak_check_out_of_its_context_says_so():

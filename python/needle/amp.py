@@ -148,6 +148,12 @@ class _Region:
         return cast
 
 
+def kept_casts() -> list[Tensor]:
+    """The casts of parameters that the regions open here keep for their ops to come."""
+    region = current_autocast()
+    return [] if region is None else [cast for casts in region.casts.values() for cast, _, _ in casts.values()]
+
+
 class SkippedStepWarning(UserWarning):
     """An optimizer step was skipped, since gradients were infinite or NaN."""
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..amp import kept_casts
 from ..autograd import Value
 from ..backend_ndarray.ndarray import write_stamp
 from ..backend_selection import NDArray
@@ -132,7 +133,8 @@ def find(before: int | None, ends: list[int]) -> list[Leak]:
     # node, which its traceback may keep.
     values = [x for x in gc.get_objects() if issubclass(type(x), Value) and hasattr(x, "_node")]
     handles = [x for x in values if x.op is not None]
-    is_old = lambda n: n.op is not None and (before is None or ends[0] < n.born <= before)  # noqa: E731
+    casts = {cast._as_node() for cast in kept_casts()}  # a region around the whole loop has them by right, one per parameter
+    is_old = lambda n: n.op is not None and (before is None or ends[0] < n.born <= before) and n not in casts  # noqa: E731
     leads: set[Node] = set()  # to an old node: that, and what is above it
     for node in _under(handles):
         if is_old(node) or not leads.isdisjoint(node.inputs):
