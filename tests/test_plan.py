@@ -308,6 +308,17 @@ def test_a_build_that_is_none(plan, cpu):
     with pytest.raises(TypeError, match=r"build returned a NoneType .*one training step"):
         plan(lambda device: None)
 
+    def generator(device):
+        layer = nn.Linear(2, 2, device=device)
+
+        def step():
+            yield layer(ndl.ones(1, 2, device=device)).sum().backward()
+
+        return step
+
+    with pytest.raises(TypeError, match=r"build returned a generator or coroutine .*one training step"):
+        plan(generator)
+
 
 def test_a_plan_of_a_large_model_allocates_nothing(cpu):
     before, random = memory.stats(cpu).allocations, np.random.get_state()[2]

@@ -47,9 +47,14 @@ _accumulating = RLock()  # one thread at a time adds to ``.grad``, or sums would
 _node_made: Callable[[Node], None] | None = None
 
 
+def runs_in_its_call(function: Any) -> bool:
+    """False for a generator or a coroutine, whose call runs nothing of its body."""
+    return not (isgeneratorfunction(function) or iscoroutinefunction(function) or isasyncgenfunction(function))
+
+
 def check_runs_in_its_call(decorator: str, function: Callable) -> None:
     """raises: TypeError for a generator or a coroutine: its body runs after the call, when the decorator has no effect any more."""
-    if isgeneratorfunction(function) or iscoroutinefunction(function) or isasyncgenfunction(function):
+    if not runs_in_its_call(function):
         name = getattr(function, "__name__", type_name(function))
         raise TypeError(
             f"[{decorator}] {name} is a generator or coroutine, which runs after its call (accepted: a function, or {decorator} "

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..amp import GradScaler
+from ..autograd import runs_in_its_call
 from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
 from ..backend_selection import as_device
 from ..errors import ShapeError, type_name
@@ -79,7 +80,8 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
 
     ``build`` makes a model, an optimizer and data on the device it is given and returns the function that makes one training step.
     The second step is the first with all the optimizer's state. device: another one runs it for real, to be compared.
-    raises: TypeError if ``build`` returns no function; ShapeError if nothing was made on ``meta``.
+    raises: TypeError if ``build`` returns no function, or a generator or coroutine, which no call runs; ShapeError if nothing was
+    made on ``meta``; GraphError inside of another plan.
     """
     device = meta() if device is None else as_device(device)
     reads: dict[str, None] = {}
@@ -130,8 +132,9 @@ def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None
 
 def _built(build: Build, device: BackendDevice) -> Callable[[], Any]:
     step = build(device)
-    if not callable(step):
-        raise TypeError(f"[plan] build returned a {type_name(step)} (accepted: the function that makes one training step)")
+    if not callable(step) or not runs_in_its_call(step):
+        kind = "generator or coroutine" if callable(step) else type_name(step)
+        raise TypeError(f"[plan] build returned a {kind} (accepted: the function that makes one training step)")
     return step
 
 
