@@ -547,6 +547,18 @@ def test_a_gradient_that_something_else_holds_is_not_added_to(host):
     np.testing.assert_array_equal(y.grad.numpy(), [2.0, 2.0])
 
 
+@pytest.mark.parametrize("as_factor", [False, True])
+def test_a_gradient_is_not_added_to_before_it_has_been_read(host, as_factor):
+    x = leaf([1.0, 2.0], host)
+    (x * x).backward()
+    g = x.grad.detach()
+    if as_factor:
+        (x * g + x * g * x).backward(accumulate=True)  # 2 x + (2 x + 4 x^2)
+    else:
+        (x + x * x).backward(x.grad, accumulate=True)
+    np.testing.assert_array_equal(x.grad.numpy(), [8.0, 24.0])
+
+
 def test_a_loss_whose_gradients_forward_made_can_be_differentiated_again(host):
     weights = weights_of_each_kind(host)
     loss = network_loss(micro_batches(host)[0], weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from . import dtype as dt
@@ -131,15 +131,20 @@ def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
     return total
 
 
-def _sums_so_far(leaves: Iterable[Node]) -> dict[Node, _Owned]:
-    """The ``.grad`` of each leaf that may be added to in place, because neither a graph nor anything else holds its array."""
+def _sums_so_far(order: list[Node], root: Node, out_grad: Tensor | None) -> dict[Node, _Owned]:
+    """The ``.grad`` of each leaf that may be added to in place, because no graph holds its array and this backward does not read it,
+    as ``out_grad`` or as a constant in its graph (``x.grad.detach()``).
+    """
+    read = {n.array.serial for node in order for n in node.inputs if n.op is None and not isinstance(n.array, tuple)}
+    if out_grad is not None:
+        read.add(out_grad.realize_cached_data().serial)
     found = {}
-    for leaf in leaves:
+    for leaf in (n for n in order if n.op is None and n is not root):
         handle = leaf.live_handle()
         have = handle._grad if isinstance(handle, Tensor) and handle._requires_grad else None
         if have is None or have._node is not None or have._spec() != spec_of(leaf.array):  # the leaf may have moved since
             continue
-        if getattr(have._source, "in_place", False):
+        if getattr(have._source, "in_place", False) and have._data.serial not in read:
             have._source = _Summed()
             found[leaf] = _Owned(have)
     return found
@@ -183,7 +188,7 @@ def run_backward(
             seed = out_grad if create_graph else out_grad.detach()
         grads: dict[Any, Any] = {root: seed}
         if accumulate and not create_graph:
-            grads.update(_sums_so_far(n for n in order if n.op is None and n is not root))
+            grads.update(_sums_so_far(order, root, out_grad))
         found: dict[Node, Tensor] = {}
         while order:
             node = order.pop()
