@@ -334,6 +334,24 @@ def test_a_leaf_that_is_frozen_for_a_while_is_a_constant_in_what_is_made_meanwhi
         assert w.grad.numpy() == [12.0 * k]
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_graph_from_before_a_leaf_was_frozen_can_be_differentiated_twice(host, lazy, monkeypatch):
+    monkeypatch.setattr(autograd, "LAZY_MODE", lazy)
+    x, y = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host)
+    out = ops.silu(x) * y
+    x.requires_grad = False
+    out.backward(create_graph=True)
+    assert x.grad is None
+    x.requires_grad = True
+    out.backward()
+    first = x.grad.numpy()
+    out.backward(create_graph=True)
+    np.testing.assert_allclose(x.grad.numpy(), first, rtol=1e-6)
+    x.grad.backward()
+    s = 1 / (1 + np.exp(-np.array([1.0, 2.0])))
+    np.testing.assert_allclose(y.grad.numpy(), s + [1.0, 2.0] * s * (1 - s), rtol=1e-6)
+
+
 def test_gradients_are_of_their_category_and_what_follows_is_not(host):
     w = leaf(np.ones(100), host)
     (w * 2).sum().backward()

@@ -273,6 +273,8 @@ class Value:
         if handle is None:
             handle = cls._passing(node)
             handle._take_over(node)
+        elif handle._node is not node:  # it has stopped requiring a gradient since: another graph would have another node of it
+            handle = cls._passing(node)
         return handle
 
     @classmethod
