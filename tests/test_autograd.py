@@ -352,6 +352,20 @@ def test_a_graph_from_before_a_leaf_was_frozen_can_be_differentiated_twice(host,
     np.testing.assert_allclose(y.grad.numpy(), s + [1.0, 2.0] * s * (1 - s), rtol=1e-6)
 
 
+@pytest.mark.parametrize("op", [ops.softmax, ops.silu, ops.logsoftmax])
+def test_a_differentiable_gradient_of_what_has_been_changed_since_is_refused(host, op):
+    """It computes a fused op again."""
+    x = leaf([1.0, 2.0], host)
+    y = op(x)
+    y.backward()
+    with ndl.no_grad():
+        x[...] = 5.0
+    with pytest.raises(GraphError, match="changed in place"):
+        y.backward(create_graph=True)
+    with pytest.raises(GraphError, match="changed in place"):
+        x.grad.backward()
+
+
 def test_gradients_are_of_their_category_and_what_follows_is_not(host):
     w = leaf(np.ones(100), host)
     (w * 2).sum().backward()

@@ -11,7 +11,7 @@ from . import ops
 from .autograd import Op, Tensor, TensorTupleOp, Value, current_autocast, enable_grad, no_grad, set_autocast
 from .backend_selection import array_api
 from .errors import GraphError, type_name
-from .graph import Node, Segment, differentiable_order, realize, restore, shape_of, spec_of
+from .graph import Node, Segment, check_unchanged, differentiable_order, realize, restore, shape_of, spec_of
 
 
 class _NoAutocast:
@@ -326,6 +326,7 @@ def _check_gradient(op: Op, grad: Any, shape: tuple[int, ...]) -> None:
 def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
     """Gradients, with a graph, of a fused op's reference composition: a tuple op's is its first output, or several."""
     inputs = [Value._of(n) for n in node.inputs]
+    check_unchanged(node, [x.realize_cached_data() for x in inputs])  # the op is computed again, out of others
     # The kernels compute in float32 at least; here 16 bits would round after each of several ops.
     wide = [ops.astype(x, dt.accumulator(x.dtype)) if isinstance(x, Tensor) and dt.is_float(x.dtype) else x for x in inputs]
     found = node.op.reference(*wide)  # type: ignore[union-attr, misc]

@@ -198,7 +198,7 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
             uses[n] -= 1
             if not uses[n]:
                 del values[n]
-        _check_unchanged(node, arrays)
+        check_unchanged(node, arrays)
         value = values[node] = recompute(node, arrays)
         _date_back(value, node.born)
         if node.spec is None:  # lazy mode: the first time
@@ -259,7 +259,8 @@ def shape_of(node: Node) -> tuple[int, ...]:
     return node.array._shape if node.op is None else (node.spec or spec_of(realize(node)))[0]
 
 
-def _check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
+def check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
+    """raises: GraphError if one of ``arrays``, the inputs, was changed in place after the node was made of them."""
     for index, array in enumerate(arrays):
         for part in array if isinstance(array, tuple) else (array,):
             if part.last_write > node.born:
