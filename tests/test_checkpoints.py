@@ -306,6 +306,24 @@ def test_a_damaged_index(two, text):
     assert value(two.newest()[0]) == 222222
 
 
+def test_pipes_that_nobody_writes_into(two):
+    """None is waited for."""
+
+    def pipe_instead_of(path):
+        path.unlink()
+        os.mkfifo(path)
+
+    pipe_instead_of(two.path / "step-000002" / "value")
+    with pytest.raises(CheckpointError, match=r"value.*no file"):
+        read_tensors(two.path / "step-000002" / "value")
+    pipe_instead_of(two.path / "step-000002" / "checksums.json")
+    found, problems = two.newest()
+    assert value(found) == 111111 and "no file" in problems[0]
+    pipe_instead_of(two.path / "checkpoints.json")
+    with pytest.raises(CheckpointError, match=r"checkpoints\.json: no file \(remove it"):
+        two.newest()
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"no weights in .*nowhere: nothing that holds any"):
         read_folder(tmp_path / "nowhere")

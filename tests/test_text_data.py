@@ -304,8 +304,15 @@ def test_a_text_that_comes_in_parts_has_the_ids_of_the_whole(folder, tmp_path, m
 
 def test_a_pipe_is_no_tokenizer(folder, tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match=r"cannot read .*: a pipe"):  # and does not wait for a writer
+    with pytest.raises(DataError, match=r"cannot read .*: no file"):  # and does not wait for a writer
         load_text(str(folder), tokenizer=tmp_path / "pipe", cache_dir=tmp_path)
+    load_text(str(folder), vocab_size=320, cache_dir=tmp_path)
+    (described,) = tmp_path.rglob("train.bin.json")
+    for path in (described, described.with_name("tokenizer_config.json")):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    load_text(str(folder), vocab_size=320, cache_dir=tmp_path)
+    assert described.is_file()
 
 
 def test_a_tokenizer_that_its_library_panics_over(folder, tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,8 +120,15 @@ def member(folder: Path, name: str) -> Path:
     return real
 
 
+def check_is_file(path: str | Path) -> None:
+    """raises: ValueError for a pipe, whose other end may never come, and for whatever else is no file; OSError."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise ValueError("no file")
+
+
 def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
-    """The content of a file. raises: OSError; ValueError if it has more than ``limit`` bytes."""
+    """The content of a file. raises: OSError; ValueError if it is no file or has more than ``limit`` bytes."""
+    check_is_file(path)
     with open(path, "rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:

@@ -71,6 +71,7 @@ def read_tensors(path: str | Path) -> dict[str, np.ndarray]:
     except ModuleNotFoundError:
         raise CheckpointError("[checkpoint] package missing: safetensors (pip install safetensors)") from None
     try:
+        files.check_is_file(path)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > files.SMALL_BYTES:

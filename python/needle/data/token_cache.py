@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..files import write_whole
+from ..files import parse_json, read_small, write_whole
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -34,7 +34,7 @@ def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> np.n
 def read_tokens(path: Path) -> np.ndarray | None:
     """(tokens,) uint16 or uint32, memory-mapped and read-only; None if the file is absent or damaged."""
     try:
-        description = json.loads(_description(path).read_text())
+        description = parse_json(read_small(_description(path)))
         dtype, count = token_dtype(int(description["vocab_size"])).newbyteorder("<"), int(description["tokens"])
         if path.stat().st_size != count * dtype.itemsize or _checksum(path) != description["crc32"]:
             return None
