@@ -294,7 +294,8 @@ def test_the_newest_is_damaged(two, damage):
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "\0", '{"checkpoints": 3}', '{"checkpoints": [{"name": "../x", "held_out_loss": null}]}',
-     '{"checkpoints": [{"name": "step-000001", "held_out_loss": "3"}]}', '{"checkpoints": [{"name": 1, "held_out_loss": null}]}', '{"checkpoints": ["step-000001"]}', "[" * 9999],
+     '{"checkpoints": [{"name": "step-000001", "held_out_loss": "3"}]}', '{"checkpoints": [{"name": "step-000001", "held_out_loss": 1e400}]}',
+     '{"checkpoints": [{"name": 1, "held_out_loss": null}]}', '{"checkpoints": ["step-000001"]}', "[" * 9999],
 )  # fmt: skip
 def test_a_damaged_index(two, text):
     (two.path / "checkpoints.json").write_text(text)

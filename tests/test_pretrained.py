@@ -509,6 +509,15 @@ def test_whatever_safetensors_refuses_is_refused(tmp_path_factory, data):
         assert found[name].tobytes() == expected[name].tobytes() and found[name].dtype == expected[name].dtype
 
 
+def replace_text(name, old, new):
+    def change(folder):
+        before = (folder / name).read_text()
+        assert old in before
+        (folder / name).write_text(before.replace(old, new))
+
+    return change
+
+
 def change_config(**changes):
     def change(folder):
         config = json.loads((folder / "config.json").read_text())
@@ -599,6 +608,10 @@ HOSTILE = {
     "too wide": (change_config(hidden_size=2**30), "is .*accepted"),
     "heads do not divide": (change_config(num_attention_heads=5), "no multiple of 5 heads"),
     "eps is no number": (change_config(layer_norm_eps="1"), "layer_norm_eps"),
+    "a base without end": (replace_text("config.json", '"rope_theta": 10000.0', '"rope_theta": 1e400'), "1e400 is no number"),
+    "a base that no float holds": (change_config(rope_parameters={"rope_theta": 10**400}), "rope_theta"),
+    "rotary angles are no table": (change_config(rope_parameters=[]), "rope_parameters"),
+    "attention that is no table": (change_config(needle_attention=0), "needle_attention"),
     "all is dropped": (change_config(hidden_dropout=1.0), "hidden_dropout"),
     "rotary of three features": (change_config(rope_parameters={"partial_rotary_factor": 0.4}), "head's 8 features, not 3"),
     "rotary beyond the head": (change_config(rope_parameters={"partial_rotary_factor": 4}), "rotary_pct"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import stat
 from collections import Counter
@@ -139,7 +140,7 @@ def read_small(path: Path, limit: int = SMALL_BYTES) -> bytes:
 def parse_json(content: bytes) -> dict[str, Any]:
     """A JSON object as a dict. raises: ValueError for anything else, for a repeated key, and for NaN and infinities."""
     try:
-        found = json.loads(content, object_pairs_hook=_once, parse_constant=_no_number)
+        found = json.loads(content, object_pairs_hook=_once, parse_constant=_finite, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(found, dict):
@@ -155,5 +156,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+def _finite(text: str) -> float:
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text} is no number, or too large")
+    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -129,7 +128,7 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
         if found.get(key, value) != value:
             raise _wrong(key, found[key], repr(value))
     sizes: dict[str, Any] = {name: _whole_number(key, found.get(key)) for key, name in _SIZES.items()}
-    rope = found.get("rope_parameters") or {}
+    rope, sparse = ({} if found.get(key) is None else found[key] for key in ("rope_parameters", _SPARSE))
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise _wrong("rope_parameters", rope, "rope_type 'default'")
     fraction = _first((rope, "partial_rotary_factor"), (found, "partial_rotary_factor"), (found, "rotary_pct"), default=0.25)
@@ -137,14 +136,13 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
     eps = _first((found, "layer_norm_eps"), default=1e-5)
     if type(fraction) not in (int, float) or not 0 <= fraction <= 1:
         raise _wrong("rotary_pct", fraction, "0 to 1")
-    for key, value, most in (("rope_theta", base, math.inf), ("layer_norm_eps", eps, 1.0)):
+    for key, value, most in (("rope_theta", base, 1e38), ("layer_norm_eps", eps, 1.0)):
         if type(value) not in (int, float) or not 0 < value <= most:
             raise _wrong(key, value, f"above 0, at most {most:g}")
     dropout = _first((found, "hidden_dropout"), default=0.0)
     if type(dropout) not in (int, float) or not 0 <= dropout < 1:
         raise _wrong("hidden_dropout", dropout, "0 to 1")
-    sparse = found.get(_SPARSE) or {}
-    if sparse:
+    if sparse != {}:
         if not isinstance(sparse, dict) or set(sparse) != {"pattern", "block", "window"} or sparse["pattern"] not in PATTERNS:
             raise _wrong(_SPARSE, sparse, f"pattern ({', '.join(PATTERNS)}), block and window")
         for key in ("block", "window"):
