@@ -13,10 +13,13 @@ def type_name(value: object) -> str:
 
 
 class _OneLine(Exception):
-    """Its text is one line, also where a value in it would be printed on several."""
+    """Its text is one line, also where a value in it would be printed on several, and no longer than can be read: what a file says
+    may be a text of megabytes. Then its middle is left out.
+    """
 
     def __init__(self, message: object = ""):
-        super().__init__(" ".join(str(message).split()))
+        text = " ".join(str(message).split())
+        super().__init__(text if len(text) <= 2000 else f"{text[:1200]} ... {text[-600:]}")
 
 
 class ShapeError(_OneLine, ValueError):
