@@ -104,6 +104,8 @@ def test_what_is_written_is_what_is_read(tmp_path, file):
     assert (tmp_path / "written.yaml").read_text().startswith("# one line\n# and another\nmodel: 70m\n")
 
 
+# Each mapping merges the one before nine times.
+MERGES = "a0: &a0 {k: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 9))
 WRONG = {
     "learning_rate: 1": "unknown key 'learning_rate'",
     "batchsize: 1": "unknown key 'batchsize' (is it batch_size?)",
@@ -126,6 +128,14 @@ WRONG = {
     "betas: 0.9": "betas is 0.9 (accepted: [a number, a number])",
     "betas: [0.9]": "(accepted: [a number, a number])",
     "betas: [0.9, x]": "(accepted: [a number, a number])",
+    "lr: 0x" + "f" * 5000: "is no int (line 1, column 5)",
+    "? 0x" + "f" * 5000 + "\n: 1": "is no int (line 1, column 3)",
+    "lr: !!bool x": "'x' is no bool (line 1, column 5)",
+    "lr: !!float ''": "'' is no float",
+    "lr: !!timestamp x": "'x' is no timestamp",
+    "betas: [2024-02-31, 1]": "'2024-02-31' is no timestamp (line 1, column 9)",
+    "<<: {lr: 1}": "(line 1, column 1)",
+    MERGES: "(line 2, column 10)",
     "- lr": "is no mapping",
     "": "is no mapping",
     "lr: [": "(line 1, column",
@@ -137,7 +147,7 @@ WRONG = {
     b"lr: \xff\xfe": "cannot read",
     b"lr: \x00": "cannot read",
     b"[" * 10_000: "nested too deeply",
-    b"#" * (5 << 20): "larger than",
+    b"#" * (1 << 17): "larger than",
 }
 
 

@@ -15,6 +15,7 @@ from needle.errors import DataError
 CONFIG = "config.yaml"
 STARTED = "What the run was started with; with --config and this file it is repeated."  # its first line
 # Flags that say what to do or where, not what the run is: a run's config.yaml is without them.
+MOST_BYTES = 1 << 16  # of a file: PyYAML takes ten seconds for a megabyte
 LOCAL = ("config", "checkpoint_dir", "resume", "load_checkpoint", "plan", "eval_only", "compare_dense")
 
 
@@ -85,7 +86,7 @@ def _mapping(path: str) -> dict[Any, Any]:
     yaml = yaml_package()
 
     class Loader(yaml.SafeLoader):
-        """With an error for a key that comes twice."""
+        """With errors of its own: for a key that comes twice, and where PyYAML has others than YAMLError."""
 
         def construct_mapping(self, node, deep=False):
             seen = set()
@@ -96,8 +97,21 @@ def _mapping(path: str) -> dict[Any, Any]:
                     )
             return super().construct_mapping(node, deep)
 
+        def flatten_mapping(self, node):
+            """Not done: mappings that merge others that do may become as large as they like, and flags need none."""
+
+        def construct_object(self, node, deep=False):
+            try:
+                found = super().construct_object(node, deep)
+                if isinstance(found, int):
+                    str(found)  # Python refuses that of thousands of digits, as no message should have
+                return found
+            except (AttributeError, LookupError, TypeError, ValueError):  # of a tag that does not fit, of the 31st of February
+                wrong = f"{reprlib.repr(node.value)} is no {node.tag.rpartition(':')[2]}"
+                raise yaml.constructor.ConstructorError(None, None, wrong, node.start_mark) from None
+
     try:
-        found = yaml.load(files.read_small(files.home(path)), Loader)
+        found = yaml.load(files.read_small(files.home(path), MOST_BYTES), Loader)
     except yaml.MarkedYAMLError as error:
         at = error.problem_mark and f" (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
         raise DataError(f"[config] {path}: {files.reason(ValueError(error.problem))}{at or ''}") from None
