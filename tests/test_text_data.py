@@ -262,6 +262,8 @@ def test_a_home_and_where_there_is_none(folder, tmp_path, monkeypatch):
     assert len(load_text("~/ids.bin", tokenizer="~/t.json").train) > 0.9 * len(text.train)
     with pytest.raises(DataError, match=r"\[dataset\] unknown data set: '~nobody.of.that.name/x'"):
         load_text("~nobody.of.that.name/x")
+    with pytest.raises(DataError, match=r"\[path\] '~\\x00' can be none: .*null byte"):
+        load_text("~\0")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.raises(DataError, match=r"\[NEEDLE_CACHE\] there is no home folder"):
         load_text(str(folder))

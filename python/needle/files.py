@@ -61,11 +61,15 @@ def write_whole(path: Path) -> Iterator[BinaryIO]:
 def home(path: str | Path) -> Path:
     """The path with a leading ``~`` or ``~name`` replaced, as in a shell; unchanged if there is no such user.
 
-    raises: DataError for an empty name, as an unset variable gives it: Path would take it for the working directory.
+    raises: DataError for an empty name, as an unset variable gives it (Path would take it for the working directory), and for the
+    home of what can be no name.
     """
     if not str(path):
         raise DataError("[path] is empty (the name of a file or folder)")
-    return Path(os.path.expanduser(path))
+    try:
+        return Path(os.path.expanduser(path))
+    except ValueError as error:
+        raise DataError(f"[path] {str(path)!r} can be none: {reason(error)} (the name of a file or folder)") from None
 
 
 def flush(path: Path) -> None:

@@ -68,7 +68,7 @@ class TokenFile:
 
 def find_token_file(name: str) -> Path | None:
     """The .bin file that ``name`` names: itself, or its .idx, or both without their endings. None if it names none."""
-    name = os.path.expanduser(name)
+    name = name and str(files.home(name))
     stem = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
     given = name != stem
     if not stem or os.path.isdir(name) or (not given and os.path.isfile(name)):
