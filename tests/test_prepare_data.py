@@ -250,17 +250,18 @@ class Stop(BaseException):
     pass
 
 
-def stopped_after(blocks):
+def stopped_after(blocks, error=KeyboardInterrupt):
     def report(progress):
         nonlocal blocks
         blocks -= 1
         if blocks < 0:
-            raise KeyboardInterrupt
+            raise error
 
     return report
 
 
-def test_interrupted_and_gone_on_with(tmp_path, tokenizer, small):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])  # SystemExit: SIGTERM
+def test_interrupted_and_gone_on_with(tmp_path, tokenizer, small, error):
     write_inputs(tmp_path / "in")
     prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=tokenizer)
     runs = 0
@@ -268,10 +269,14 @@ def test_interrupted_and_gone_on_with(tmp_path, tokenizer, small):
         runs += 1
         try:
             prepare(
-                [tmp_path / "in"], tmp_path / "parts", tokenizer=tokenizer, workers=1 + runs % 3, report=stopped_after(4 + runs % 7)
+                [tmp_path / "in"],
+                tmp_path / "parts",
+                tokenizer=tokenizer,
+                workers=1 + runs % 3,
+                report=stopped_after(4 + runs % 7, error),
             )
             break
-        except KeyboardInterrupt:
+        except error:
             assert leftovers(tmp_path) == [".parts.partial"] and not (tmp_path / "parts.idx").exists()
     assert runs > 10 and pair(tmp_path / "parts") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
 

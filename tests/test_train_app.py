@@ -908,6 +908,23 @@ run_program(lambda: 0)
     assert done.returncode == -signal.SIGINT and done.stderr == b""
 
 
+def test_terminated_while_a_file_is_written(tmp_path):
+    """As the cache's while text is tokenized."""
+    program = """
+import os, pathlib, signal, sys
+from needle.command_line import exit_code, run_program
+from needle.files import write_whole
+
+def main():
+    with write_whole(pathlib.Path(sys.argv[1], "ids")) as file:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()
+run_program(lambda: exit_code("prog", main))
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], stderr=subprocess.PIPE, cwd=ROOT / "python")
+    assert done.returncode == 143 and done.stderr == b"" and not list(tmp_path.iterdir())
+
+
 def limited(megabytes):
     """Files above a size cannot be written, as on a full disk."""
     resource = pytest.importorskip("resource")

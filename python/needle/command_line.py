@@ -70,11 +70,19 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Runs ``main`` and ends the process. During ``main`` Ctrl-C is a KeyboardInterrupt; after it, it ends without a traceback."""
+    """Runs ``main`` and ends the process. During ``main`` Ctrl-C is a KeyboardInterrupt and SIGTERM a SystemExit, so that nothing
+    half-written is left; after it, both end the process at once, without a traceback.
+    """
+
+    def end(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)  # as shells have it
+
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, end)
     standard_streams()
     code = main()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     sys.exit(code)
 
 

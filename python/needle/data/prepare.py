@@ -293,7 +293,7 @@ class _Run:
                         save()
                         saved = time.monotonic()
             save()
-        except (DataError, KeyboardInterrupt) as error:
+        except (DataError, KeyboardInterrupt, SystemExit) as error:
             if settled:
                 with contextlib.suppress(DataError):  # where there is no room, the state before stays
                     save()
