@@ -34,7 +34,7 @@ from pythia_app import checkpoint, command, config_file, printable
 from pythia_app.flops import peak_flops
 from pythia_app.loading import find_model, fit_options, tokenizer_of_run
 from pythia_app.memory import Budget
-from pythia_app.options import device, new_folder, notes, parse, run_folder
+from pythia_app.options import check_room, device, new_folder, notes, parse, run_folder
 from pythia_app.page import METRICS, PAGE, About, mask_picture
 from pythia_app.report import Reporter, duration, mib
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
@@ -82,6 +82,8 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
     if not (options.compare_dense or options.eval_only or options.plan):
         given = options.checkpoint_dir or (saved and checkpoint.run_of(saved))
         folder = run_folder(options, given, saved)
+        if saved is None:
+            check_room(options, folder)
     kinds = (False, True) if options.compare_dense else (options.sparse,)
     if options.plan:
         for sparse in kinds:
@@ -122,6 +124,10 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
         return 0
+    if saved is not None:
+        is_here = folder.is_dir() and saved.parent.samefile(folder)
+        if trainer.step < trainer.steps or not is_here:  # else there is nothing to save
+            check_room(options, folder)
     if given is None:
         folder = new_folder(folder)
     per_token, mask = trainer.config.flops_per_token(options.seq_len), mask_picture(trainer.config.layout(options.seq_len))

@@ -950,6 +950,16 @@ def test_a_disk_without_room_for_a_checkpoint_is_seen_before(main, tmp_path, mon
         code, lines = main("--checkpoint_dir", tmp_path / "run", "--dataset", "no such text")
         assert code == 2 and len(lines) == 1 and said in lines[0], lines
     assert list(tmp_path.iterdir()) == []
+    assert main("--checkpoint_dir", tmp_path / "run", "--max_steps", 1)[0] == 0  # the file system that does not know
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1 << 40, free=needed - 1))
+    before = contents(tmp_path / "run")
+    for flags, code in ((["--max_steps", 1], 0), ([], 0), (["--epochs", "0.001"], 0), (["--max_steps", 2], 2)):
+        assert main("--checkpoint_dir", tmp_path / "run", "--resume", *flags)[0] == code
+    assert main("--checkpoint_dir", tmp_path / "other", "--load_checkpoint", tmp_path / "run")[1] == [
+        f"train_pythia.py: error: [checkpoint_dir] {full.replace('run', 'other')} (more room, or a folder on another disk)"
+    ]
+    changed = {name for name, content in contents(tmp_path / "run").items() if content != before.get(name)}
+    assert changed <= {"metrics.jsonl", "report.html", "config-from-step-1.yaml"} and not (tmp_path / "other").exists()
 
 
 def test_no_room_for_the_tokens(tmp_path):

@@ -267,8 +267,7 @@ def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Pat
     """The folder that the run will write into, tried out without leaving a trace.
 
     given: the folder, if one was named. saved: the checkpoint that the run continues from.
-    raises: DataError if nothing can be written there, if it holds another run, if the package that writes config.yaml is missing,
-    or if there is no room for a checkpoint.
+    raises: DataError if nothing can be written there, if it holds another run, or if the package that writes config.yaml is missing.
     """
     config_file.yaml_package()
     path = Path(given or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -277,7 +276,6 @@ def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Pat
         missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
-        disk = shutil.disk_usage(path)
         taken = any(path.glob("step-*")) and not (saved and path.samefile(saved.parent))
     except (OSError, ValueError) as error:  # ValueError: no path at all
         reason = files.reason(error)
@@ -288,6 +286,12 @@ def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Pat
                 folder.rmdir()
     if taken and given:
         raise DataError(f"[checkpoint_dir] {path} holds a run (another folder, or --load_checkpoint {path} to go on with it)")
+    return path
+
+
+def check_room(options: argparse.Namespace, path: Path) -> None:
+    """raises: DataError if there is none for a checkpoint in ``path``, which may have to be made."""
+    disk = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists()))
     # Weights and AdamW's two averages, in float32. A file system may not know how large it is.
     needed = 3 * 4 * PythiaConfig.named(options.model, vocab_size=options.vocab_size).parameter_count()
     if disk.free < needed and disk.total:
@@ -295,7 +299,6 @@ def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Pat
             f"[checkpoint_dir] a checkpoint takes {readable(needed)}, and {path} has {readable(disk.free)} left (more room, or a "
             "folder on another disk)"
         )
-    return path
 
 
 def new_folder(path: Path) -> Path:
