@@ -32,9 +32,9 @@ from needle.models import GenerationConfig, PythiaConfig
 from needle.models.pretrained import read_config
 from pythia_app import checkpoint, command, config_file, printable
 from pythia_app.flops import peak_flops
-from pythia_app.loading import find_model, fit_options, tokenizer_of_run
+from pythia_app.loading import default_vocabulary, find_model, fit_options, tokenizer_of_run
 from pythia_app.memory import Budget
-from pythia_app.options import check_room, device, new_folder, notes, parse, run_folder
+from pythia_app.options import check, check_room, device, new_folder, notes, parse, run_folder
 from pythia_app.page import METRICS, PAGE, About, mask_picture
 from pythia_app.report import Reporter, duration, mib
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
@@ -57,6 +57,9 @@ def start(argv: list[str] | None) -> int:
         weights = find_model(options.init_from) if options.init_from else None
         if weights is not None:
             fit_options(options, weights)
+        if options.vocab_size is None:
+            options.vocab_size = default_vocabulary(options)
+            check(options)
         for note in notes(argv, options):
             print(f"note: {note}", file=sys.stderr)
         return run(options, weights=weights)

@@ -23,6 +23,8 @@ import pytest
 
 import pythia_app
 from needle.checkpoints import CheckpointFolder
+from needle.data.prepare import prepare
+from needle.data.text_tokenizer import train_tokenizer
 from needle.data.token_files import TokenWriter
 from needle.models import GenerationConfig, Pythia, PythiaConfig, pretrained, pythia
 from pythia_app import options
@@ -278,7 +280,8 @@ def test_a_state_that_no_run_has_saved(main, tmp_path):
         {"metrics": "x"}, {"step": "1"}, {"step": True}, {"steps": -1}, {"optimizer_steps": 10**30},
         {"data": {**json.loads(good)["data"], "position_windows": -1}}, {"options": []}, {"options": {**json.loads(good)["options"], "lr": "x"}},
         {"options": {**json.loads(good)["options"], "batch_size": [1]}}, {"options": {**json.loads(good)["options"], "betas": 1}},
-        {"options": {**json.loads(good)["options"], "seq_len": "64"}}, {"options": {**json.loads(good)["options"], "sparse": 1}},
+        {"options": {**json.loads(good)["options"], "seq_len": "64"}}, {"options": {**json.loads(good)["options"], "vocab_size": None}},
+        {"options": {**json.loads(good)["options"], "sparse": 1}},
     ):  # fmt: skip
         saved.write_text(json.dumps({**json.loads(good), **change}))
         content = saved.read_bytes()
@@ -715,6 +718,34 @@ def test_unusable_text(main, tmp_path, content, said):
 
 def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_vocabulary_of_a_tokenizer_that_is_given(app, text, tmp_path):
+    """It may be larger or smaller than the one that is trained where none is given."""
+    tokenizer = train_tokenizer(tmp_path / "small.json", [text.read_text()], 300, "words")
+    tokenizer.tokenizer.add_tokens([f"word{i}" for i in range(10_000)])
+    large, flags = tmp_path / "large.json", ["--model", "14m", "--seq_len", 64]
+    large.write_text(tokenizer.to_json())
+    prepare([text], tmp_path / "ids", tokenizer=large)
+    for more, size in (
+        (("--dataset", text, "--tokenizer", tmp_path / "small.json"), 300),
+        (("--dataset", text, "--tokenizer", large), 10_300),
+        (("--dataset", tmp_path / "ids"), 10_300),
+        (("--dataset", text), 10_000),
+    ):
+        done = app("train_pythia", *flags, *more, "--plan")
+        assert f" {PythiaConfig.named('14m', vocab_size=size).parameter_count() * 4 / 2**20:.2f} MiB " in done.stdout, done
+    done = app(
+        "train_pythia", *flags, "--dataset", text, "--tokenizer", large, "--max_steps", 1, "--checkpoint_dir", tmp_path / "run"
+    )
+    assert done.returncode == 0 and "vocabulary 10,300" in done.stdout
+    assert "vocab_size: 10300\n" in (tmp_path / "run" / "config.yaml").read_text()
+    done = app("train_pythia", *flags, "--dataset", text, "--tokenizer", large, "--vocab_size", 10_000)
+    assert done.stderr.endswith("[vocab_size] smaller than the tokenizer's: 10000 (10300 or more)\n")
+    endless = json.loads(large.read_text())
+    endless["model"]["vocab"]["word"] = 1 << 31
+    large.write_text(json.dumps(endless))
+    assert "[vocab_size] is 2147483649" in app("train_pythia", *flags, "--dataset", text, "--tokenizer", large, "--plan").stderr
 
 
 def test_a_second_run_leaves_the_first_alone(run, tmp_path):

@@ -11,8 +11,8 @@ from pathlib import Path
 from needle import files
 from needle.backend_ndarray import meta
 from needle.checkpoints import CheckpointFolder, read_folder
-from needle.data.text_tokenizer import TextTokenizer
-from needle.data.token_files import find_token_file
+from needle.data.text_tokenizer import DEFAULT_VOCABULARY, TextTokenizer, load_tokenizer
+from needle.data.token_files import find_token_file, tokenizer_beside
 from needle.errors import CheckpointError, DataError
 from needle.models import SIZES, Pythia, PythiaConfig
 from needle.models.pretrained import TOKENIZER, folder_of, read_config, tokenizer_of
@@ -71,6 +71,18 @@ def fit_options(options: argparse.Namespace, folder: Path) -> None:
     if config.pattern and not options.compare_dense and not (options.sparse and trained == flags):
         now = "the flags say otherwise" if options.sparse else "without --sparse it is dense"
         print(f"note: {folder} was trained with {config.pattern} attention; {now}", file=sys.stderr)
+
+
+def default_vocabulary(options: argparse.Namespace) -> int:
+    """The vocabulary of a new run that was given none: the tokenizer's, where one is given or lies beside a token file.
+
+    raises: DataError.
+    """
+    tokenizer, token_file = options.tokenizer, find_token_file(options.dataset)
+    if tokenizer is None and token_file is not None:
+        beside = tokenizer_beside(token_file)
+        tokenizer = beside if beside.is_file() else None
+    return DEFAULT_VOCABULARY if tokenizer is None else load_tokenizer(tokenizer).size
 
 
 def tokenizer_of_run(options: argparse.Namespace, weights: Path | None, saved: Path | None, state: dict | None) -> Path | None:

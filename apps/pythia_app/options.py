@@ -19,7 +19,7 @@ from needle.backend_ndarray.block_layout import BLOCK_SIZES
 from needle.backend_selection import BACKEND
 from needle.command_line import Parser, flag
 from needle.data.text_corpus import CORPORA
-from needle.data.text_tokenizer import LARGEST_VOCABULARY
+from needle.data.text_tokenizer import DEFAULT_VOCABULARY, LARGEST_VOCABULARY
 from needle.data.token_files import find_token_file
 from needle.errors import DataError, DeviceError, ShapeError
 from needle.memory import parse_bytes, readable
@@ -75,7 +75,13 @@ def _parser() -> Parser:
         metavar="MODEL",
         help="begin with the weights, the size, the vocabulary and the tokenizer of a trained model: " + MODEL_HELP,
     )
-    flag(model, "vocab_size", type=int, default=10_000, help="token ids the model and its tokenizer have")
+    flag(
+        model,
+        "vocab_size",
+        type=int,
+        default=None,
+        help=f"token ids the model and its tokenizer have (default: those of the tokenizer given, else {DEFAULT_VOCABULARY:,})",
+    )
     flag(model, "seed", type=int, default=0, help="of the weights, dropout, the order of the text and the sample")
     sparse = parser.add_argument_group("attention")
     flag(sparse, "sparse", action="store_true", help="block-sparse attention instead of dense")

@@ -23,9 +23,17 @@ from ..errors import DataError
 from ..files import home
 from .shuffle import shuffled
 from .text_corpus import HELD_OUT_FRACTION, Corpus, load_corpus
-from .text_tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, TOKENIZER, TextTokenizer, load_tokenizer, train_tokenizer
+from .text_tokenizer import (
+    DEFAULT_VOCABULARY,
+    END_OF_TEXT,
+    SMALLEST_VOCABULARY,
+    TOKENIZER,
+    TextTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
 from .token_cache import read_tokens, write_tokens
-from .token_files import ENDINGS, find_token_file, read_token_file, sample
+from .token_files import find_token_file, read_token_file, sample, tokenizer_beside
 
 _FORMAT = "5"  # part of the cache key: change it when the same input would give other tokens
 _ORDER = 2  # part of a saved position: change it when the same seed would give another order
@@ -88,7 +96,7 @@ def load_text(
         if encoder.end_of_text != encoder.tokenizer.token_to_id(END_OF_TEXT):
             tokenizer_key += f" {encoder.end_of_text}"
     else:
-        vocab_size = 10_000 if vocab_size is None else vocab_size
+        vocab_size = DEFAULT_VOCABULARY if vocab_size is None else vocab_size
         tokenizer_key = f"bpe {vocab_size}"
 
     cache = home(cache_dir or config.get("NEEDLE_CACHE") or "~/.cache/needle")
@@ -120,7 +128,7 @@ def load_text(
 
 
 def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path | None) -> TextData:
-    beside = path.with_name(path.name.removesuffix(".bin") + ENDINGS[TOKENIZER])
+    beside = tokenizer_beside(path)
     found = home(tokenizer) if tokenizer is not None else beside if beside.is_file() else None
     encoder = load_tokenizer(found) if found is not None else None
     if encoder is not None and found != beside and beside.is_file():

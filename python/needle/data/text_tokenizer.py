@@ -14,6 +14,7 @@ from ..errors import DataError
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"  # GPT-NeoX's name for the token after each document
+DEFAULT_VOCABULARY = 10_000
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 LARGEST_VOCABULARY = 1 << 20  # far above what is in use: ``tokenizers`` takes room for all of it before it looks at the text
 _LONGEST_LINE = 1 << 20  # characters that are held until they can be cut

@@ -77,6 +77,11 @@ def find_token_file(name: str) -> Path | None:
     return Path(f"{stem}.bin") if found else None
 
 
+def tokenizer_beside(path: Path) -> Path:
+    """Where the tokenizer of the token file ``path`` (a .bin) is, if it has one."""
+    return path.with_name(path.name.removesuffix(".bin") + ENDINGS[TOKENIZER])
+
+
 def read_token_file(path: str | Path, vocab_size: int | None = None) -> TokenFile:
     """The token file ``path`` (a .bin). An index is read once to its end and must describe just this file.
 
