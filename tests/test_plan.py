@@ -515,6 +515,8 @@ def test_numbers_of_a_plan_and_where_it_is_drawn(tmp_path, capsys, small_plan):
         for value in (-1, 0, most + 1, 10**30):
             assert main(["plan", "--sparse", f"--{name}", str(value)]) == 2
             assert capsys.readouterr().err == f"python -m needle: error: [{name}] is {value} (accepted: 1 to {most:,})\n"
+    assert main([*small_plan, "--sparse", "--seq_len", "100"]) == 2  # as train_pythia.py does
+    assert "[seq_len] is 100, no multiple of the block size 64 (accepted: 64" in capsys.readouterr().err
     for wrong in ([], ["plain"], ["plan", "--precision", "x"]):
         with pytest.raises(SystemExit, match="2"):
             main(wrong)

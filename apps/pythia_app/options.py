@@ -23,7 +23,7 @@ from needle.data.text_tokenizer import DEFAULT_VOCABULARY, LARGEST_VOCABULARY
 from needle.data.token_files import find_token_file
 from needle.errors import DataError, DeviceError, ShapeError
 from needle.memory import parse_bytes, readable
-from needle.models import SIZES, PythiaConfig, layers_or_bytes, size_name
+from needle.models import SIZES, PythiaConfig, check_blocks, layers_or_bytes, size_name
 from needle.nn import PATTERNS
 from pythia_app import config_file
 from pythia_app.loading import MODEL_HELP
@@ -240,13 +240,7 @@ def check(options: argparse.Namespace) -> None:
     if options.pattern not in PATTERNS:
         raise ShapeError(f"[pattern] unknown pattern: {options.pattern} (accepted: {', '.join(PATTERNS)})")
     if options.sparse or options.compare_dense:
-        if options.block_size not in BLOCK_SIZES:
-            raise ShapeError(f"[block_size] is {options.block_size} (accepted: multiples of 16 up to 128)")
-        if options.seq_len % options.block_size:
-            raise ShapeError(
-                f"[seq_len] is {options.seq_len}, no multiple of the block size {options.block_size} (accepted: "
-                f"{max(options.seq_len // options.block_size, 1) * options.block_size}, for example)"
-            )
+        check_blocks(options.seq_len, options.block_size)
     if options.load_checkpoint is not None and not os.path.isdir(options.load_checkpoint):
         raise DataError(f"[load_checkpoint] no such folder: {options.load_checkpoint} (a run's folder or a checkpoint in it)")
     if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:

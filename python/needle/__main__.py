@@ -19,7 +19,7 @@ from .backend_ndarray.block_layout import BLOCK_SIZES
 from .command_line import Parser, exit_code, flag, run_program
 from .errors import DataError, ShapeError
 from .memory.units import readable, table
-from .models import SIZES, PythiaConfig, checkpointed, layers_or_bytes, plannable, size_name
+from .models import SIZES, PythiaConfig, check_blocks, checkpointed, layers_or_bytes, plannable, size_name
 from .nn import PATTERNS
 
 # What a GPU's memory holds beside the allocator's: the context and the libraries' code. Not measured by needle: a common size.
@@ -79,6 +79,7 @@ def run_plan(options: argparse.Namespace) -> int:
     budgets = [(name, memory.parse_bytes(name, "gpu")) for name in options.gpu]
     config = PythiaConfig.named(options.model, vocab_size=options.vocab_size, max_seq_len=options.seq_len)
     if options.sparse:
+        check_blocks(options.seq_len, options.block_size)
         config = config.with_sparse(options.pattern, options.block_size, options.window)
     shape = (options.batch_size, options.seq_len, options.accumulation_steps, options.precision)
     config = checkpointed(config, layers_or_bytes(options.checkpoint_layers), *shape)

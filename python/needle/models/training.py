@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import amp
 from ..autograd import Tensor
+from ..backend_ndarray.block_layout import BLOCK_SIZES
 from ..backend_ndarray.device import BackendDevice
 from ..errors import ShapeError
 from ..memory.planning import Build, peak_bytes, smallest
@@ -111,6 +112,15 @@ def checkpointed(
         raise ShapeError(f"[checkpoint_layers] {readable(limit)} is not enough (accepted: {least})")
     layers = best if best > 1 else (1,) * smallest(lambda n: peak_of((1,) * n), limit, config.layers)
     return replace(config, checkpoint_layers=layers)
+
+
+def check_blocks(seq_len: int, block: int) -> None:
+    """raises: ShapeError if sequences for block-sparse attention are not whole blocks, of a size that the kernels take."""
+    if block not in BLOCK_SIZES:
+        raise ShapeError(f"[block_size] is {block} (accepted: multiples of 16 up to 128)")
+    if seq_len % block:
+        nearest = max(seq_len // block, 1) * block
+        raise ShapeError(f"[seq_len] is {seq_len}, no multiple of the block size {block} (accepted: {nearest}, for example)")
 
 
 def layers_or_bytes(text: str) -> int | str:
