@@ -267,7 +267,7 @@ def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Pat
     """The folder that the run will write into, tried out without leaving a trace.
 
     given: the folder, if one was named. saved: the checkpoint that the run continues from.
-    raises: DataError if nothing can be written there, if it holds another run, or if the package that writes config.yaml is missing.
+    raises: DataError if nothing can be written there, if it holds another run, or without the package that writes config.yaml.
     """
     config_file.yaml_package()
     path = Path(given or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}")

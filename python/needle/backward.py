@@ -132,8 +132,8 @@ def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
 
 
 def _sums_so_far(order: list[Node], root: Node, out_grad: Tensor | None) -> dict[Node, _Owned]:
-    """The ``.grad`` of each leaf that may be added to in place, because no graph holds its array and this backward does not read it,
-    as ``out_grad`` or as a constant in its graph (``x.grad.detach()``).
+    """The ``.grad`` of each leaf that may be added to in place: no graph holds its array, and this backward does not read it, as
+    ``out_grad`` or as a constant in its graph (``x.grad.detach()``).
     """
     read = {n.array.serial for node in order for n in node.inputs if n.op is None and not isinstance(n.array, tuple)}
     if out_grad is not None:
