@@ -387,7 +387,7 @@ def test_all_that_wait_after_they_have_caught_one_error_go_on(limited):
     except OutOfMemoryError as error:
         errors.append(error)
         assert [r.throw(error) for r in readers] == [error, error]
-    assert memory.stats(limited).live == base
+    assert memory.stats(limited).live <= base
     assert next(source).shape == (10, 100) and [gen.gi_frame is not None for gen in readers] == [True, True]
 
 
