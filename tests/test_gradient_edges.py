@@ -11,6 +11,7 @@ from needle import nn, ops
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
+from needle.ops import ops_conv
 from needle.optim import SGD, AdamW
 
 
@@ -160,6 +161,23 @@ def test_layers_of_no_inputs(device):
 
 def test_flattening_an_empty_batch(device):
     assert nn.Flatten()(leaf(np.zeros((0, 3, 4)), device)).shape == (0, 12)
+
+
+@pytest.mark.parametrize("most", [1, 700, 3000])
+@pytest.mark.parametrize("padding, stride", [(0, 1), (1, 1), (2, 3)])
+def test_a_convolution_whose_windows_are_copied_in_parts(device, monkeypatch, most, padding, stride):
+    values = [np.random.default_rng(0).integers(-4, 5, shape) for shape in ((5, 7, 6, 2), (3, 2, 2, 3))]  # whose sums are exact
+
+    def results():
+        image, kernel = (leaf(v, device) for v in values)
+        out = ops.conv(image, kernel, stride, padding)
+        (out * out).sum().backward()
+        return [x.numpy() for x in (out, image.grad, kernel.grad)]
+
+    whole = results()
+    monkeypatch.setattr(ops_conv, "_WINDOWS_BYTES", most)
+    for a, b in zip(results(), whole):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import math
 import os
 import re
 import sys
@@ -77,6 +78,19 @@ def test_gradients_of_a_convolution_are_not_made_where_only_its_padding_is():
         return lambda: model(x).sum().backward()
 
     assert memory.peak_bytes(build) < 50 * 4 * N * C  # the padded image has 9 pixels, the windows over one pixel have 9
+
+
+@pytest.mark.usefixtures("few_objects")
+@pytest.mark.parametrize("shape", [(64, 16, 32, 32), (1, 16, 256, 256)])
+def test_the_windows_of_a_convolution_take_four_mebibytes(shape):
+    bytes_of_image = 4 * math.prod(shape)  # 4 MiB, and its windows 36
+
+    def build(device):
+        model, x = nn.Conv(16, 16, 3, device=device), ndl.Tensor(np.zeros(shape), device=device)
+        return lambda: model(x).sum().backward()
+
+    # The image, its gradient and the last one, what those are made of, once more with its padding, and at most 4 MiB of windows.
+    assert memory.peak_bytes(build) < 6.5 * bytes_of_image
 
 
 @pytest.mark.usefixtures("few_objects")
