@@ -17,8 +17,8 @@ import pytest
 import tokenizers
 
 from needle import files
+from needle.data import block_encoder, text_blocks
 from needle.data import prepare as module
-from needle.data import text_blocks
 from needle.data.prepare import prepare
 from needle.data.text import load_text
 from needle.data.text_tokenizer import TextTokenizer, load_tokenizer
@@ -61,7 +61,7 @@ def small(monkeypatch):
 
     def set_sizes(block=50, part=7, word=200):
         monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", block)
-        monkeypatch.setattr(module, "_PART_BYTES", part)
+        monkeypatch.setattr(block_encoder, "_PART_BYTES", part)
         monkeypatch.setattr(text_blocks, "_WORD_BYTES", word)
         monkeypatch.setattr(text_blocks.Cutter, "least", block)
         monkeypatch.setattr(text_blocks.Cutter, "most", word)
@@ -180,8 +180,8 @@ TOKEN = {"id": 900, "content": "a b", "single_word": False, "lstrip": False, "rs
 )
 def test_where_cutting_changes_nothing(tokenizer, change, anywhere, after_letters):
     made = TextTokenizer(variant(tokenizer, change))
-    assert module._cutting_changes_nothing(made, text_blocks.Cutter(True)) == anywhere
-    assert module._cutting_changes_nothing(made, text_blocks.Cutter(True, True)) == after_letters
+    assert block_encoder._cutting_changes_nothing(made, text_blocks.Cutter(True)) == anywhere
+    assert block_encoder._cutting_changes_nothing(made, text_blocks.Cutter(True, True)) == after_letters
 
 
 @pytest.mark.parametrize(

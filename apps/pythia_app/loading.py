@@ -12,7 +12,7 @@ from needle import files
 from needle.backend_ndarray import meta
 from needle.checkpoints import CheckpointFolder, read_folder
 from needle.data.text_tokenizer import DEFAULT_VOCABULARY, TextTokenizer, load_tokenizer
-from needle.data.token_files import find_token_file, tokenizer_beside
+from needle.data.token_files import find_token_file, tokenizer_for
 from needle.errors import CheckpointError, DataError
 from needle.models import SIZES, Pythia, PythiaConfig
 from needle.models.pretrained import TOKENIZER, folder_of, read_config, tokenizer_of
@@ -78,10 +78,7 @@ def default_vocabulary(options: argparse.Namespace) -> int:
 
     raises: DataError.
     """
-    tokenizer, token_file = options.tokenizer, find_token_file(options.dataset)
-    if tokenizer is None and token_file is not None:
-        beside = tokenizer_beside(token_file)
-        tokenizer = beside if beside.is_file() else None
+    tokenizer = tokenizer_for(find_token_file(options.dataset), options.tokenizer)
     return DEFAULT_VOCABULARY if tokenizer is None else load_tokenizer(tokenizer).size
 
 

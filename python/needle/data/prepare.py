@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -19,20 +18,16 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from .. import files
 from ..errors import DataError
-from .text_blocks import Block, Cutter, Place, Source, find_sources, read_blocks, sample_text, texts_of
+from .block_encoder import BlockEncoder, Encoded, alone_in_a_thread
+from .text_blocks import Block, Place, Source, find_sources, read_blocks, sample_text
 from .text_tokenizer import END_OF_TEXT, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, load_tokenizer, train_tokenizer
-from .token_cache import token_dtype
 from .token_files import ENDINGS, TokenWriter, publish
 
 _FORMAT = 1  # of an unfinished run: change it when the same input would be cut or read in another way
-_PART_BYTES = 1 << 12  # documents are encoded in parts of this size; longer parts take more time per byte
-_TOGETHER = 1 << 8  # parts that are encoded by one call
 _AHEAD_BYTES = 64 << 20  # the most bytes of blocks that wait to be written
 
 
@@ -170,7 +165,7 @@ class _Run:
             published = self.prefix.with_name(self.prefix.name + ENDINGS[TOKENIZER])
             return self._prepared(totals, load_tokenizer(published).size, skipped)
         tokenizer = self.loaded or load_tokenizer(self.folder / TOKENIZER)
-        encoder = _Encoder(tokenizer, self._end(tokenizer), self.sources, self.settings["key"], self.skip_invalid)
+        encoder = BlockEncoder(tokenizer, self._end(tokenizer), self.sources, self.settings["key"], self.skip_invalid)
         writer = TokenWriter(self.folder, tokenizer.size, written)
         try:
             self._write(writer, encoder, read_blocks(self.sources, skipped, place, encoder), totals)
@@ -264,7 +259,7 @@ class _Run:
             raise DataError(f"[end_of_text] the tokenizer has no {token!r} (--end_of_text TOKEN, or --no_end_of_text)")
         return found
 
-    def _write(self, writer: TokenWriter, encoder: _Encoder, blocks: Iterator[Block], totals: Totals) -> None:
+    def _write(self, writer: TokenWriter, encoder: BlockEncoder, blocks: Iterator[Block], totals: Totals) -> None:
         """Has the threads encode the blocks and writes the results in order."""
         place: Place | None = None
         settled = True  # whether place, totals and the writer's state belong together
@@ -301,11 +296,11 @@ class _Run:
                 _empty(self.folder)  # nothing that a corrected command could go on with
             raise
 
-    def _encoded(self, encoder: _Encoder, blocks: Iterator[Block]) -> Generator[tuple[Block, _Encoded]]:
+    def _encoded(self, encoder: BlockEncoder, blocks: Iterator[Block]) -> Generator[tuple[Block, Encoded]]:
         """Each block and its encoding, in order. Threads work on later blocks meanwhile."""
         waiting: deque[tuple[Block, Future]] = deque()
         ahead = 0
-        with _alone_in_a_thread(), ThreadPoolExecutor(self.workers, "prepare") as pool:
+        with alone_in_a_thread(), ThreadPoolExecutor(self.workers, "prepare") as pool:
             try:
                 block = next(blocks, None)
                 while block is not None or waiting:
@@ -322,112 +317,6 @@ class _Run:
             finally:
                 for _, future in waiting:
                     future.cancel()
-
-
-# ---- encoding
-
-
-class _Encoded(NamedTuple):
-    ids: np.ndarray
-    ends: list[int]
-    empty: int
-    invalid: int
-    cut: int
-
-
-class _Encoder(Cutter):
-    """Tokenizes blocks; many threads may call it at once."""
-
-    def __init__(self, tokenizer: TextTokenizer, end: int | None, sources: list[Source], key: str, skip_invalid: bool):
-        self._tokenizer = tokenizer
-        self._sources, self._key, self._skip_invalid = sources, key, skip_invalid
-        self._end = end
-        self._dtype = token_dtype(tokenizer.size)
-        wide = _cutting_changes_nothing(tokenizer, Cutter(True))
-        super().__init__(wide or _cutting_changes_nothing(tokenizer, Cutter(True, True)), after_letters=not wide)
-
-    def __call__(self, block: Block) -> _Encoded:
-        texts: list[str] = []
-        documents: list[tuple[int, bool, bool]] = []  # number of texts up to its end; whether it begins here; whether it ends here
-        invalid = cut = 0
-        for piece in block.pieces:
-            source = self._sources[piece.at.source]
-            cut += piece.cut
-            for document in texts_of(piece, source, self._key, self._skip_invalid):
-                if document is None:
-                    invalid += 1
-                    continue
-                cut += self._take_apart(document, texts)
-                documents.append((len(texts), source.lines or piece.at.offset == 0, source.lines or piece.last))
-        ids: list[np.ndarray] = []
-        ends: list[int] = []
-        empty = first = count = 0
-        found = self._encode(texts)
-        for last, begins, stops in documents:
-            before = count
-            for part in itertools.islice(found, last - first):
-                ids.append(part)
-                count += len(part)
-            first = last
-            if begins and stops and count == before:
-                empty += 1
-            elif stops:
-                if self._end is not None:
-                    ids.append(np.array([self._end], self._dtype))
-                    count += 1
-                ends.append(count)
-        return _Encoded(np.concatenate(ids or [np.empty(0, self._dtype)]), ends, empty, invalid, cut)
-
-    def _encode(self, texts: list[str]) -> Iterator[np.ndarray]:
-        """The ids of each text. A few texts at a time: results of `tokenizers`, and lists, take many times the memory of ids."""
-        for first in range(0, len(texts), _TOGETHER):
-            for ids in self._tokenizer.encode_batch(texts[first : first + _TOGETHER]):
-                yield np.array(ids, self._dtype)
-
-    def _take_apart(self, document: bytes, texts: list[str]) -> int:
-        """Adds the parts of a document to ``texts``. Returns the number of cuts that may have changed ids."""
-        start = badly_cut = 0
-        least = _PART_BYTES if self.exact else self.least
-        while start < len(document):
-            stop, badly = self.cut(document, start, least)
-            texts.append(document[start:stop].decode())
-            start, badly_cut = stop, badly_cut + badly
-        return badly_cut
-
-
-def _cutting_changes_nothing(text_tokenizer: TextTokenizer, cutter: Cutter) -> bool:
-    """Whether cutting text where ``cutter`` does leaves its ids as they are. This is tried out, around every kind of character and
-    white space and around each special token.
-
-    The pre-tokenizer's words are compared as well as ids, since equal ids for these few texts would prove little.
-    """
-    tokenizer = text_tokenizer.tokenizer
-    if tokenizer.pre_tokenizer is None:
-        return False
-    befores = "a Z 7 12 don't . , \" ) ... - _ é ß 中 。 \u0301 👍 … &".split()
-    spaces = (" ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "\n\n  ", "\r", " \u3000")
-    afters = ("", *"a 7 's . é 中 👍".split())
-    pairs = [(f"x {b}", f"{s}{a} y") for b in befores for s in spaces for a in afters]
-    for token in tokenizer.get_added_tokens_decoder().values():
-        pairs += [(f"x{token.content}", s + "y") for s in spaces] + [("x", s + token.content) for s in spaces]
-        content = token.content.encode()
-        if len(content) > 1 and cutter.cut(content, 0, 1)[0] < len(content):
-            return False
-    lengths = [len(left.encode()) for left, _ in pairs]
-    pairs = [pair for pair, n in zip(pairs, lengths) if cutter.cut("".join(pair).encode(), 0, n)[0] == n]
-
-    def words(text: str) -> list[str]:
-        if tokenizer.normalizer is not None:
-            text = tokenizer.normalizer.normalize_str(text)
-        return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-
-    if any(words(left) + words(right) != words(left + right) for left, right in pairs):
-        return False
-    try:
-        lefts, rights, wholes = (text_tokenizer.encode_batch(list(t)) for t in (*zip(*pairs), [a + b for a, b in pairs]))
-    except DataError:  # it knows some words alone
-        return False
-    return all(left + right == whole for left, right, whole in zip(lefts, rights, wholes))
 
 
 # ---- files and settings
@@ -462,17 +351,3 @@ def _empty(folder: Path) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     except OSError as error:
         raise DataError(f"[output] cannot empty {folder}: {files.reason(error)} (a writable folder)") from error
-
-
-@contextlib.contextmanager
-def _alone_in_a_thread() -> Iterator[None]:
-    """Inside, ``tokenizers`` starts no threads of its own."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before

@@ -33,7 +33,7 @@ from .text_tokenizer import (
     train_tokenizer,
 )
 from .token_cache import read_tokens, write_tokens
-from .token_files import find_token_file, read_token_file, sample, tokenizer_beside
+from .token_files import find_token_file, read_token_file, sample, tokenizer_beside, tokenizer_for
 
 _FORMAT = "5"  # part of the cache key: change it when the same input would give other tokens
 _ORDER = 2  # part of a saved position: change it when the same seed would give another order
@@ -128,8 +128,7 @@ def load_text(
 
 
 def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path | None) -> TextData:
-    beside = tokenizer_beside(path)
-    found = home(tokenizer) if tokenizer is not None else beside if beside.is_file() else None
+    beside, found = tokenizer_beside(path), tokenizer_for(path, tokenizer)
     encoder = load_tokenizer(found) if found is not None else None
     if encoder is not None and found != beside and beside.is_file():
         its_own = load_tokenizer(beside)

@@ -82,6 +82,14 @@ def tokenizer_beside(path: Path) -> Path:
     return path.with_name(path.name.removesuffix(".bin") + ENDINGS[TOKENIZER])
 
 
+def tokenizer_for(path: Path | None, given: str | Path | None) -> Path | None:
+    """The tokenizer.json to read the token file ``path`` with, if that is one: ``given``, else what lies beside it, if anything."""
+    if given is not None:
+        return files.home(given)
+    beside = tokenizer_beside(path) if path is not None else None
+    return beside if beside is not None and beside.is_file() else None
+
+
 def read_token_file(path: str | Path, vocab_size: int | None = None) -> TokenFile:
     """The token file ``path`` (a .bin). An index is read once to its end and must describe just this file.
 
