@@ -49,9 +49,9 @@ class _Cell(Module):
             if state.shape != (X.shape[0], self.hidden_size):
                 raise ShapeError(f"[{op}] a state is {state.shape} (accepted: {(X.shape[0], self.hidden_size)})")
 
-    def _pre_activation(self, X: Tensor, h: Tensor) -> Tensor:
-        """(batch, gates * hidden)."""
-        out, bias = X @ self.W_ih + h @ self.W_hh, self._bias()
+    def _of_input(self, X: Tensor) -> Tensor:
+        """What X (..., batch, input) gives to the gates: (..., batch, gates * hidden)."""
+        out, bias = X @ self.W_ih, self._bias()
         return out if bias is None else out + bias
 
     def _bias(self) -> Tensor | None:
@@ -74,7 +74,10 @@ class RNNCell(_Cell):
     def forward(self, X: Tensor, h: Tensor | None = None) -> Tensor:
         h = self._zero_state(X) if h is None else h
         self._check(X, h)
-        out = self._pre_activation(X, h)
+        return self._next(self._of_input(X), h)
+
+    def _next(self, of_input: Tensor, h: Tensor) -> Tensor:
+        out = of_input + h @ self.W_hh
         return ops.tanh(out) if self.nonlinearity == "tanh" else ops.relu(out)
 
 
@@ -108,14 +111,15 @@ class RNN(Module):
         """X (positions, batch, input), h0 (layers, batch, hidden) -> output (positions, batch, hidden), last h of each layer."""
         first = self.rnn_cells[0]
         _check_sequence("RNN", X, first.input_size, self.num_layers, self.hidden_size, [] if h0 is None else [h0])
-        steps = list(ops.split(X, 0))
-        states = [None] * self.num_layers if h0 is None else list(ops.split(h0, 0))
+        zeros = init.zeros(X.shape[1], self.hidden_size, device=X.device, dtype=X.dtype)
+        states = [zeros] * self.num_layers if h0 is None else list(ops.split(h0, 0))
         for layer, cell in enumerate(self.rnn_cells):
-            h = states[layer]
-            for t, x in enumerate(steps):
-                steps[t] = h = cell(x, h)
-            states[layer] = h
-        return ops.stack(steps, 0), ops.stack(states, 0)
+            h, steps = states[layer], []
+            for of_input in ops.split(cell._of_input(X), 0):  # one product for all positions
+                h = cell._next(of_input, h)
+                steps.append(h)
+            X, states[layer] = ops.stack(steps, 0), h
+        return X, ops.stack(states, 0)
 
 
 class LSTMCell(_Cell):
@@ -133,7 +137,7 @@ class LSTMCell(_Cell):
         states = (self._zero_state(X), self._zero_state(X)) if h is None else tuple(h)
         self._check(X, *states)
         h0, c0 = states
-        return ops.lstm_cell(self._pre_activation(X, h0), c0)
+        return ops.lstm_cell(self._of_input(X) + h0 @ self.W_hh, c0)
 
 
 class LSTM(Module):
