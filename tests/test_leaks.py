@@ -4,6 +4,7 @@ import collections
 import functools
 import gc
 import re
+import sys
 import types
 import weakref
 from typing import ClassVar
@@ -429,6 +430,35 @@ def test_the_search_for_leaks_leaves_nothing_behind(with_layer, cpu):
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_the_search_for_leaks_takes_no_variable_from_the_program(with_layer):
+    """Nor from the dict that ``locals()`` gave it; not in a debugger either, at whichever frame that looks."""
+
+    def program():
+        kept = relu_of_layer()
+        mine = locals()
+        memory.leaks()
+        return kept, mine
+
+    assert set(program()[1]) >= {"kept"}
+
+    def stopped(frame, event, arg):
+        if event == "line":
+            memory.leaks()
+        return stopped
+
+    def traced():
+        kept = relu_of_layer()
+        more = 1
+        return kept, more
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: stopped if frame.f_code is traced.__code__ else None)
+    try:
+        traced()
+    finally:
+        sys.settrace(before)
 
 
 def test_the_example_finds_its_leak(in_root):

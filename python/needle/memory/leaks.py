@@ -203,7 +203,8 @@ def names_of(targets: list[Any]) -> list[str]:
         if not level:
             break
         above: set[int] = set()
-        for r in chain(gc.get_objects(), hidden):
+        # Without the empty dicts, which sites.locals_of must not find in another's hands.
+        for r in chain([r for r in gc.get_objects() if type(r) is not dict or r], hidden):
             hits = level.intersection(map(id, _held_by(r)))
             if not hits or id(r) in ours:
                 continue

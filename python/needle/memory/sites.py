@@ -113,26 +113,22 @@ def site(number: int) -> Site:
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
-    """The frame's locals by name."""
+    """The frame's locals by name.
+
+    Before Python 3.13 a function's frame keeps the copy that ``f_locals`` makes, and with it arrays that the function has let go
+    since: that copy is emptied at once. Not where it is somebody else's as well: a program that called ``locals()``, or a debugger,
+    after which the interpreter writes the copy back into the function's variables.
+    """
     names = frame.f_locals
     found = dict(names)
-    _drop_copy(frame, names)
+    if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_trace is None:
+        if sys.getrefcount(names) == 3:  # the frame's, the one in this function and getrefcount's own
+            names.clear()
     return found
 
 
 def _read(frame: FrameType, *names: str) -> list[Any]:
-    found = frame.f_locals
-    values = [*map(found.get, names)]
-    _drop_copy(frame, found)
-    return values
-
-
-def _drop_copy(frame: FrameType, names: Any) -> None:
-    """Before Python 3.13 a function's frame keeps the copy that ``f_locals`` makes, and with it arrays that the function has let go
-    since: that copy is emptied at once.
-    """
-    if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        names.clear()
+    return [*map(locals_of(frame).get, names)]
 
 
 _Tell = Callable[[FrameType, dict[str, Any]], None]  # adds what a frame knows to what its inner frames knew
