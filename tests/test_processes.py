@@ -86,6 +86,29 @@ for _ in range(100):
     assert done.returncode == 0, done.stderr
 
 
+def test_children_of_a_process_whose_other_thread_is_in_backward(cpu):
+    program = """
+import os, signal, threading, needle as ndl
+class Waits(ndl.ops.TensorOp):
+    def compute(self, a):
+        return a
+    def gradient(self, out_grad, node):
+        inside.set()
+        threading.Event().wait()
+inside, x = threading.Event(), ndl.Tensor([1.0])
+threading.Thread(target=lambda: Waits()(x).backward(accumulate=True), daemon=True).start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    (x * 2).backward(accumulate=True)
+    os._exit(int(x.grad.item()))
+print(os.waitpid(child, 0)[1] >> 8)
+"""
+    done = run(program)
+    assert done.stdout == "2\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("doing", ["a + a", "a.T.numpy()"])  # the second holds an object of Python's meanwhile
 def test_a_daemon_thread_may_compute_when_the_interpreter_ends(cpu, doing):
     program = f"""

@@ -18,12 +18,12 @@ from contextvars import ContextVar
 from copy import deepcopy
 from functools import wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
-from threading import RLock
 from typing import Any
 
 import numpy as np
 
 from . import dtype as dt
+from .backend_ndarray.device import process_lock
 from .backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_ndarray.ndarray import writes
@@ -40,8 +40,8 @@ _segment: ContextVar[Segment | None] = ContextVar("segment", default=None)  # th
 # While an autocast region is open: (op, inputs) -> the inputs, cast as ``op.autocast`` says.
 _autocast: ContextVar[Callable[[Op, Sequence[Any]], Sequence[Any]] | None] = ContextVar("autocast", default=None)
 
-_first_use = RLock()
-_accumulating = RLock()  # one thread at a time adds to ``.grad``, or sums would be lost
+_first_use = process_lock()
+_accumulating = process_lock()  # one thread at a time adds to ``.grad``, or sums would be lost
 
 # Called with each new node while needle.memory wants to know where graphs are made; sets its ``site``.
 _node_made: Callable[[Node], None] | None = None

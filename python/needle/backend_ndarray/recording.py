@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from threading import RLock, get_ident
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
-from .device import BackendDevice
+from .device import BackendDevice, process_lock
 from .host_memory import ALLOCATOR_FUNCTIONS
 
 _READS = ("to_numpy", "to_dlpack", "_strided")  # the last shares the memory of cpu_numpy
 _NO_KERNELS = (*ALLOCATOR_FUNCTIONS, "Array", "from_numpy", "from_dlpack", "dlpack_device", "num_threads")
-_swapping = RLock()  # devices are everybody's
+_swapping = process_lock()  # devices are everybody's
 
 
 class Recording:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from threading import RLock
 from types import FrameType
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from ..amp import GradScaler
 from ..autograd import runs_in_its_call
-from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
+from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta, process_lock
 from ..backend_selection import as_device
 from ..errors import ShapeError, type_name
 from . import sites
@@ -26,7 +25,7 @@ from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
 Build = Callable[[BackendDevice], Callable[[], Any]]
-_planning = RLock()  # the meta device has one allocator: threads plan in turns
+_planning = process_lock()  # the meta device has one allocator: threads plan in turns
 
 
 @dataclass(frozen=True)
