@@ -325,6 +325,16 @@ def test_errors_name_what_was_wrong(host):
             op(NDArray([1.0], device=ndl.cpu()), NDArray([1.0], device=ndl.cpu_numpy()))
 
 
+def test_devices_are_pickled_by_name():
+    """A data set or a loader that has one may go to another process."""
+    for name in ("cpu", "cuda", "meta"):
+        device = ndl.as_device(name)
+        assert device.enabled() or name == "cuda"
+        assert pickle.loads(pickle.dumps(device)) is device
+    with pytest.raises(TypeError, match=r"\[pickle\] mine\(\) is not pickled \(accepted: cpu, "):
+        pickle.dumps(device_module.BackendDevice("mine", None))
+
+
 def test_the_allocator_counts_every_byte_and_keeps_its_limit(host):
     stats = host.memory_stats
     before = stats()["live"]

@@ -83,6 +83,12 @@ class BackendDevice:
     def __deepcopy__(self, memo: dict) -> BackendDevice:
         return self
 
+    def __reduce__(self) -> tuple:
+        name = next((name for name, make in by_name.items() if make() is self), None)
+        if name is None:
+            raise TypeError(f"[pickle] {self._label} is not pickled (accepted: {', '.join(by_name)})")
+        return as_device, (name,)
+
     @cached_property
     def mod(self) -> ModuleType | None:
         """The module of kernels, or None where the device is absent (``why_absent()`` says why)."""
