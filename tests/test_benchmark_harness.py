@@ -7,8 +7,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
+
+psutil = pytest.importorskip("psutil")
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 

@@ -1,6 +1,7 @@
 """make gpu-check without a GPU: what it says where it cannot run, and its whole road on the emulated device."""
 
 import json
+import os
 import subprocess
 import sys
 import types
@@ -119,6 +120,16 @@ def test_only_tests_of_the_device_are_found(gpu_check):
     assert len(found) > 100 and all("cuda" in test and "cuda_sim" not in test.split("[", 1)[1] for test in found)
     for name in ("test_parity.py::test_parity[", "test_cuda_kernels.py::test_attention_on_tensor_cores["):
         assert any(name in test for test in found)
+
+
+def test_modules_of_tests_need_no_package_that_is_not_asked_for(gpu_check, tmp_path):
+    """Or one that has no test of the device would be a failure of that device, on a machine without psutil."""
+    check = make(gpu_check, device="cuda", tests="")
+    for name in ("hypothesis", "playwright", "plotly", "psutil", "safetensors", "tokenizers", "torch", "transformers", "yaml"):
+        (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError(f'No module named {__name__!r}', name=__name__)\n")
+    check.environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), check.environment["PYTHONPATH"]])
+    found, broken = check.tests()
+    assert not broken and len(found) > 100
 
 
 def test_stages_can_be_chosen(gpu_check, monkeypatch, tmp_path):

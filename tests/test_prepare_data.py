@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 
 from needle import files
 from needle.data import block_encoder, text_blocks
@@ -24,6 +23,8 @@ from needle.data.text import load_text
 from needle.data.text_tokenizer import TextTokenizer, load_tokenizer
 from needle.data.token_files import read_token_file
 from needle.errors import DataError
+
+tokenizers = pytest.importorskip("tokenizers")
 
 ROOT = Path(__file__).parent.parent
 WORDS = (

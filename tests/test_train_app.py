@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 
 import pythia_app
@@ -33,6 +32,8 @@ from pythia_app.flops import published
 from pythia_app.loading import tokenizer_of_run
 from pythia_app.options import parse
 from pythia_app.trainer import Trainer
+
+psutil = pytest.importorskip("psutil")
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("own_cache")
