@@ -5,10 +5,10 @@
     python benchmarks/gpu_check.py --arch 90 --build-only            # compile for a GPU that is elsewhere
     python benchmarks/gpu_check.py --device cuda_sim --no-build      # the same road on the emulated device, in tiny shapes
 
-Uses this machine's own Python packages: numpy, ml_dtypes, pybind11 (or its headers, which torch has), cmake, pytest; torch where it
-is. Every row is appended to benchmarks/results as it is found, and everything said to build/gpu/log.txt; after --minutes what is
-left is not begun. What failed and what was left out is printed last; the exit code is 0, 1 where something failed, or 2 where it
-cannot run at all. Where there is no git, rows have the commit that NEEDLE_COMMIT names.
+Uses this machine's own C++ compiler and Python: its headers, numpy, ml_dtypes, pybind11 (or its headers, which torch has), cmake,
+pytest; torch where it is. Every row is appended to benchmarks/results as it is found, and everything said to build/gpu/log.txt;
+after --minutes what is left is not begun. What failed and what was left out is printed last; the exit code is 0, 1 where something
+failed, or 2 where it cannot run at all. Where there is no git, rows have the commit that NEEDLE_COMMIT names.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ class Check:
             "ml_dtypes (bfloat16 in numpy)": has("ml_dtypes") or self.options.build_only,
             "pytest": has("pytest") or self.options.build_only,
             "pybind11 (or torch, which has its headers)": has("pybind11") or has("torch") or not build,
+            "the headers of Python (python3-dev)": Path(sysconfig.get_path("include"), "Python.h").is_file() or not build,
             "cmake": self.tool("cmake") or not build,
+            "a C++ compiler": any(map(self.tool, (os.environ.get("CXX", "c++"), "g++", "clang++"))) or not build,
             "nvcc (of the CUDA toolkit, on PATH or in /usr/local/cuda)": self.tool("nvcc") or not build or self.device != "cuda",
         }
         missing = [name for name, found in wanted.items() if not found]

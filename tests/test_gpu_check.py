@@ -154,7 +154,10 @@ def test_what_is_missing_is_said_in_one_line(gpu_check, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check.Check, "tool", lambda self, name: f"/bin/{name}" if name == "nvcc" else None)
     assert gpu_check.main([]) == 2
     said = capsys.readouterr().err
-    assert "cmake" in said and "nvcc" not in said and said.count("\n") == 1
+    assert "cmake" in said and "C++" in said and "nvcc" not in said and said.count("\n") == 1
+    with monkeypatch.context() as patch:  # a system's Python without its headers
+        patch.setattr(gpu_check.sysconfig, "get_path", lambda *_: "/nowhere")
+        assert gpu_check.main([]) == 2 and "python3-dev" in capsys.readouterr().err
     monkeypatch.setattr(gpu_check.Check, "tool", lambda self, name: f"/bin/{name}")
     monkeypatch.setattr(gpu_check.Check, "run", lambda self, *_: (9, "NVIDIA-SMI has failed"))
     monkeypatch.setattr(gpu_check.importlib.util, "find_spec", lambda name: True)
