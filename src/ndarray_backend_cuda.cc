@@ -178,6 +178,7 @@ Scratch scratch(int64_t bytes) {
 }
 
 void copy_on_device(void* to, const void* from, int64_t bytes) {
+  if (to == from) return;  // x[:] = x, and CUDA's areas may not overlap
   cuda_check(cudaMemcpyAsync(to, from, size_t(bytes), cudaMemcpyDeviceToDevice, stream()),
              "cudaMemcpyAsync");
 }

@@ -185,6 +185,10 @@ def test_assigning_a_view_of_the_array_to_the_array(device, n):
     def turn(x):
         x[:, :] = x.permute((1, 0)) if isinstance(x, NDArray) else x.T.copy()
 
+    def itself(x):
+        x[:] = x
+
+    check(itself, (n * n,))
     check(forward, (n * n,))
     check(reverse, (n * n,))
     check(turn, (n, n))

@@ -187,7 +187,10 @@ cudaError_t cudaFreeHost(void* pointer) {
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t stream) {
-  return do_or_enqueue(stream, [=] { std::memmove(to, from, bytes); });
+  // "The memory areas may not overlap": what a GPU makes of that is not said.
+  const auto first = reinterpret_cast<uintptr_t>(to), source = reinterpret_cast<uintptr_t>(from);
+  if (first < source + bytes && source < first + bytes) return remember(cudaErrorInvalidValue);
+  return do_or_enqueue(stream, [=] { std::memcpy(to, from, bytes); });
 }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
   cudaMemcpyAsync(to, from, bytes, kind, nullptr);
