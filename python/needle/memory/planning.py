@@ -21,6 +21,7 @@ from ..backend_selection import as_device
 from ..errors import ShapeError, type_name
 from . import sites
 from .accounting import peak
+from .frames import NEEDLE
 from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
@@ -150,7 +151,7 @@ def _reads_noted(places: dict[str, None]):
     def note() -> None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code not in _ENDS:
-            if not frame.f_code.co_filename.startswith(sites.NEEDLE):
+            if not frame.f_code.co_filename.startswith(NEEDLE):
                 places[sites.Site(frame.f_code.co_filename, frame.f_lineno, "").place] = None
                 return
             frame = frame.f_back

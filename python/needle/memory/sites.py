@@ -7,8 +7,6 @@ allocations; those of modules that are gone are forgotten.
 
 from __future__ import annotations
 
-import gc
-import inspect
 import itertools
 import linecache
 import os
@@ -16,7 +14,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterable
-from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType
+from types import FrameType
 from typing import Any, NamedTuple
 
 from .. import autograd, backward, graph
@@ -28,11 +26,9 @@ from ..errors import OutOfMemoryError
 from ..graph import Node
 from ..nn.nn_basic import Module, Parameter
 from ..optim import SGD, Optimizer, _Moments
+from .frames import clear_returned, is_core, read
 
 LARGE_BYTES = 8 << 20  # pieces of this size are few and slow to make: reading the stack costs little beside that
-
-NEEDLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MODELS = os.path.join(NEEDLE, "models") + os.sep  # written as a user would write them, and shown as the user's
 
 
 class Reference(weakref.ref):
@@ -112,37 +108,18 @@ def site(number: int) -> Site:
 # --- reading the stack ---
 
 
-def locals_of(frame: FrameType) -> dict[str, Any]:
-    """The frame's locals by name.
-
-    Before Python 3.13 a function's frame keeps the copy that ``f_locals`` makes, and with it arrays that the function has let go
-    since: that copy is emptied at once. Not where it is somebody else's as well: a program that called ``locals()``, or a debugger,
-    after which the interpreter writes the copy back into the function's variables.
-    """
-    names = frame.f_locals
-    found = dict(names)
-    if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_trace is None:
-        if sys.getrefcount(names) == 3:  # the frame's, the one in this function and getrefcount's own
-            names.clear()
-    return found
-
-
-def _read(frame: FrameType, *names: str) -> list[Any]:
-    return [*map(locals_of(frame).get, names)]
-
-
 _Tell = Callable[[FrameType, dict[str, Any]], None]  # adds what a frame knows to what its inner frames knew
 
 
 def _from_make(frame: FrameType, found: dict[str, Any]) -> None:
     if "op" not in found:
-        op, inputs = _read(frame, "op", "inputs")
+        op, inputs = read(frame, "op", "inputs")
         found["op"], found["phase"], found["parameter"] = op.name, "forward", _parameter_of(inputs)
 
 
 def _from_node(phase: str) -> _Tell:
     def tell(frame: FrameType, found: dict[str, Any]) -> None:
-        (node,) = _read(frame, "node")
+        (node,) = read(frame, "node")
         found["op"], found["phase"], found["forward"] = node.op.name, phase, of_node(node)
         found["parameter"] = _parameter_of(n.live_handle() for n in node.inputs)
 
@@ -159,17 +136,17 @@ def _reference(parameter: Tensor | None) -> Reference | None:
 
 def _from_backward(frame: FrameType, found: dict[str, Any]) -> None:
     if "phase" not in found:
-        found["phase"], found["parameter"] = "backward", _reference(_read(frame, "handle")[0])
+        found["phase"], found["parameter"] = "backward", _reference(read(frame, "handle")[0])
 
 
 def _from_optimizer(frame: FrameType, found: dict[str, Any]) -> None:
     if "phase" not in found:
-        owner, p = _read(frame, "self", "p")
+        owner, p = read(frame, "self", "p")
         found["op"], found["phase"], found["parameter"] = type(owner).__name__, "optimizer", _reference(p)
 
 
 def _from_module(frame: FrameType, found: dict[str, Any]) -> None:
-    found.setdefault("modules", []).extend(map(Reference, _read(frame, "self")))
+    found.setdefault("modules", []).extend(map(Reference, read(frame, "self")))
 
 
 # What to read in the frames of some of needle's functions. By id(code): to hash a code object is to hash all that is in it.
@@ -184,16 +161,6 @@ _TELLING: dict[int, _Tell] = {
         *((f, _from_optimizer) for f in (SGD.step, _Moments._update, Optimizer._make_states, Optimizer.clip_grad_norm)),
     )
 }
-_is_core: dict[str, bool] = {}
-
-
-def is_core(filename: str) -> bool:
-    """Whether a file is needle's own, the models left out."""
-    known = _is_core.get(filename)
-    if known is None:
-        full = os.path.abspath(filename)
-        known = _is_core[filename] = full.startswith(NEEDLE) and not full.startswith(_MODELS)
-    return known
 
 
 def calling(frame: FrameType | None) -> Site:
@@ -205,7 +172,7 @@ def calling(frame: FrameType | None) -> Site:
         tell = _TELLING.get(id(code))
         if tell is not None:
             tell(frame, found)
-        elif user is None and not (_is_core.get(code.co_filename) or is_core(code.co_filename)):
+        elif user is None and not is_core(code.co_filename):
             user = frame
         frame = frame.f_back
     file, line, function = (user.f_code.co_filename, user.f_lineno, user.f_code.co_name) if user else ("", 0, "")
@@ -302,8 +269,6 @@ def mark_nodes(wanted: bool) -> None:
 
 _failed: weakref.WeakSet[OutOfMemoryError] = weakref.WeakSet()
 _returning = False  # whether some frames of those tracebacks may still be running
-SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}  # None at their end
 
 
 def remember_failure(error: OutOfMemoryError) -> None:
@@ -324,58 +289,10 @@ def free_failed_frames() -> None:
     if not (_returning or len(_failed)):  # asked for each large allocation
         return
     for error in list(_failed):
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        for frame in frames:
-            locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
-        over = {frame for frame in frames if _cleared(frame)}
-        before, emptied = -1, 0
-        while emptied > before:  # the function of one may have been held by that of another
-            before, emptied = emptied, _empty_functions(over)
+        clear_returned([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
     if _returning and sys.exc_info()[1] not in _failed:  # else it is on its way up: more frames may return before it is over
         _returning = False
         _apply_all()
-
-
-def _cleared(frame: FrameType) -> bool:
-    """Clears the locals of a frame that has returned. False for one that still runs, or is to go on."""
-    if frame.f_code.co_flags & SUSPENDED and locals_of(frame) and _waits(frame):  # one without locals has been cleared
-        return False
-    try:
-        frame.clear()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _waits(frame: FrameType) -> bool:
-    """Whether a generator or a coroutine waits in this frame: it may have caught the error, and clearing the frame would end it."""
-    return any(getattr(o, PAUSED[type(o)]) is frame for o in gc.get_objects() if type(o) in PAUSED)
-
-
-def _empty_functions(frames: Iterable[FrameType]) -> int:
-    """Clears what the functions of these frames, which have returned, hold: from Python 3.11 on a frame keeps its function. Only
-    functions that nothing else refers to, and which therefore will not be called again. Returns how many there were.
-    """
-    functions = _unshared(
-        f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType and f.__code__ is frame.f_code
-    )
-    for f in functions:
-        f.__defaults__ = None
-        f.__dict__.clear()  # what it wraps
-    for cell in _unshared(cell for f in functions for cell in f.__closure__ or ()):
-        del cell.cell_contents
-    return len(functions)
-
-
-def _unshared(found: Iterable[Any]) -> list[Any]:
-    """Those that nothing refers to but the places where they were found: one for each time that an object is in ``found``."""
-    entries: dict[int, list] = {}  # id: the object, and in how many places it was found
-    for item in found:
-        entries.setdefault(id(item), [item, 0])[1] += 1
-    item = None
-    nobodys = [object(), 0]
-    alone = sys.getrefcount(nobodys[0])
-    return [entry[0] for entry in entries.values() if sys.getrefcount(entry[0]) == alone + entry[1]]
 
 
 def used_devices() -> list[BackendDevice]:

@@ -1,0 +1,99 @@
+"""Python's frames: whose code they run, their locals, and letting go what those of a failed call still hold."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import sys
+from collections.abc import Iterable
+from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType
+from typing import Any
+
+NEEDLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MODELS = os.path.join(NEEDLE, "models") + os.sep  # written as a user would write them, and shown as the user's
+SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}  # None at their end
+
+_is_core: dict[str, bool] = {}
+
+
+def is_core(filename: str) -> bool:
+    """Whether a file is needle's own, the models left out."""
+    known = _is_core.get(filename)
+    if known is None:
+        full = os.path.abspath(filename)
+        known = _is_core[filename] = full.startswith(NEEDLE) and not full.startswith(_MODELS)
+    return known
+
+
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """The frame's locals by name.
+
+    Before Python 3.13 a function's frame keeps the copy that ``f_locals`` makes, and with it arrays that the function has let go
+    since: that copy is emptied at once. Not where it is somebody else's as well: a program that called ``locals()``, or a debugger,
+    after which the interpreter writes the copy back into the function's variables.
+    """
+    names = frame.f_locals
+    found = dict(names)
+    if type(names) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and frame.f_trace is None:
+        if sys.getrefcount(names) == 3:  # the frame's, the one in this function and getrefcount's own
+            names.clear()
+    return found
+
+
+def read(frame: FrameType, *names: str) -> list[Any]:
+    """The values of some locals, None for those that are not there."""
+    return [*map(locals_of(frame).get, names)]
+
+
+def clear_returned(frames: list[FrameType]) -> None:
+    """Clears the locals of those frames of a traceback that have returned, and what their functions hold."""
+    for frame in frames:
+        locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
+    over = {frame for frame in frames if _cleared(frame)}
+    before, emptied = -1, 0
+    while emptied > before:  # the function of one may have been held by that of another
+        before, emptied = emptied, _empty_functions(over)
+
+
+def _cleared(frame: FrameType) -> bool:
+    """Clears the locals of a frame that has returned. False for one that still runs, or is to go on."""
+    if frame.f_code.co_flags & SUSPENDED and locals_of(frame) and _waits(frame):  # one without locals has been cleared
+        return False
+    try:
+        frame.clear()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _waits(frame: FrameType) -> bool:
+    """Whether a generator or a coroutine waits in this frame: it may have caught the error, and clearing the frame would end it."""
+    return any(getattr(o, PAUSED[type(o)]) is frame for o in gc.get_objects() if type(o) in PAUSED)
+
+
+def _empty_functions(frames: Iterable[FrameType]) -> int:
+    """Clears what the functions of these frames, which have returned, hold: from Python 3.11 on a frame keeps its function. Only
+    functions that nothing else refers to, and which therefore will not be called again. Returns how many there were.
+    """
+    functions = _unshared(
+        f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType and f.__code__ is frame.f_code
+    )
+    for f in functions:
+        f.__defaults__ = None
+        f.__dict__.clear()  # what it wraps
+    for cell in _unshared(cell for f in functions for cell in f.__closure__ or ()):
+        del cell.cell_contents
+    return len(functions)
+
+
+def _unshared(found: Iterable[Any]) -> list[Any]:
+    """Those that nothing refers to but the places where they were found: one for each time that an object is in ``found``."""
+    entries: dict[int, list] = {}  # id: the object, and in how many places it was found
+    for item in found:
+        entries.setdefault(id(item), [item, 0])[1] += 1
+    item = None
+    nobodys = [object(), 0]
+    alone = sys.getrefcount(nobodys[0])
+    return [entry[0] for entry in entries.values() if sys.getrefcount(entry[0]) == alone + entry[1]]
