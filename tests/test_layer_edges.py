@@ -455,6 +455,28 @@ def test_what_a_loader_takes():
             data.NDArrayDataset(*arrays)
 
 
+class OneByOne(data.Dataset):
+    """As data sets are elsewhere: by one index, from a list or from files."""
+
+    def __init__(self, items):
+        super().__init__()
+        self.items = items
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[int(index)] if index < 5 else self.missing
+
+
+def test_a_data_set_that_takes_one_index_is_said_to():
+    for wrong in (OneByOne([1.0, 2.0, 3.0]), [1.0, 2.0, 3.0]):
+        with pytest.raises(TypeError, match=rf"\[DataLoader\] {type(wrong).__name__} takes one index, no array"):
+            next(iter(data.DataLoader(wrong, 2)))
+    with pytest.raises(ValueError, match="truth value"):  # one of the items fails by itself: that is what is wrong
+        next(iter(data.DataLoader(OneByOne(range(8)), 8)))
+
+
 class Touch:
     def __init__(self, path):
         self.path = path

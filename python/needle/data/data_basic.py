@@ -39,7 +39,8 @@ class DataLoader:
     The data set is asked for all items of a batch at once, by an array of indices; if it gives no tuple or list, batches have one
     part. batch_size: None and 0 stand for 1. shuffle: draw one permutation per pass from numpy's global stream, when the pass
     begins. As in the course the loader is its own iterator: starting a pass ends the one before.
-    raises: ValueError for a batch_size that is no whole number, or negative.
+    raises: ValueError for a batch_size that is no whole number, or negative; from ``next``, TypeError for a data set that takes one
+    index only.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False, device: Device | str | None = None):
@@ -62,10 +63,31 @@ class DataLoader:
     def __next__(self) -> tuple[Tensor, ...]:
         if self._next >= len(self.ordering):
             raise StopIteration
-        parts = self.dataset[self.ordering[self._next]]
+        parts = self._items(self.ordering[self._next])
         self._next += 1
         parts = parts if isinstance(parts, (tuple, list)) else (parts,)
         return tuple(Tensor(part, device=self.device, requires_grad=False) for part in parts)
+
+    def _items(self, indices: np.ndarray):
+        try:
+            return self.dataset[indices]
+        except Exception as error:  # an array in the place of an int fails in any way, and in words that name no index
+            if not self._gives_each(indices):
+                raise
+            kind = type(self.dataset).__name__
+            raise TypeError(
+                f"[DataLoader] {kind} takes one index, no array of them (accepted: all items of a batch at once, as x[indices] of "
+                "numpy gives them)"
+            ) from error
+
+    def _gives_each(self, indices: np.ndarray) -> bool:
+        """Whether the data set gives every one of the items when it is asked for it alone."""
+        try:
+            for index in indices:
+                self.dataset[int(index)]
+        except Exception:
+            return False
+        return True
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
