@@ -161,6 +161,13 @@ def test_tensors_are_written_as_they_are(tmp_path, cpu):
         np.testing.assert_array_equal(found["bias"], layer.bias.numpy())
 
 
+def test_what_is_no_array_is_not_written(tmp_path):
+    for wrong in (0.1, [1, 2], None):
+        with pytest.raises(TypeError, match=r"\[write_tensors\] lr is of type"):
+            ndl.checkpoints.write_tensors(tmp_path / "run", {"weight": np.ones(2), "lr": wrong})
+    assert not list(tmp_path.iterdir())
+
+
 def test_random_numbers_go_on():
     class Two(nn.Module):
         def __init__(self):

@@ -19,7 +19,7 @@ from .. import dtype as dt
 from .. import files
 from ..autograd import Tensor
 from ..backend_ndarray import NDArray
-from ..errors import CheckpointError, DTypeError
+from ..errors import CheckpointError, DTypeError, type_name
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = "model-{:05d}-of-{:05d}.safetensors"
@@ -34,11 +34,18 @@ Arrays = Mapping[str, "Tensor | NDArray | np.ndarray"]
 
 
 def _arrays(tensors: Arrays) -> dict[str, NDArray | np.ndarray]:
-    return {name: t.realize_cached_data() if isinstance(t, Tensor) else t for name, t in tensors.items()}
+    arrays = {name: t.realize_cached_data() if isinstance(t, Tensor) else t for name, t in tensors.items()}
+    for name, array in arrays.items():
+        if not isinstance(array, (NDArray, np.ndarray, np.generic)):
+            raise DTypeError(f"[write_tensors] {name} is of type {type_name(array)} (accepted: a Tensor or an array)")
+    return arrays
 
 
 def write_tensors(path: str | Path, tensors: Arrays) -> None:
-    """Writes a new file, block by block: no array is copied as a whole. raises: OSError."""
+    """Writes a new file, block by block: no array is copied as a whole.
+
+    raises: OSError, for a file that is there already too; DTypeError for what is no array.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # whose layout the arrays have; transformers asks for it
     arrays, stop = _arrays(tensors), 0
     for name, array in arrays.items():
