@@ -173,4 +173,4 @@ def _whole_number(key: str, value: object) -> int:
 
 
 def _wrong(key: str, value: object, accepted: str) -> CheckpointError:
-    return CheckpointError(f"[config.json] {key} is {str(value)[:80]!r} (accepted: {accepted})")
+    return CheckpointError(f"[config.json] {key} is {repr(value)[:80]} (accepted: {accepted})")
