@@ -92,6 +92,18 @@ def test_what_is_saved_is_what_transformers_saves(tmp_path, size, files):
         assert index["metadata"]["total_size"] == sum(array.nbytes for array in expected.values())
 
 
+def test_wrong_arguments_are_named(tmp_path):
+    model = Pythia(TINY, seed=3)
+    with pytest.raises(TypeError, match=r"\[save_pretrained\] tokenizer is of type str"):
+        model.save_pretrained(tmp_path / "model", "tokenizer.json")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(TypeError, match=r"\[pythia\] config is of type str .*PythiaConfig.named"):
+        Pythia("70m")
+    for ids in ([[1, 2]], np.ones((1, 2), np.int32)):
+        with pytest.raises(TypeError, match=r"\[pythia\] input 0 is of type (list|numpy.ndarray)"):
+            model(ids)
+
+
 def test_saving_again_replaces_every_file(folder, golden):
     (folder / "README.md").write_text("mine")
     model = Pythia(TINY, seed=3)

@@ -17,7 +17,7 @@ from ..backend_ndarray import meta as shapes_only
 from ..backend_selection import as_device
 from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
 from ..data.text_tokenizer import END_OF_TEXT, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, load_tokenizer
-from ..errors import CheckpointError, DataError, ShapeError
+from ..errors import CheckpointError, DataError, DTypeError, ShapeError, type_name
 from ..memory.explain import capacity
 from ..memory.units import parse_bytes
 from .generation import GenerationConfig
@@ -117,6 +117,9 @@ def tokenizer_of(source: str | Path, revision: str | None = None) -> TextTokeniz
 
 def save(model: Pythia, folder: Path, tokenizer: TextTokenizer | None, max_shard_size: int | str) -> None:
     """``Pythia.save_pretrained``: all is written beside its place first, and then moved there."""
+    if not isinstance(tokenizer, TextTokenizer | None):
+        accepted = "a TextTokenizer, as pretrained.tokenizer_of gives it"
+        raise DTypeError(f"[save_pretrained] tokenizer is of type {type_name(tokenizer)} (accepted: {accepted})")
     limit = parse_size(max_shard_size)
     folder, partial = files.home(folder), None
     try:

@@ -16,13 +16,13 @@ import numpy as np
 
 from .. import dtype as dt
 from .. import init, ops
-from ..autograd import Tensor
+from ..autograd import Tensor, check_tensors
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.device import device_cache
 from ..backend_ndarray.kernels import DEFAULT_CHUNK_BYTES
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..backend_selection import Device, as_device
-from ..errors import DTypeError, ShapeError
+from ..errors import DTypeError, ShapeError, type_name
 from ..nn.nn_basic import LayerNorm, Module, Parameter, SeededDropout
 from ..nn.nn_remat import remat
 from ..nn.nn_sparse import causal_pattern
@@ -200,11 +200,14 @@ class Pythia(Module):
     """The language model. ``forward`` gives logits; ``loss`` does without them.
 
     device: default ``cpu()``. dtype: of parameters and activations. seed: of the initial weights; None leaves them uninitialised,
-    to be loaded. raises: DTypeError for a dtype that is not floating.
+    to be loaded. raises: DTypeError for a dtype that is not floating, and for what is no PythiaConfig.
     """
 
     def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int | None = 0):
         super().__init__()
+        if not isinstance(config, PythiaConfig):
+            accepted = "a PythiaConfig, such as PythiaConfig.named('70m')"
+            raise DTypeError(f"[pythia] config is of type {type_name(config)} (accepted: {accepted})")
         if not dt.is_float(dt.name_of(dtype)):
             raise DTypeError(f"[pythia] dtype is {dtype} (accepted: floats)")
         device = as_device(device)
@@ -242,7 +245,8 @@ class Pythia(Module):
         """Writes config.json, model.safetensors (several files above ``max_shard_size``) and the tokenizer's files: a folder that
         ``transformers`` loads as it is. A model that was there is replaced once this one is written.
 
-        raises: CheckpointError if it cannot be written.
+        tokenizer: as ``pretrained.tokenizer_of`` gives it; DTypeError for another kind. raises: CheckpointError if it cannot be
+        written.
         """
         from .pretrained import save
 
@@ -254,6 +258,7 @@ class Pythia(Module):
 
     def hidden(self, ids: Tensor) -> Tensor:
         """(B, T) ids -> (B, T, C) after the final layer norm."""
+        check_tensors("pythia", ids)
         if ids.ndim != 2:
             raise ShapeError(f"[pythia] ids are {ids.shape} (accepted: (batch, positions))")
         T = ids.shape[1]
