@@ -298,6 +298,21 @@ def test_the_newest_is_damaged(two, damage):
         two.newest()
 
 
+def test_a_damaged_one_takes_no_place_of_a_whole_one(two):
+    """Neither among the newest nor as the best, once the run has gone on from the one before it."""
+    two.mark(two.path / "step-000002", 0.5)
+    flip(two.path / "step-000002" / "value")
+    folder = CheckpointFolder(two.path, keep_last=2)
+    folder.go_on_from(folder.newest()[0])
+    assert folder.names() == ["step-000001", "step-000002"]  # until there is another
+    folder.save(3, write(333333))
+    assert folder.names() == ["step-000001", "step-000003"] and folder.best() is None
+    assert not (two.path / "step-000002").exists()
+    folder.go_on_from(two.path / "step-000001")  # of one's own will: those after it are whole, and stay
+    folder.save(2, write(222222))
+    assert folder.names() == ["step-000003", "step-000002"]
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{}", "\0", '{"checkpoints": 3}', '{"checkpoints": [{"name": "../x", "held_out_loss": null}]}',

@@ -33,6 +33,7 @@ class CheckpointFolder:
         if keep_last < 1:
             raise CheckpointError(f"[keep_last] is {keep_last} (accepted: at least 1)")
         self.path, self.keep_last = Path(path), keep_last
+        self._damaged: set[str] = set()  # names that the next ``save`` leaves out
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Makes a new folder, calls ``write`` to put the files into it, and makes it the newest checkpoint. Returns its path.
@@ -42,7 +43,7 @@ class CheckpointFolder:
         """
         if step < 0:
             raise ValueError(f"[checkpoint] step is {step} (accepted: at least 0)")
-        entries, indexed = self._entries(), (self.path / INDEX).is_file()
+        entries, indexed = [e for e in self._entries() if e["name"] not in self._damaged], (self.path / INDEX).is_file()
         names = itertools.chain([f"step-{step:06d}"], (f"step-{step:06d}-{n}" for n in itertools.count(2)))
         target = next(self.path / name for name in names if not (self.path / name).exists())
         partial = self.path / f".{target.name}.partial"
@@ -97,6 +98,14 @@ class CheckpointFolder:
         if problems:
             raise CheckpointError(problems[0])
         return None
+
+    def go_on_from(self, checkpoint: Path) -> None:
+        """Has the next ``save`` remove the checkpoints after this one that are damaged. Kept among the newest, or as the best, they
+        would take the place of whole ones.
+        """
+        names = self.names()
+        later = names[names.index(checkpoint.name) + 1 :] if checkpoint.name in names else []
+        self._damaged = {name for name in later if not _is_whole(self.path / name)}
 
     def names(self) -> list[str]:
         """The names of all checkpoints, whole or not, the newest last."""
@@ -191,6 +200,14 @@ def verify(folder: str | Path) -> None:
     for name, checksum in sums.items():
         if found[name] != checksum:
             raise CheckpointError(f"[checkpoint] {folder / name} is damaged: {found[name]} (written: {checksum})")
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        verify(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _checksum(path: Path) -> dict[str, Any]:
