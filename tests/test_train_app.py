@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 import pythia_app
+from devices import usable
 from needle.checkpoints import CheckpointFolder
 from needle.data.prepare import prepare
 from needle.data.text_tokenizer import train_tokenizer
@@ -653,6 +654,16 @@ def test_numbers_out_of_range_end_in_one_line(main):
         for value in ("0", "-1", "nan", "inf", "1e300", "1e-400", "", "x"):
             code, lines = main(f"--{name}", value)
             assert code == 2 and len(lines) == 1 and name in lines[0], (name, value, lines)
+
+
+@pytest.mark.parametrize("variable, device", [("NEEDLE_NUM_THREADS", "cpu"), ("NEEDLE_SIM_SM", "cuda_sim")])
+def test_a_wrong_environment_variable_ends_in_one_line(text, tmp_path, variable, device):
+    """Which the kernels read, as they first run."""
+    usable(device)
+    env = {**os.environ, variable: "many"}
+    done = outside(*command(text, "--checkpoint_dir", tmp_path / "run", "--device", device), env=env)
+    assert done.returncode == 2 and not (tmp_path / "run").exists()
+    assert len(done.stderr.splitlines()) == 1 and variable in done.stderr, done.stderr
 
 
 def test_wrong_arguments_leave_nothing(text, tmp_path):

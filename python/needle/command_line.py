@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
+from .config import VARIABLES
 from .errors import CheckpointError, DataError, DeviceError, ShapeError
 
 # Errors that the user can mend. FloatingPointError: training or generating has driven numbers out of range.
@@ -56,6 +57,11 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
         return code
     except EXPECTED as error:
         print(f"{prog}: error: {str(error) or 'out of memory'}", file=sys.stderr)
+        return 2
+    except ValueError as error:
+        if not str(error).lstrip("[").startswith(tuple(VARIABLES)):
+            raise
+        print(f"{prog}: error: {error}", file=sys.stderr)  # an environment variable, which kernels read when they first run
         return 2
     except KeyboardInterrupt:
         if interrupted:
