@@ -334,7 +334,7 @@ def test_sequences_that_were_cut_as_windows_stay_windows(tmp_path):
         ids, targets = next(batches)
         np.testing.assert_array_equal(np.concatenate([ids, targets[:, -1:]], 1), rows[5 * i : 5 * i + 5])
     assert batches.windows_per_epoch == len(text.train) // 9 == 95
-    with pytest.raises(DataError, match="stride 9"):
+    with pytest.raises(DataError, match="stride was 9, is 8"):
         TokenBatches(text.train, 5, 8, shuffle=False).load_state_dict(batches.state_dict())
 
 

@@ -243,7 +243,10 @@ class TokenBatches(Iterator):
         """Go on where ``state`` was saved. raises: DataError if it belongs to other text, seed or sequence length."""
         for key, value in self._identity().items():
             if state.get(key, value) != value:  # an older state may lack some
-                raise DataError(f"[{self.name}] the saved position is in other data: {key} {state[key]} ({value})")
+                raise DataError(
+                    f"[{self.name}] the saved position is in other data: {key} was {state[key]}, is {value} "
+                    "(accepted: the text, seed, order and sequence length it was saved with)"
+                )
         position = state.get("position_windows")
         if type(position) is not int or not 0 <= position < 1 << 62:
             raise DataError(f"[{self.name}] the saved position is no position: {position!r} (a count of windows)")
