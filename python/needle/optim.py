@@ -56,7 +56,7 @@ class Optimizer:
             if not isinstance(p, Tensor):
                 raise TypeError(f"[optim] params holds a {type_name(p)} (accepted: Tensors)")
         if not self.params:
-            raise ValueError("[optim] there are no parameters (accepted: at least one Tensor)")
+            raise ValueError("[optim] there are no parameters (accepted: at least one; a Module has those that are nn.Parameter)")
         if len(set(self.params)) < len(self.params):
             twice = next(p for p in self.params if self.params.count(p) > 1)
             raise ValueError(f"[optim] a parameter of shape {twice.shape} is there twice (accepted: each once)")
