@@ -321,6 +321,9 @@ def test_a_build_that_is_none(plan, cpu):
         plan(overlooks_the_device)
     with pytest.raises(TypeError, match=r"build returned a NoneType .*one training step"):
         plan(lambda device: None)
+    for model in (nn.Linear(2, 2, device=cpu), "14m"):
+        with pytest.raises(TypeError, match=r"build is of type (Linear|str) \(accepted: a function of a device"):
+            plan(model)
 
     def generator(device):
         layer = nn.Linear(2, 2, device=device)

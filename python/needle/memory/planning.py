@@ -19,6 +19,7 @@ from ..autograd import runs_in_its_call
 from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta, process_lock
 from ..backend_selection import as_device
 from ..errors import ShapeError, type_name
+from ..nn.nn_basic import Module
 from . import sites
 from .accounting import peak
 from .frames import NEEDLE
@@ -80,8 +81,8 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
 
     ``build`` makes a model, an optimizer and data on the device it is given and returns the function that makes one training step.
     The second step is the first with all the optimizer's state. device: another one runs it for real, to be compared.
-    raises: TypeError if ``build`` returns no function, or a generator or coroutine, which no call runs; ShapeError if nothing was
-    made on ``meta``; GraphError inside of another plan.
+    raises: TypeError if ``build`` is or returns no function, or returns a generator or coroutine, which no call runs; ShapeError if
+    nothing was made on ``meta``; GraphError inside of another plan.
     """
     device = meta() if device is None else as_device(device)
     reads: dict[str, None] = {}
@@ -131,6 +132,9 @@ def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None
 
 
 def _built(build: Build, device: BackendDevice) -> Callable[[], Any]:
+    if not callable(build) or isinstance(build, Module):
+        accepted = "a function of a device, which gives that of one training step"
+        raise TypeError(f"[plan] build is of type {type_name(build)} (accepted: {accepted})")
     step = build(device)
     if not callable(step) or not runs_in_its_call(step):
         kind = "generator or coroutine" if callable(step) else type_name(step)
