@@ -112,7 +112,8 @@ def load_text(
         cached = kept is not None
         most = SMALLEST_VOCABULARY + corpus.train_bytes // 2  # what is merged occurs twice
         if vocab_size > most:
-            raise DataError(f"[{corpus.name}] too little text for the vocabulary: {vocab_size} ids asked (at most {most})")
+            asked = f"{vocab_size} ids asked (vocab_size: at most {most})"
+            raise DataError(f"[{corpus.name}] too little text for the vocabulary: {asked}")
         texts = (part for piece in corpus.train for part in piece.texts(corpus.name))
         encoder = kept or train_tokenizer(trained_path, texts, vocab_size, corpus.name)
 

@@ -104,7 +104,7 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
     tokenizer.train_from_iterator((part for text in texts for part in _at_lines(text)), trainer)
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
-        raise DataError(f"[{name}] too little text for the vocabulary: {vocab_size} ids asked ({reached} at most)")
+        raise DataError(f"[{name}] too little text for the vocabulary: {vocab_size} ids asked (vocab_size: at most {reached})")
     with files.write_whole(path) as file:
         file.write(tokenizer.to_str().encode())
     return TextTokenizer(tokenizer)
