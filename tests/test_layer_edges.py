@@ -369,6 +369,8 @@ def test_a_sequential_is_a_sequence():
     assert list(model) == [one, two, three] and len(model) == 3 and model[-1] is three
     assert isinstance(model[:2], nn.Sequential) and list(model[:2]) == [one, two] and model[:2].parameters() == one.parameters()
     assert nn.Sequential() and not len(nn.Sequential())
+    with pytest.raises(TypeError, match=r"\[Sequential\] module 1 is of type list"):
+        nn.Sequential(one, [two, three])
     with pytest.raises(IndexError):
         model[3]
 

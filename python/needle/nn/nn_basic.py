@@ -18,7 +18,7 @@ from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_selection import Device
-from ..errors import CheckpointError, GraphError, ShapeError
+from ..errors import CheckpointError, GraphError, ShapeError, type_name
 
 
 def _in_place(operation: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Any]:
@@ -253,10 +253,14 @@ class Sequential(Module):
     """Modules one after the other, each applied to the result of the one before.
 
     ``len()``, indices and iteration give the modules; a slice is a Sequential of the same modules.
+    raises: TypeError for what cannot be called, such as a list of modules.
     """
 
     def __init__(self, *modules: Module):
         super().__init__()
+        for i, module in enumerate(modules):
+            if not callable(module):
+                raise TypeError(f"[Sequential] module {i} is of type {type_name(module)} (accepted: modules, not in a list)")
         self.modules = modules
 
     def __len__(self) -> int:
