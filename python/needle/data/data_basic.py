@@ -21,7 +21,7 @@ class Dataset:
         raise NotImplementedError
 
     def apply_transforms(self, x):
-        """x after all transforms, in their order."""
+        """One item, not a batch, after all transforms, in their order."""
         for transform in self.transforms or ():
             x = transform(x)
         return x
