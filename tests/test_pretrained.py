@@ -20,7 +20,7 @@ import pytest
 
 import needle as ndl
 from golden.formula import PythiaShape, parameter_shapes
-from needle.checkpoints import read_folder, read_tensors, write_folder, write_tensors
+from needle.checkpoints import CheckpointFolder, read_folder, read_tensors, write_folder, write_tensors
 from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
 from needle.errors import CheckpointError, DataError, DTypeError
 from needle.models import SIZES, GenerationConfig, Pythia, PythiaConfig, published_state
@@ -90,6 +90,13 @@ def test_what_is_saved_is_what_transformers_saves(tmp_path, size, files):
         index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
         assert index["weight_map"].keys() == expected.keys()
         assert index["metadata"]["total_size"] == sum(array.nbytes for array in expected.values())
+
+
+def test_a_run_is_no_model_but_has_some(tmp_path):
+    CheckpointFolder(tmp_path).save(3, Pythia(TINY, seed=3).save_pretrained)
+    with pytest.raises(CheckpointError, match=r"cannot read .*config.json: .* \(a checkpoint of this run, such as .*step-000003\)"):
+        Pythia.from_pretrained(tmp_path)
+    Pythia.from_pretrained(tmp_path / "step-000003")
 
 
 def test_wrong_arguments_are_named(tmp_path):

@@ -15,6 +15,7 @@ from .. import files
 from ..backend_ndarray import BackendDevice
 from ..backend_ndarray import meta as shapes_only
 from ..backend_selection import as_device
+from ..checkpoints import CheckpointFolder
 from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
 from ..data.text_tokenizer import END_OF_TEXT, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, load_tokenizer
 from ..errors import CheckpointError, DataError, DTypeError, ShapeError, type_name
@@ -57,7 +58,9 @@ def read_config(folder: Path) -> PythiaConfig:
     try:
         found = files.parse_json(files.read_small(files.member(folder, CONFIG)))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"[from_pretrained] cannot read {folder / CONFIG}: {files.reason(error)}") from error
+        checkpoints = CheckpointFolder(folder).names() if isinstance(error, FileNotFoundError) else []
+        accepted = f" (a checkpoint of this run, such as {folder / checkpoints[-1]})" if checkpoints else ""
+        raise CheckpointError(f"[from_pretrained] cannot read {folder / CONFIG}: {files.reason(error)}{accepted}") from error
     return config_from_json(found)
 
 
