@@ -247,7 +247,7 @@ def as_prompts(input_ids: Any, vocab_size: int) -> list[np.ndarray]:
         prompts = []
     if not prompts or any(p.ndim != 1 or p.size == 0 for p in prompts):
         shapes = ", ".join(str(p.shape) for p in prompts[:8]) or "none"
-        raise ShapeError(f"[generate] prompts are {shapes} (accepted: one or more sequences of at least one id)")
+        raise ShapeError(f"[generate] prompts are {shapes} (accepted: one or more sequences of ids, such as [[1, 2], [3]])")
     for p in prompts:
         if p.dtype.kind not in "iu":
             raise ShapeError(f"[generate] prompts are {p.dtype} (accepted: whole numbers)")
