@@ -12,7 +12,7 @@ import numpy as np
 
 from .autograd import Tensor, sum_node_list
 from .backend_ndarray import BackendDevice
-from .errors import NeedleTestError
+from .errors import NeedleTestError, type_name
 
 # dtype: (forward, gradient), relative to the largest magnitude expected. A case may loosen them with a reason.
 TOLERANCES = {
@@ -98,8 +98,11 @@ def gradients(case: OpCase, values: Sequence[np.ndarray], device: BackendDevice,
 def gradcheck(case: OpCase, device: BackendDevice, eps: float = 1e-6, tolerance: float = 1e-6) -> None:
     """The op's gradients against central differences, in float64.
 
-    raises: NeedleTestError if they differ, and for a case that could not tell: constant output, or a gradient that is all zero.
+    raises: NeedleTestError if they differ, and for a case that could not tell: constant output, or a gradient that is all zero;
+    TypeError for what is no OpCase.
     """
+    if not isinstance(case, OpCase):  # PyTorch's takes a function and its inputs
+        raise TypeError(f"[gradcheck] case is of type {type_name(case)} (accepted: an OpCase, as OpCase('exp', ops.exp, [(2, 3)]))")
     values = case.inputs()
     out, grads = gradients(case, values, device, "float64")
     if out.size > 1 and np.ptp(np.asarray(out, np.float64)) == 0:
