@@ -5,6 +5,7 @@ import functools
 import gc
 import re
 import sys
+import threading
 import types
 import weakref
 from typing import ClassVar
@@ -459,6 +460,32 @@ def test_the_search_for_leaks_takes_no_variable_from_the_program(with_layer):
         traced()
     finally:
         sys.settrace(before)
+
+
+def test_graphs_of_another_thread_are_its_own(with_layer):
+    """Its step may be a long one; and a LeakCheck of its own finds its leaks."""
+    made, over, found = threading.Event(), threading.Event(), []
+
+    def other():
+        with memory.LeakCheck(warn=False) as check:
+            running = relu_of_layer()
+            check.step()
+            made.set()
+            over.wait()
+            check.step()
+            found.extend(check.found)
+        return running
+
+    with memory.LeakCheck(warn=False) as check:
+        thread = threading.Thread(target=other)
+        thread.start()
+        made.wait()
+        for _ in range(4):
+            good_step()
+            check.step()
+        over.set()
+        thread.join()
+    assert not check.found and found == ["running"]
 
 
 def test_the_example_finds_its_leak(in_root):

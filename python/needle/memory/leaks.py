@@ -9,6 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from threading import get_ident
 
 from ..amp import kept_casts
 from ..autograd import Value
@@ -53,8 +54,9 @@ def _several(count: int, what: str) -> str:
 class LeakCheck:
     """Looks after each step for graphs that an earlier step left behind, and warns once per name.
 
-    Put ``with LeakCheck() as check:`` around the loop and ``check.step()`` at the end of each step. A step costs one weak reference
-    per graph node. The program's objects are searched only if a node outlives the step after its own.
+    Put ``with LeakCheck() as check:`` around the loop and ``check.step()`` at the end of each step. Other threads' graphs are not
+    looked at, since their steps end at other times. A step costs one weak reference per graph node. The program's objects are
+    searched only if a node outlives the step after its own.
     warn: whether to warn with LeakWarning. ``found``: the leaks by name, as last seen.
     """
 
@@ -68,6 +70,7 @@ class LeakCheck:
 
     def __enter__(self) -> LeakCheck:
         _checks.append(self)
+        self._thread = get_ident()
         sites.mark_nodes(True)
         sites.node_listeners.append(self._note)
         self._ends = [write_stamp()]
@@ -79,7 +82,8 @@ class LeakCheck:
         sites.mark_nodes(False)
 
     def _note(self, node: Node) -> None:
-        self._nodes.append(weakref.ref(node))
+        if get_ident() == self._thread:
+            self._nodes.append(weakref.ref(node))
 
     def step(self) -> list[Leak]:
         """The end of a step: what earlier ones left behind, the largest first. raises: GraphError outside of the context."""
@@ -94,7 +98,7 @@ class LeakCheck:
         if len(kept) < self._search_from:
             return []
         self._search_from = 2 * len(kept) + 1
-        leaks = find(begin, self._ends)
+        leaks = find(kept, self._ends)
         for leak in leaks:
             if self.warn and leak.name not in self.found:
                 warnings.warn(str(leak), LeakWarning, stacklevel=2)
@@ -108,22 +112,24 @@ _checks: list[LeakCheck] = []
 def leaks() -> list[Leak]:
     """Tensors that hold a graph, by the name that keeps them, the largest first.
 
-    Inside a LeakCheck: graphs of steps before the one that runs. Otherwise every graph there is.
+    Inside a LeakCheck of this thread: graphs of steps before the one that runs. Otherwise every graph there is.
     """
-    return find(_checks[-1]._ends[-1], _checks[-1]._ends) if _checks else find(None, [])
+    check = next((c for c in reversed(_checks) if c._thread == get_ident()), None)
+    return find(None, []) if check is None else find(check._before, check._ends)
 
 
-def find(before: int | None, ends: list[int]) -> list[Leak]:
-    """The leaks among nodes made up to tick ``before`` of the write clock (None: all).
+def find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
+    """The leaks among these nodes (None: all).
 
-    ends: the tick at which the first step began, then those at which steps ended. Nodes made before the first belong to no step.
+    ends: the ticks of the write clock at which the first step began, and then those at which steps ended.
     """
+    nodes = None if among is None else {r() for r in among}
     # By type alone: isinstance would ask each object of the program for its class. An op that failed has left a handle without a
     # node, which its traceback may keep.
     values = [x for x in gc.get_objects() if issubclass(type(x), Value) and hasattr(x, "_node")]
     handles = [x for x in values if x.op is not None]
     casts = {cast._as_node() for cast in kept_casts()}  # a region around the whole loop has them by right, one per parameter
-    is_old = lambda n: n.op is not None and (before is None or ends[0] < n.born <= before) and n not in casts  # noqa: E731
+    is_old = lambda n: n.op is not None and (nodes is None or n in nodes) and n not in casts  # noqa: E731
     leads: set[Node] = set()  # to an old node: that, and what is above it
     for node in _under(handles):
         if is_old(node) or not leads.isdisjoint(node.inputs):
@@ -137,10 +143,10 @@ def find(before: int | None, ends: list[int]) -> list[Leak]:
         groups.setdefault(name, []).append(handle)
     found = []
     for name, held in groups.items():
-        nodes = [n for n in _under(held) if is_old(n)]
+        old = [n for n in _under(held) if is_old(n)]
         site = sites.of_node(max((x._as_node() for x in held), key=attrgetter("born")))
-        steps = len({bisect_left(ends, n.born) for n in nodes}) if ends else 0
-        pieces = _pieces(held, nodes)
+        steps = len({bisect_left(ends, n.born) for n in old}) if ends else 0
+        pieces = _pieces(held, old)
         nbytes = sum(pieces[key] for key in pieces.keys() - needed)
         found.append(Leak(name, site.place if site else "", steps, nbytes, len(held)))
     return sorted(found, key=lambda leak: -leak.nbytes)
