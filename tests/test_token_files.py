@@ -455,6 +455,25 @@ def test_an_end_and_errors_come_where_the_batch_would_have():
         assert threads() == [] and batches.state_dict()["position_windows"] == 50
 
 
+@pytest.mark.parametrize("name, error", [("start", RuntimeError), ("join", KeyboardInterrupt)])
+def test_a_thread_that_did_not_start_or_was_not_waited_for_is_not_waited_for_again(monkeypatch, name, error):
+    """The system may have no more threads; and who interrupts an end may go on."""
+    plain, ahead = (TokenBatches(TOKENS, 8, 10, seed=1) for _ in range(2))
+
+    def fails(*_, **__):
+        raise error
+
+    with Prefetch(ahead) as ahead, monkeypatch.context() as patch:
+        if name == "join":
+            same(next(ahead), next(plain))
+        patch.setattr(threading.Thread, name, fails)
+        with pytest.raises(error):
+            next(ahead) if name == "start" else ahead.close()
+        patch.undo()
+        for _ in range(5):
+            same(next(ahead), next(plain))
+
+
 def test_a_forgotten_prefetch_ends_its_thread():
     gc.disable()
     try:

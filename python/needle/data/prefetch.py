@@ -30,6 +30,8 @@ class Prefetch(Iterator):
         self._thread: threading.Thread | None = None
 
     def __next__(self) -> Any:
+        if self._thread is not None and (not self._end.alive or (self._made.empty() and not self._thread.is_alive())):
+            self.close()  # an end that was interrupted; or the thread did not start, or is in the parent of this process
         if self._thread is None:
             self._start()
         item, state, error = self._made.get()
@@ -52,10 +54,12 @@ class Prefetch(Iterator):
     def close(self) -> None:
         """Ends the thread; the next item starts it again."""
         if self._thread is not None:
-            self._end()
-            self._thread.join()
-            self._thread = None
+            self._end.detach()
+            _end(self._made, self._asked_to_end)
+            if self._thread.is_alive():  # one that did not start cannot be waited for
+                self._thread.join()
             self.source.load_state_dict(self._state)
+            self._thread = None
 
     def __enter__(self) -> Prefetch:
         return self
@@ -65,9 +69,10 @@ class Prefetch(Iterator):
 
     def _start(self) -> None:
         self._made: queue.Queue = queue.Queue(self.depth)
-        asked_to_end = threading.Event()
-        self._thread = threading.Thread(target=_make, args=(self.source, self._made, asked_to_end), name="Prefetch", daemon=True)
-        self._end = weakref.finalize(self, _end, self._made, asked_to_end)
+        self._asked_to_end = threading.Event()
+        self._end = weakref.finalize(self, _end, self._made, self._asked_to_end)
+        made_by = self.source, self._made, self._asked_to_end
+        self._thread = threading.Thread(target=_make, args=made_by, name="Prefetch", daemon=True)
         self._thread.start()
 
 
