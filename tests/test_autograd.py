@@ -6,6 +6,7 @@ import math
 import pickle
 import threading
 import weakref
+from contextvars import copy_context
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT, OPTIMIZER_STATE
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
+from needle.nn.nn_basic import no_dropout
 from needle.optim import SGD, Adam, AdamW
 from op_cases import CASES
 
@@ -871,6 +873,23 @@ def test_no_reference_cycles(cpu):
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("enter", [autograd.no_grad, autograd.rematerialize, lambda: amp.autocast("cpu"), no_dropout])
+def test_a_generator_may_be_closed_in_another_context_than_it_was_begun_in(enter):
+    """As a web server runs one, each item in some thread, or pytest a fixture with async def."""
+
+    def items():
+        with enter():
+            yield
+
+    def state():
+        return autograd.is_grad_enabled(), autograd.current_segment(), autograd.current_autocast(), nn.nn_basic._dropping.get()
+
+    before, begun = state(), items()
+    copy_context().run(next, begun)
+    begun.close()
+    assert state() == before
 
 
 def test_one_no_grad_serves_two_threads(host):

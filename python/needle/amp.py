@@ -78,7 +78,8 @@ class autocast(ContextDecorator):
         return self
 
     def __exit__(self, *exc: object) -> None:
-        set_autocast(current_autocast().outer)
+        region = current_autocast()
+        set_autocast(region and region.outer)
 
     def __call__(self, function: Any) -> Any:
         check_runs_in_its_call("autocast", function)

@@ -33,7 +33,8 @@ from .graph import Node, Segment, home_of, realize, shape_of, spec_of
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
 
-# Each thread has its own of these: an evaluation beside a training step must not take the step's graph away.
+# Each thread has its own of these: an evaluation beside a training step must not take the step's graph away. A generator that was
+# begun in one context (of a thread or an asyncio task) may be closed in another: to leave there what was not entered does nothing.
 _grad_enabled = ContextVar("grad_enabled", default=True)
 _outer: ContextVar[tuple] = ContextVar("outer", default=())  # (_grad_enabled around the innermost no_grad, that of the next ...)
 _segment: ContextVar[Segment | None] = ContextVar("segment", default=None)  # the innermost rematerialize() that is being run
@@ -72,9 +73,10 @@ class no_grad:
         _grad_enabled.set(self._enable)
 
     def __exit__(self, *exc: object) -> None:
-        before, outer = _outer.get()
-        _grad_enabled.set(before)
-        _outer.set(outer)
+        if regions := _outer.get():
+            before, outer = regions
+            _grad_enabled.set(before)
+            _outer.set(outer)
 
     def __call__(self, function: Callable) -> Callable:
         check_runs_in_its_call(type(self).__name__, function)
@@ -115,9 +117,9 @@ class rematerialize:
 
     def __exit__(self, *exc: object) -> None:
         segment = _segment.get()
-        assert segment is not None
-        segment.leave()
-        _segment.set(segment.parent)
+        if segment is not None:
+            segment.leave()
+            _segment.set(segment.parent)
 
 
 def __getattr__(name: str) -> int:

@@ -366,11 +366,12 @@ _dropping = ContextVar("dropping", default=True)
 @contextmanager
 def no_dropout() -> Iterator[None]:
     """Inside, in this thread, Dropout changes nothing. ``eval()`` would also switch off the dropout of a step in another thread."""
-    before = _dropping.set(False)
+    before = _dropping.get()
+    _dropping.set(False)
     try:
         yield
     finally:
-        _dropping.reset(before)
+        _dropping.set(before)  # reset() wants the context that it was set in: a generator may be closed in another
 
 
 class Dropout(Module):
