@@ -210,6 +210,26 @@ def test_sites_of_modules_that_have_gone_are_forgotten(limited):
     assert made.module == "weight" and first.shape == (64, 64)  # of the layer that is alone
 
 
+def test_two_threads_forget_sites_at_once(monkeypatch):
+    """Both are in an allocation, which must not fail by it."""
+
+    class Layer(nn.Module):
+        pass
+
+    found = sites.Site("a.py", 1, "f", modules=(sites.Reference(Layer()),))
+    number = sites.number(found)
+    has_gone = sites.Site.has_gone
+
+    def meanwhile(site):
+        monkeypatch.setattr(sites.Site, "has_gone", has_gone)
+        sites._forget_what_has_gone()
+        return has_gone(site)
+
+    monkeypatch.setattr(sites.Site, "has_gone", meanwhile)
+    sites._forget_what_has_gone()
+    assert number not in sites._sites and found not in sites._numbers
+
+
 def test_advice_that_fails_takes_nothing_from_the_rest(limited):
     memory.set_limit(memory.stats(limited).live + 50_000, limited)
 

@@ -198,7 +198,8 @@ def _forget_what_has_gone() -> None:
         named = {event[-1] for device in used_devices() for event in device.require().memory_holders()}
         for known, found in [*_sites.items()]:
             if known not in named and found.has_gone():
-                del _sites[known], _numbers[found]
+                _sites.pop(known, None)  # another thread may be at it too
+                _numbers.pop(found, None)
     _most = max(1024, 2 * len(_sites))
 
 
