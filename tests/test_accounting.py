@@ -11,6 +11,7 @@ from devices import usable
 from needle import memory, nn, ops
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import ShapeError
+from needle.memory import accounting
 from needle.models import Pythia, train_step
 from needle.optim import SGD, Adam, AdamW
 from tiny_pythia import TINY, tokens
@@ -89,6 +90,19 @@ def test_each_thread_has_its_own_category(host):
     go_on.set()
     thread.join()
     assert during.category == empty((3,), device=host).category == 0 and x.grad.realize_cached_data().category == 2
+
+
+def test_two_threads_reset_the_peak_at_once(cpu, monkeypatch):
+    begin_anew = accounting._begin_anew
+
+    def meanwhile(device):
+        begin_anew(device)
+        monkeypatch.setattr(accounting, "_begin_anew", begin_anew)
+        memory.reset_peak(device)
+
+    monkeypatch.setattr(accounting, "_begin_anew", meanwhile)
+    memory.reset_peak(cpu)
+    assert memory.stats(cpu).peak == memory.stats(cpu).live
 
 
 def test_peaks_nest(cpu):

@@ -62,7 +62,8 @@ def reset_peak(device: BackendDevice | None = None) -> None:
     """Counts the peak from what is live now."""
     device = as_device(device)
     _begin_anew(device)
-    del _earlier_peaks[device], _earlier_reserved[device]
+    for earlier in (_earlier_peaks, _earlier_reserved):
+        earlier.pop(device, None)  # another thread may have reset them meanwhile
 
 
 def empty_cache(device: BackendDevice | None = None) -> None:
