@@ -10,7 +10,7 @@ import pytest
 import needle as ndl
 from devices import usable
 from making import leaf
-from needle import autograd, memory, nn, ops
+from needle import autograd, graph, memory, nn, ops
 from needle.errors import GraphError
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
@@ -173,6 +173,18 @@ def test_a_region_that_raises_is_left(host):
     x = leaf([1.0], host)
     with pytest.raises(KeyError):
         ndl.remat(wrong, x)
+    assert autograd.current_segment() is None
+
+
+def test_an_interrupt_while_a_segment_is_left_leaves_it(host, monkeypatch):
+    def interrupted(segment):
+        raise KeyboardInterrupt
+
+    x = ndl.Tensor([1.0, 2.0], device=host)
+    with monkeypatch.context() as patch:
+        patch.setattr(graph.Segment, "leave", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ndl.remat(ops.exp, x)
     assert autograd.current_segment() is None
 
 

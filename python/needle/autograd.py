@@ -118,8 +118,8 @@ class rematerialize:
     def __exit__(self, *exc: object) -> None:
         segment = _segment.get()
         if segment is not None:
+            _segment.set(segment.parent)  # first: Ctrl-C may come at any moment
             segment.leave()
-            _segment.set(segment.parent)
 
 
 def __getattr__(name: str) -> int:
