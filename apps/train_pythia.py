@@ -121,8 +121,8 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
         checkpoint.load_optimizer(saved, trainer.model, trainer.optimizer)
         trainer.load_state(state)
     title, facts = f"Pythia-{options.model} on {where}", described(options, trainer.config, planned)
-    if weights is not None:
-        facts["weights"] = f"weights of {weights}"
+    if began is not None:
+        facts["weights"] = f"going on after step {trainer.step} from {began}" if trainer.step else f"weights of {began}"
     print(f"{title}: {'; '.join(facts.values())}", flush=True)
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
@@ -149,10 +149,11 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
 def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
     """What is trained, in words: the parts of the first line by name."""
     kind, layout = config.pattern or "dense", config.layout(options.seq_len)
+    tokens = f"micro-batches of {options.batch_size} x {options.seq_len} tokens"
     facts = {
         "model": f"{config.parameter_count():,} parameters",
         "attention": f"{kind} attention, {layout.nnz_total} blocks of {layout.block}, density {layout.density:.2f}",
-        "batch": f"{options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step, {options.precision}",
+        "batch": f"{tokens}, {options.accumulation_steps} per step, {options.precision}",
     }
     if again := sum(config.checkpoint_segments):
         facts["layers"] = f"{again} of {config.layers} layers computed again in backward"

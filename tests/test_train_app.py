@@ -195,7 +195,7 @@ def test_sigterm_saves_and_the_same_command_with_resume_goes_on(run, text, tmp_p
         said, _ = first.communicate(timeout=300)
     assert first.returncode == 143 and "saved" in said and 0 < len(losses(parts)) < 6
     done = run(*flags, "--resume", "--checkpoint_dir", parts)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and re.search(r"going on after step \d from .*step-00000\d", done.stdout), done.stderr
     assert losses(parts) == losses(whole)
     before = contents(parts / "step-000006")
     assert run(*flags, "--resume", "--checkpoint_dir", parts).returncode == 0  # nothing is left to do

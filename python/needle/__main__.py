@@ -87,7 +87,8 @@ def run_plan(options: argparse.Namespace) -> int:
     found = memory.plan(plannable(config, *shape))
     print(
         f"Pythia-{options.model}, {config.parameter_count():,} parameters, {attention}, "
-        f"{options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step, AdamW, {options.precision}"
+        f"micro-batches of {options.batch_size} x {options.seq_len} tokens, {options.accumulation_steps} per step, AdamW, "
+        f"{options.precision}"
     )
     print(found.table(options.depth))
     print(found.where)

@@ -497,7 +497,8 @@ class NDArray:
                 strides.append(stride)
                 offset += int(item) % n * stride
             else:
-                raise IndexError(f"[getitem] unsupported index of type {type(item).__name__} (accepted: int, slice, None, ...)")
+                accepted = "int, slice, None, ...; ops.embedding gives rows by their numbers"
+                raise IndexError(f"[getitem] unsupported index of type {type(item).__name__} (accepted: {accepted})")
             axis += 1
         offset = self._offset if 0 in shape else offset  # without elements it could end up beyond the memory
         return self._view(tuple(shape), tuple(strides), offset)
