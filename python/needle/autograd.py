@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 
 from . import dtype as dt
-from .backend_ndarray.device import process_lock
 from .backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_ndarray.ndarray import writes
 from .backend_selection import Device, NDArray, array_api, as_device
 from .errors import DeviceError, DTypeError, GraphError, ShapeError, type_name
 from .graph import Node, Segment, home_of, realize, shape_of, spec_of
+from .locks import process_lock
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from functools import cached_property, lru_cache
-from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -35,20 +33,6 @@ def drop_device_caches() -> None:
     """Gives back what needle keeps on devices between calls: the indices of block layouts, tables of angles."""
     for clear in caches:
         clear()
-
-
-def process_lock() -> Any:
-    """An RLock that a forked child does not wait for: the thread which held it then is not there to release it."""
-    lock = RLock()
-
-    def free_again() -> None:
-        if lock.acquire(blocking=False):  # nobody's, or the thread's that forked
-            lock.release()
-        else:
-            lock._at_fork_reinit()  # type: ignore[attr-defined]
-
-    os.register_at_fork(after_in_child=free_again)
-    return lock
 
 
 class BackendDevice:

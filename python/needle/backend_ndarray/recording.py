@@ -8,7 +8,8 @@ from threading import get_ident
 from types import ModuleType
 from typing import Any
 
-from .device import BackendDevice, process_lock
+from ..locks import process_lock
+from .device import BackendDevice
 from .host_memory import ALLOCATOR_FUNCTIONS
 
 _READS = ("to_numpy", "to_dlpack", "_strided")  # the last shares the memory of cpu_numpy

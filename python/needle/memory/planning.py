@@ -16,9 +16,10 @@ import numpy as np
 
 from ..amp import GradScaler
 from ..autograd import runs_in_its_call
-from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta, process_lock
+from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
 from ..backend_selection import as_device
 from ..errors import ShapeError, type_name
+from ..locks import process_lock
 from ..nn.nn_basic import Module
 from . import sites
 from .accounting import peak
