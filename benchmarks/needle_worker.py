@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 import needle as ndl
-from needle import amp, ops
+from needle import amp, nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
 from needle.models import Pythia, PythiaConfig
 from needle.optim import AdamW
@@ -145,6 +145,24 @@ def product(kind: str, size: int, density: float, device: str = "cpu", dtype: st
     return _case(lambda: calls[kind]() and None, where, blocks=layout.nnz)
 
 
+def conv(channels: int, side: int, batch_size: int, device: str = "cpu") -> Case:
+    """A layer of 3 x 3 kernels on images of side x side pixels, forward and all gradients."""
+    where = _device(device)
+    layer = nn.Conv(channels, channels, 3, device=where)
+    images = _array(np.random.default_rng(0), (batch_size, channels, side, side), where, requires_grad=True)
+    grad = _array(np.random.default_rng(1), images.shape, where)
+    return _case(lambda: layer(images).backward(grad), where)
+
+
+def recurrent(kind: str, width: int, positions: int, batch_size: int, device: str = "cpu") -> Case:
+    """A layer of nn.RNN or nn.LSTM over a sequence, forward and all gradients."""
+    where = _device(device)
+    layer = getattr(nn, kind)(width, width, device=where)
+    x = _array(np.random.default_rng(0), (positions, batch_size, width), where, requires_grad=True)
+    grad = _array(np.random.default_rng(1), x.shape, where)
+    return _case(lambda: layer(x)[0].backward(grad), where)
+
+
 def adds(count: int, device: str = "cpu") -> Case:
     """``count`` chained additions x + c of 4 x 4 arrays, forward and backward: nothing but overhead."""
     where = _device(device)
@@ -194,4 +212,4 @@ def gemm(m: int, k: int, n: int, device: str = "cpu", dtype: str = "float32", ow
 
 if __name__ == "__main__":
     os.environ.setdefault("NEEDLE_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", ""))
-    serve(pythia_step, generation, read, attention, product, adds, loss, gemm)
+    serve(pythia_step, generation, read, attention, product, conv, recurrent, adds, loss, gemm)

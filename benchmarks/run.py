@@ -48,6 +48,14 @@ def _generation(prompt: int, vocab_size: int = 10000, batch_size: int = 1, **mor
     return Row("generation", args, tokens=32 * batch_size, warmup=1)
 
 
+def _conv(channels: int, side: int) -> Row:
+    return Row("conv", {"channels": channels, "side": side, "batch_size": 64}, settle=1, steps=5)
+
+
+def _recurrent(kind: str) -> Row:
+    return Row("recurrent", {"kind": kind, "width": 512, "positions": 40, "batch_size": 16}, settle=1, steps=5)
+
+
 def _loss(rows: int, vocab_size: int) -> Row:
     return Row("loss", {"rows": rows, "vocab_size": vocab_size}, tokens=rows, settle=1, steps=3)
 
@@ -69,6 +77,7 @@ GROUPS: dict[str, list[Row]] = {
     ],
     "attention": ATTENTION,
     "loss": [_loss(rows, vocab_size) for rows in (1024, 4096) for vocab_size in (10000, 50304)],
+    "layers": [_conv(16, 32), _conv(64, 32), _conv(128, 16), _recurrent("RNN"), _recurrent("LSTM")],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
     "gemm": [_gemm(1024, 512, 50304), _gemm(1024, 512, 2048), _gemm(1024, 2048, 512), _gemm(512, 512, 512)],
     "gpu_step": [

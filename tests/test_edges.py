@@ -167,6 +167,17 @@ def test_iterating_over_a_view(device):
         np.testing.assert_array_equal([row.numpy() for row in view], wanted)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "float32", "int64"])
+@pytest.mark.parametrize("shape", [(67, 45), (8, 8), (3, 64, 33)])
+def test_a_transposition_moves_bits(device, dtype, shape):
+    """Whatever they mean as floats: numbers may go through registers made for those."""
+    bits = np.random.default_rng(0).integers(0, 256, (*shape, np.dtype(dtype).itemsize), dtype=np.uint8)
+    x = bits.view(dtype)[..., 0]
+    axes = tuple(range(x.ndim))[::-1]
+    found = NDArray(x, device=device, dtype=dtype).permute(axes).compact().numpy()
+    assert found.tobytes() == x.transpose(axes).tobytes()
+
+
 @pytest.mark.parametrize("n", [7, 300])  # one row; several tasks
 def test_assigning_a_view_of_the_array_to_the_array(device, n):
     def check(write, shape):

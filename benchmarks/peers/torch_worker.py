@@ -117,6 +117,32 @@ def attention(
     return _case(forward_backward if backward else forward, device)
 
 
+def _layer(layer: torch.nn.Module, shape: tuple[int, ...], device: str) -> Case:
+    """A layer's forward and all gradients, on an input of ``shape``, which its (first) output has, too."""
+    device = _place(device)
+    layer.to(device)
+    x = _array(np.random.default_rng(0), shape, device, "float32").requires_grad_()
+    grad = _array(np.random.default_rng(1), shape, device, "float32")
+
+    def step() -> None:
+        x.grad = None
+        layer.zero_grad()
+        out = layer(x)
+        (out[0] if isinstance(out, tuple) else out).backward(grad)
+
+    return _case(step, device)
+
+
+def conv(channels: int, side: int, batch_size: int, device: str = "cpu") -> Case:
+    """A layer of 3 x 3 kernels on images of side x side pixels, forward and all gradients."""
+    return _layer(torch.nn.Conv2d(channels, channels, 3, padding=1), (batch_size, channels, side, side), device)
+
+
+def recurrent(kind: str, width: int, positions: int, batch_size: int, device: str = "cpu") -> Case:
+    """A layer of nn.RNN or nn.LSTM over a sequence, forward and all gradients."""
+    return _layer(getattr(torch.nn, kind)(width, width), (positions, batch_size, width), device)
+
+
 def adds(count: int, device: str = "cpu") -> Case:
     """``count`` chained additions x + c of 4 x 4 arrays, forward and backward: nothing but overhead."""
     device = _place(device)
@@ -171,4 +197,4 @@ def product(kind: str, size: int, density: float, device: str = "cpu", dtype: st
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")  # no TF32, as in needle
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    serve(pythia_step, generation, read, attention, product, adds, loss, gemm)
+    serve(pythia_step, generation, read, attention, product, conv, recurrent, adds, loss, gemm)

@@ -5,8 +5,10 @@
 // move bits; a transposition goes by tiles.
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "../common/backend.h"
+#include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
 #include "../common/simd_cpu.h"
 #include "../common/strided_cpu.h"
@@ -34,6 +36,11 @@ void copy_walk(const T* from, T* to, const Walk<2>& walk) {
   if (const int across = to_stride == 1 ? walk.across(0) : 0) {
     const int64_t from_row = walk.strides[0][across], to_row = walk.strides[1][across];
     return walk.tiles(across, kGrain, [&](const auto& at, int64_t rows, int64_t cols) {
+      if constexpr (sizeof(T) >= sizeof(float)) {  // its bits, through registers
+        using Lane = std::conditional_t<sizeof(T) == sizeof(float), float, double>;
+        return transpose_tile(reinterpret_cast<const Lane*>(from + at[0]), from_stride, cols, rows,
+                              reinterpret_cast<Lane*>(to + at[1]), to_row);
+      }
       for (int64_t i = 0; i < rows; ++i)
         copy_row(from + at[0] + i * from_row, from_stride, to + at[1] + i * to_row, 1, cols);
     });
