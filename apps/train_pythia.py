@@ -170,7 +170,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
     start, first, peak = time.perf_counter(), trainer.step, 0
     kept = first if saved is not None and saved.parent.samefile(folder) else None  # the step that ``saved`` is of
     checkpoints = CheckpointFolder(folder, options.keep_last)
-    if saved is not None and kept is not None:
+    if kept is not None:
         checkpoints.go_on_from(saved)
 
     def save() -> Path:

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-psutil = pytest.importorskip("psutil")
-
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 
@@ -78,7 +76,7 @@ def test_a_waiting_contestant_is_stopped(interleave, script):
         states = [_state_of(pid)]
         worker.turn()
         states.append(_state_of(pid))
-        assert states == [psutil.STATUS_STOPPED] * 2
+        assert states == ["stopped"] * 2
     finally:
         worker.close()
 
@@ -122,6 +120,7 @@ def test_a_contestant_that_hangs_is_ended(interleave, script):
 
 def _state_of(pid):
     """The process's state, once the signal has been delivered."""
+    psutil = pytest.importorskip("psutil")  # gpu-check works with what the machine has
     for _ in range(100):
         state = psutil.Process(pid).status()
         if state == psutil.STATUS_STOPPED:

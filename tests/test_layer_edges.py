@@ -475,7 +475,7 @@ def test_a_data_set_that_takes_one_index_is_said_to():
     for wrong in (OneByOne([1.0, 2.0, 3.0]), [1.0, 2.0, 3.0]):
         with pytest.raises(TypeError, match=rf"\[DataLoader\] {type(wrong).__name__} takes one index, no array"):
             next(iter(data.DataLoader(wrong, 2)))
-    with pytest.raises(ValueError, match="truth value"):  # one of the items fails by itself: that is what is wrong
+    with pytest.raises(AttributeError, match="missing"):  # one of the items fails by itself: that is what is wrong
         next(iter(data.DataLoader(OneByOne(range(8)), 8)))
 
 

@@ -34,8 +34,6 @@ from pythia_app.loading import tokenizer_of_run
 from pythia_app.options import parse
 from pythia_app.trainer import Trainer
 
-psutil = pytest.importorskip("psutil")
-
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -915,25 +913,35 @@ def test_an_evaluation_that_was_not_marked_is_recorded_once(main, tmp_path, monk
     assert [row["step"] for row in rows if "held_out_loss" in row] == [row["step"] for row in rows if "sample" in row] == [2, 4]
 
 
-def test_interrupted_before_training(text, tmp_path):
+@pytest.fixture
+def wait_for_library():
+    """Waits until a process has a library of that name in its memory, looking every so many seconds."""
+    psutil = pytest.importorskip("psutil")  # gpu-check works with what the machine has
+
+    def wait(process, name, seconds):
+        while not any(name in mapped.path for mapped in psutil.Process(process.pid).memory_maps()):
+            time.sleep(seconds)
+
+    return wait
+
+
+def test_interrupted_before_training(text, tmp_path, wait_for_library):
     """While the tokenizer is trained: nothing is left, in the cache or the run's folder."""
     cache, folder = tmp_path / "cache", tmp_path / "run"
     with subprocess.Popen(
         [sys.executable, "apps/train_pythia.py", "--vocab_size", "30000", "--checkpoint_dir", str(folder)], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "NEEDLE_CACHE": str(cache)},
     ) as process:  # fmt: skip
-        while not any("tokenizers" in mapped.path for mapped in psutil.Process(process.pid).memory_maps()):
-            time.sleep(0.02)
+        wait_for_library(process, "tokenizers", 0.02)
         process.send_signal(signal.SIGINT)
         said, complained = process.communicate(timeout=120)
     assert process.returncode == 130 and "stopped at once" in complained and "Traceback" not in complained and said == ""
     assert not folder.exists() and not [path for path in cache.rglob("*") if path.is_file()]
 
 
-def test_interrupted_while_importing():
+def test_interrupted_while_importing(wait_for_library):
     with subprocess.Popen([sys.executable, "apps/train_pythia.py"], cwd=ROOT, stderr=subprocess.PIPE) as process:
-        while not any("numpy" in mapped.path for mapped in psutil.Process(process.pid).memory_maps()):
-            time.sleep(0.005)
+        wait_for_library(process, "numpy", 0.005)
         process.send_signal(signal.SIGINT)
         assert b"Traceback" not in process.stderr.read() and process.wait() in (-signal.SIGINT, 130)
 

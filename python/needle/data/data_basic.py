@@ -72,22 +72,12 @@ class DataLoader:
         try:
             return self.dataset[indices]
         except Exception as error:  # an array in the place of an int fails in any way, and in words that name no index
-            if not self._gives_each(indices):
-                raise
-            kind = type(self.dataset).__name__
-            raise TypeError(
-                f"[DataLoader] {kind} takes one index, no array of them (accepted: all items of a batch at once, as x[indices] of "
-                "numpy gives them)"
-            ) from error
-
-    def _gives_each(self, indices: np.ndarray) -> bool:
-        """Whether the data set gives every one of the items when it is asked for it alone."""
-        try:
             for index in indices:
-                self.dataset[int(index)]
-        except Exception:
-            return False
-        return True
+                self.dataset[int(index)]  # one that fails by itself says what is wrong
+            raise TypeError(
+                f"[DataLoader] {type(self.dataset).__name__} takes one index, no array of them (accepted: all items of a batch at "
+                "once, as x[indices] of numpy gives them)"
+            ) from error
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
