@@ -2,6 +2,7 @@
 file(GLOB cuda_kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/kernels/*_cuda.cu)
 # The module itself is host code, for the C++ compiler in both cases: nvcc would read the bindings once per architecture.
 set(cuda_module ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cc ${PROJECT_SOURCE_DIR}/src/common/cublaslt.cc)
+set_source_files_properties(${cuda_module} PROPERTIES COMPILE_OPTIONS "${light};-fno-sanitize=all")  # instrumenting takes long
 
 # Compiling for GPUs takes minutes: without being asked to, only where there is one. A container may have the fourth alone.
 file(GLOB gpus /dev/nvidia[0-9]* /dev/dxg)
@@ -53,11 +54,8 @@ if(NEEDLE_CUDA_SIM)
   endforeach()
   needle_module(ndarray_backend_cuda_sim cuda_sim ${cuda_module} ${sim_wrappers} ${sim_sources})
   needle_host_flags(ndarray_backend_cuda_sim)
-  # There are hundreds of kernels and each gets little work here: -O1 compiles them faster, and -g1 gives the source line of a
-  # fault. A debug build keeps its own flags, for gdb.
-  set(sim_options "$<$<NOT:$<CONFIG:Debug>>:-O1;-g1>")
-  # The bindings hold no kernel, and instrumenting them takes long.
-  set_source_files_properties(${cuda_module} PROPERTIES COMPILE_OPTIONS "${sim_options};-fno-sanitize=all")
+  # There are hundreds of kernels and each gets little work here: they are light, too, and -g1 gives the source line of a fault.
+  set(sim_options "${light};$<$<NOT:$<CONFIG:Debug>>:-g1>")
   if(NEEDLE_RACE)
     # The kernels' memory accesses call the emulator's __tsan_* hooks; libtsan itself is not linked.
     list(APPEND sim_options -fsanitize=thread -fno-tree-loop-distribute-patterns)

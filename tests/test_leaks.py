@@ -17,6 +17,7 @@ import needle as ndl
 from needle import amp, memory, nn, ops
 from needle.errors import GraphError, ShapeError
 
+pytestmark = pytest.mark.usefixtures("few_objects")
 layer = None
 
 
@@ -112,11 +113,6 @@ def leak_generator(check):
         check.step()
 
 
-@functools.lru_cache
-def remembered(step):
-    return relu_of_layer()
-
-
 def leak_function(check):
     def remember(loss):
         remember.losses.append(loss)
@@ -129,6 +125,10 @@ def leak_function(check):
 
 
 def leak_cache(check):
+    @functools.lru_cache
+    def remembered(step):
+        return relu_of_layer()
+
     for step in range(6):
         remembered(step)
         check.step()
@@ -147,11 +147,10 @@ def leak_inside(check):
     errors.clear()  # they hold this frame, which holds them
 
 
-class Shared:
-    states: ClassVar[list] = []
-
-
 def leak_class(check):
+    class Shared:
+        states: ClassVar[list] = []
+
     for _ in range(6):
         Shared.states.append(relu_of_layer())
         check.step()
@@ -212,8 +211,6 @@ def with_layer(cpu):
     layer = nn.Linear(16, 16, device=cpu)
     yield
     layer = None
-    remembered.cache_clear()
-    Shared.states.clear()
 
 
 @pytest.mark.parametrize("run, name", LEAKS, ids=[run.__name__ for run, _ in LEAKS])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shutil
 import subprocess
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -54,13 +54,11 @@ def _compile(command: list[str]) -> None:
 
 
 class Programs:
-    """Builds programs, each once, and runs them."""
+    """Builds programs, each once, and runs them. folder: several test processes may share it."""
 
     def __init__(self, folder: Path, ahead: list[tuple[str, str]]):
         self.folder = folder
         self.pool = ThreadPoolExecutor(2)
-        self.lock = threading.Lock()
-        self.runtimes: dict[str, Future] = {}
         self.programs: dict[tuple[str, str], Future] = {}
         for name, mode in ahead:
             self.submit(name, mode)
@@ -70,24 +68,24 @@ class Programs:
             self.programs[name, mode] = self.pool.submit(self.compile, name, mode)
         return self.programs[name, mode]
 
+    def once(self, path: Path, *commands: list[str]) -> Path:
+        """The file that the last of the commands makes. The first to ask runs them, other threads and processes wait."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                for command in commands:
+                    _compile(command)
+        return path
+
     def runtime(self, mode: str) -> list[str]:
-        """The emulator's objects. The first to ask compiles them, others wait."""
-        with self.lock:
-            mine = mode not in self.runtimes
-            future = self.runtimes.setdefault(mode, Future())
-        if mine:
-            compiler, flags, _, _ = MODES[mode]
-            folder = self.folder / mode / "runtime"
-            folder.mkdir(parents=True)
-            sources = sorted((COMMON / "cuda_sim").glob("*.cc"))
-            objects = [str(folder / f"{source.stem}.o") for source in sources]
-            try:
-                for source, out in zip(sources, objects, strict=True):
-                    _compile([compiler, *BASE_FLAGS, *flags, "-c", str(source), "-o", out])
-                future.set_result(objects)
-            except AssertionError as error:
-                future.set_exception(error)
-        return future.result()
+        """The emulator's objects."""
+        compiler, flags, _, _ = MODES[mode]
+        objects = []
+        for source in sorted((COMMON / "cuda_sim").glob("*.cc")):
+            out = self.folder / mode / "runtime" / f"{source.stem}.o"
+            objects.append(str(self.once(out, [compiler, *BASE_FLAGS, *flags, "-c", str(source), "-o", str(out)])))
+        return objects
 
     def compile(self, name: str, mode: str) -> Path | None:
         compiler, flags, program_flags, link_flags = MODES[mode]
@@ -96,9 +94,11 @@ class Programs:
         objects = self.runtime(mode)
         program = self.folder / mode / name
         source = ["-x", "c++", "-c", str(HERE / f"{name}.cu"), "-o", f"{program}.o"]
-        _compile([compiler, *BASE_FLAGS, *flags, *program_flags, *source])
-        _compile([compiler, *flags, *link_flags, f"{program}.o", *objects, "-o", str(program), "-lpthread", "-ldl"])
-        return program
+        return self.once(
+            program,
+            [compiler, *BASE_FLAGS, *flags, *program_flags, *source],
+            [compiler, *flags, *link_flags, f"{program}.o", *objects, "-o", str(program), "-lpthread", "-ldl"],
+        )
 
     def run(self, name: str, mode: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
         launcher = []
@@ -122,6 +122,8 @@ class Programs:
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory, request):
     whole_run = sum(item.path.parent == HERE for item in request.session.items) > 20
-    built = Programs(tmp_path_factory.mktemp("cuda_sim"), NEEDED if whole_run else [])
+    mine = tmp_path_factory.getbasetemp()
+    shared = mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine
+    built = Programs(shared / "cuda_sim", NEEDED if whole_run else [])
     yield built
     built.pool.shutdown(cancel_futures=True)
