@@ -31,10 +31,11 @@ def test_a_parameter_that_has_grown_under_its_optimizer(device, kind):
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 1), (6,)])
-def test_a_gradient_of_another_shape(device, kind, shape):
+def test_a_parameter_of_another_shape_than_its_gradient(device, kind, shape):
     p = nn.Parameter(leaf(np.ones((2, 3)), device))
-    p.grad = leaf(np.ones(shape), device)
-    with pytest.raises(ShapeError, match=r"\[optim\] a gradient is .*, its parameter is \(2, 3\)"):
+    p.grad = leaf(np.ones((2, 3)), device)
+    p.data = leaf(np.ones(shape), device)
+    with pytest.raises(ShapeError, match=r"\[optim\] a gradient is \(2, 3\), its parameter is "):
         kind([p]).step()
     np.testing.assert_array_equal(p.numpy(), 1)
 
@@ -42,9 +43,10 @@ def test_a_gradient_of_another_shape(device, kind, shape):
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 def test_a_gradient_that_does_not_fit_leaves_all_parameters(device, kind):
     first, second = (nn.Parameter(leaf(np.ones(2), device)) for _ in range(2))
-    first.grad, second.grad = leaf(np.ones(2), device), leaf(np.ones(3), device)
+    first.grad, second.grad = leaf(np.ones(2), device), leaf(np.ones(2), device)
+    second.data = leaf(np.ones(3), device)
     optimizer = kind([first, second])
-    with pytest.raises(ShapeError, match=r"a gradient is \(3,\)"):
+    with pytest.raises(ShapeError, match=r"a gradient is \(2,\)"):
         optimizer.step()
     np.testing.assert_array_equal(first.numpy(), 1)
     assert getattr(optimizer, "t", 0) == 0

@@ -586,13 +586,16 @@ class Tensor(Value):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient that the last backward found, a Tensor of this shape; None before."""
+        """The gradient that the last backward found, a Tensor of this shape; None before.
+
+        raises, when assigned: DTypeError for what is no Tensor, ShapeError and DeviceError for one that does not fit.
+        """
         return self._grad
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if value is not None and not isinstance(value, Tensor):
-            raise DTypeError(f"[grad] cannot assign {type_name(value)} (accepted: a Tensor, or None)")
+        if value is not None:
+            _check_gradient("[grad] the gradient", value, self)
         if value is not None and value._data is not None and value._data.category == ACTIVATION:  # that nobody has named yet
             value._data.category = GRADIENT
         self._grad = value
@@ -685,12 +688,7 @@ class Tensor(Value):
             raise GraphError("[backward] this tensor has no history: no input required a gradient, or it was detached")
         device = self.device
         if out_grad is not None:
-            if not isinstance(out_grad, Tensor):
-                raise DTypeError(f"[backward] out_grad is {type_name(out_grad)} (accepted: Tensor)")
-            if out_grad.shape != self.shape:
-                raise ShapeError(f"[backward] out_grad is {out_grad.shape} (accepted: {self.shape}, the shape of the tensor)")
-            if out_grad.device != device:
-                raise DeviceError(f"[backward] out_grad is on {out_grad.device} (accepted: {device}, where the tensor is)")
+            _check_gradient("[backward] out_grad", out_grad, self)
         with _accumulating if accumulate else nullcontext():
             before = device.set_current_category(GRADIENT)
             try:
@@ -823,6 +821,16 @@ class Tensor(Value):
     def astype(self, dtype) -> Tensor:
         """The values in another dtype; the gradient comes back in this one."""
         return ops.astype(self, dtype)
+
+
+def _check_gradient(what: str, grad: Any, of: Tensor) -> None:
+    """raises: DTypeError, ShapeError or DeviceError for what cannot be a gradient of ``of``. Its dtype may be another."""
+    if not isinstance(grad, Tensor):
+        raise DTypeError(f"{what} is of type {type_name(grad)} (accepted: a Tensor, or None)")
+    if grad.shape != of.shape:
+        raise ShapeError(f"{what} is {grad.shape} (accepted: {of.shape}, the shape of the tensor)")
+    if grad.device != of.device:
+        raise DeviceError(f"{what} is on {grad.device} (accepted: {of.device}, where the tensor is)")
 
 
 def _axes(op: str, axes: Any, axis: Any, dtype: Any, out: Any) -> Any:
