@@ -158,6 +158,31 @@ def test_what_is_computed_in_the_place_of_a_buffer_is_state(host):
     assert {name: value.tolist() for name, value in model.state_dict().items()} == {"weight": [2], "mean": [9]}
 
 
+def test_what_is_assigned_in_the_place_of_a_parameter(device):
+    """It would be gone from parameters(), and be trained no more, without a word."""
+    model = nn.Linear(2, 3, device=device)
+    weight = leaf(np.ones((2, 3)), device)
+    model.weight = weight
+    assert [name for name, _ in model.named_parameters()] == ["weight", "bias"] and isinstance(model.weight, nn.Parameter)
+    model(leaf([[1.0, 2.0]], device)).backward()
+    SGD(model.parameters(), lr=1.0).step()
+    assert model.weight.numpy().tolist() == [[0, 0, 0], [-1, -1, -1]] == weight.numpy().tolist()  # it has its memory
+    model.weight = leaf(np.ones((2, 3)), device, requires_grad=False)
+    assert not model.weight.requires_grad
+    for wrong in (model.weight * 0.5 + leaf(np.ones((2, 3)), device), np.ones((2, 3)), ndl.NDArray([1.0]), False):
+        with pytest.raises(TypeError, match=r"\[Linear\] weight would be .* in place of a Parameter"):
+            model.weight = wrong
+    model.bias = None
+    assert model.parameters() == [model.weight] and model(leaf([[1.0, 2.0]], device)).numpy().tolist() == [[3, 3, 3]]
+    before = model.weight
+    del model.weight
+    model.weight = before * 0.5  # PyTorch's way to say that it is a parameter no more
+    assert model.parameters() == [] and type(model.weight) is ndl.Tensor
+    norm = nn.BatchNorm1d(2, device=device)
+    with pytest.raises(TypeError, match=r"\[BatchNorm1d\] running_mean would be .* in place of a Buffer"):
+        norm.running_mean = np.zeros(2)
+
+
 def test_a_state_has_running_statistics(device):
     def network():
         return nn.Sequential(nn.Linear(3, 3, device=device), nn.Residual(nn.BatchNorm1d(3, device=device)))

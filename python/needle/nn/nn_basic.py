@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,16 @@ class Buffer(Tensor):
         super().__init__(array, requires_grad=False, **kwargs)
 
 
+def _in_place_of(before: Parameter | Buffer, value: Any, what: str) -> Parameter | Buffer:
+    """``value`` as a Parameter or a Buffer, whichever ``before`` is. raises: TypeError."""
+    if isinstance(value, Tensor) and isinstance(before, Buffer):
+        return Buffer(value)
+    if isinstance(value, Tensor) and value.is_leaf():
+        return Parameter(value, requires_grad=value.requires_grad)
+    got = "the result of an op" if isinstance(value, Tensor) else f"of type {type_name(value)}"
+    raise TypeError(f"{what} would be {got} in place of a {type(before).__name__} (accepted: a Tensor that no op made, or None)")
+
+
 def _parts(value: object, path: str = "") -> Iterator[tuple[str, Parameter | Buffer | Module]]:
     """(path, part) of each Parameter, Buffer and Module in ``value``, also within lists, tuples and dicts; not inside modules."""
     if isinstance(value, (Parameter, Buffer, Module)):
@@ -101,9 +112,15 @@ class Module:
     rematerialized = False  # set by nn.remat: calls keep no inner arrays for backward
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A Tensor assigned in place of a Buffer becomes a Buffer: a running mean computed from the old one stays in the state."""
-        if type(value) is Tensor and isinstance(self.__dict__.get(name), Buffer):
-            value = Buffer(value)
+        """A Tensor assigned in place of a Parameter or a Buffer becomes one, on the same array: it stays in ``parameters()`` and in
+        the state.
+
+        raises: TypeError in the place of either for what is no Tensor, None or Module; in that of a Parameter for what an op made,
+        whose history would be lost (after ``del`` it can be assigned, and is no parameter then).
+        """
+        before = self.__dict__.get(name)
+        if isinstance(before, (Parameter, Buffer)) and not isinstance(value, (Parameter, Buffer, Module, NoneType)):
+            value = _in_place_of(before, value, f"[{type(self).__name__}] {name}")
         super().__setattr__(name, value)
 
     def parameters(self) -> list[Tensor]:
