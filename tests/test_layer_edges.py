@@ -454,6 +454,23 @@ class Pairs(data.Dataset):
         return np.arange(12.0).reshape(6, 2)[index]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_ids_that_are_no_whole_numbers(host, dtype):
+    """The course has whole ones in floats; the rows of others would be those of another id."""
+    rows = leaf(np.eye(3), host)
+    uses = {
+        "embedding": lambda ids: ops.embedding(rows, ids),
+        "one_hot": lambda ids: ndl.init.one_hot(3, ids, device=host),
+        "cross_entropy": lambda ids: ops.cross_entropy(rows[:2], ids),
+        "linear_cross_entropy": lambda ids: ops.linear_cross_entropy(rows[:2], rows, ids),
+    }
+    for name, use in uses.items():
+        for wrong in (1.5, -0.5, float("nan")):
+            with pytest.raises(IndexError, match=rf"\[{name}\] {wrong} at position 1 is no whole number"):
+                use(leaf([1, wrong], host, dtype))
+        np.testing.assert_array_equal(use(leaf([1, 2], host, dtype)).numpy(), use(leaf([1, 2], host, "int32")).numpy())
+
+
 def test_a_loader_is_its_own_iterator():
     """As the course has it. The order is drawn when a pass begins."""
     mixed = data.NDArrayDataset(np.arange(3), [4, 5, 6], ndl.Tensor([7, 8, 9]))

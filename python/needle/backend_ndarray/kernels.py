@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from .. import dtype as dt
 from ..errors import DTypeError, ShapeError, type_name
 from .block_layout import BlockLayout
@@ -60,6 +62,18 @@ def _from_first(x: NDArray) -> Any:
 def _as_ids(ids: NDArray) -> NDArray:
     """Whole numbers as int32 or int64; floats (the course's data) are cast."""
     return ids if ids._dtype in ("int32", "int64") else ids.astype("int32")
+
+
+def _whole_ids(op: str, ids: NDArray) -> NDArray:
+    """``_as_ids``. raises: IndexError for a fraction or NaN, which a cast would make another id of: on CPU devices, where a look at
+    the values waits for nothing.
+    """
+    if dt.is_float(ids._dtype) and ids._device.name in ("cpu", "cpu_numpy"):
+        values = ids.numpy().reshape(-1)
+        parts = np.flatnonzero(values != np.trunc(values))
+        if len(parts):
+            raise IndexError(f"[{op}] {values[parts[0]]} at position {parts[0]} is no whole number (accepted: ids)")
+    return _as_ids(ids)
 
 
 def _rows_cols(op: str, x: NDArray) -> tuple[int, int]:
@@ -231,7 +245,7 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
 
 def embedding(weight: NDArray, ids: NDArray) -> NDArray:
     """one_hot(ids) @ weight as a gather: weight (V, D), ids (...) -> (..., D). raises: IndexError for an id outside 0..V-1."""
-    ids = _as_ids(ids)
+    ids = _whole_ids("embedding", ids)
     _check("embedding", weight, others=(ids,))
     if weight.ndim != 2:
         raise ShapeError(f"[embedding] weight is {weight._shape} (accepted: (vocabulary, features))")
@@ -256,7 +270,7 @@ def embedding_backward(dy: NDArray, ids: NDArray, vocab: int, into: NDArray | No
 
 def one_hot(ids: NDArray, depth: int, dtype: str = "float32") -> NDArray:
     """(...) -> (..., depth). raises: IndexError for an id outside 0..depth-1."""
-    ids = _as_ids(ids)
+    ids = _whole_ids("one_hot", ids)
     out = _new(as_shape((*ids._shape, depth)), dt.name_of(dtype), ids._device)
     ids._device.require().one_hot(ids.contiguous_handle(), out._handle, ids.size, depth)
     return out
@@ -270,7 +284,7 @@ def cross_entropy(logits: NDArray, targets: NDArray, ignore_index: int = IGNORE_
 
     lse is the sum of its two parts, the largest logit and the log of a sum of exponentials, which together keep the digits of both.
     """
-    targets = _as_ids(targets)
+    targets = _whole_ids("cross_entropy", targets)
     _check("cross_entropy", logits, others=(targets,))
     if logits.ndim != 2 or targets._shape != logits._shape[:1]:
         raise ShapeError(f"[cross_entropy] logits are {logits._shape}, targets {targets._shape} (accepted: (N, V) and (N,))")
@@ -324,7 +338,7 @@ def linear_cross_entropy(
     so the hard cap is max(chunk_bytes, one row). Each logit is computed once: three matrix products in all.
     compute_dtype: what hidden, weight and logits are cast to; the gradients are float32 then, and with 16-bit inputs.
     """
-    targets = _as_ids(targets)
+    targets = _whole_ids("linear_cross_entropy", targets)
     if compute_dtype is not None:
         hidden, weight = hidden.astype(compute_dtype, copy=False), weight.astype(compute_dtype, copy=False)
     _check("linear_cross_entropy", hidden, weight, others=(targets,))

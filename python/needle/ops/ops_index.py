@@ -167,6 +167,7 @@ class Embedding(TensorOp):
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows of ``weight`` (V, D) by id: ids (...), whole numbers of any dtype -> (..., D).
 
-    raises: IndexError for an id outside 0..V-1 (on a GPU at the next synchronisation), ShapeError.
+    raises: IndexError for an id outside 0..V-1 (on a GPU at the next synchronisation) or, on a CPU, a fraction (a GPU cuts it off);
+    ShapeError.
     """
     return Embedding()(weight, ids)

@@ -76,7 +76,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = kernels.I
     """Mean cross entropy, in nats, shape (1,): logits (..., V), targets (...) of whole numbers, or (N) of them.
 
     Targets equal to ``ignore_index`` do not count; if none counts, the loss is 0.
-    raises: ShapeError, IndexError for a target outside 0..V-1.
+    raises: ShapeError, IndexError for a target outside 0..V-1 or, on a CPU, a fraction (a GPU cuts it off).
     """
     check_tensors("cross_entropy", logits, targets)
     _check_ignored("cross_entropy", ignore_index)
