@@ -210,6 +210,42 @@ def test_sites_of_modules_that_have_gone_are_forgotten(limited):
     assert made.module == "weight" and first.shape == (64, 64)  # of the layer that is alone
 
 
+def test_a_failure_while_gradients_are_added_does_not_wait_for_a_plan_that_adds_some(limited, monkeypatch):
+    """Each of the two threads has the lock that the other one wants next."""
+    monkeypatch.setattr(memory.explain, "PATIENCE_S", 0.1)
+    memory.set_limit(memory.stats(limited).live + (1 << 20), limited)
+    failing, planning, texts, plans = threading.Event(), threading.Event(), [], []
+
+    class Large(ops.MulScalar):
+        def gradient(self, out_grad, node):
+            failing.set()
+            assert planning.wait(60)
+            return ndl.zeros(1 << 20, device=limited)
+
+    def build(device):
+        w = nn.Parameter(ndl.ones(1000, device=device))
+
+        def step():
+            loss = (w * 2).sum()
+            planning.set()
+            assert failing.wait(60)
+            loss.backward(accumulate=True)
+
+        return step
+
+    def train():
+        with memory.advise(lambda: build), pytest.raises(OutOfMemoryError) as caught:
+            Large(2.0)(ndl.Tensor([1.0, 2.0], device=limited)).sum().backward(accumulate=True)
+        texts.append(str(caught.value))
+
+    threads = [threading.Thread(target=run, daemon=True) for run in (train, lambda: plans.append(memory.plan(build)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(plans) == 1 and "another thread is planning" in texts[0]
+
+
 def test_two_threads_forget_sites_at_once(monkeypatch):
     """Both are in an allocation, which must not fail by it."""
 

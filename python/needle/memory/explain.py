@@ -15,11 +15,12 @@ from ..backend_ndarray.host_memory import CATEGORIES
 from ..backend_selection import as_device
 from ..errors import OutOfMemoryError
 from . import sites
-from .planning import Build, peak_bytes
+from .planning import Build, peak_bytes, planning
 from .trace import ModuleNames, grouped, holders
 from .units import readable
 
 HOLDERS_SHOWN = 5
+PATIENCE_S = 30.0  # with which an explanation waits for its turn to plan
 
 
 class advise:
@@ -135,7 +136,14 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
         taken = _advisers[-1].taken(device)
         if taken:
             yield f"{readable(taken)} were taken before the run"
-        yield _advisers[-1].text(budget - taken)
+        if not planning.acquire(timeout=PATIENCE_S):  # not for ever: who plans may wait for what this thread holds
+            yield "what the step needs is not known: another thread is planning"
+            return
+        try:
+            text = _advisers[-1].text(budget - taken)
+        finally:
+            planning.release()
+        yield text
     else:
         yield "what the step needs, and what would fit: needle.memory.plan, or run it inside needle.memory.advise"
 

@@ -28,7 +28,7 @@ from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
 Build = Callable[[BackendDevice], Callable[[], Any]]
-_planning = process_lock()  # the meta device has one allocator: threads plan in turns
+planning = process_lock()  # the meta device has one allocator: threads plan in turns
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,14 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
 
     ``build`` makes a model, an optimizer and data on the device it is given and returns the function that makes one training step.
     The second step is the first with all the optimizer's state. device: another one runs it for real, to be compared.
+    Meanwhile Python's collector is off, and afterwards numpy's global stream is where it was: numbers that other threads drew from
+    it (``nn.Dropout`` does) come again.
     raises: TypeError if ``build`` is or returns no function, or returns a generator or coroutine, which no call runs; ShapeError if
     nothing was made on ``meta``; GraphError inside of another plan.
     """
     device = meta() if device is None else as_device(device)
     reads: dict[str, None] = {}
-    with _planning, _alone(device), _reads_noted(reads), trace(device) as t:
+    with planning, _alone(device), _reads_noted(reads), trace(device) as t:
         step = _built(build, device)
         for i in range(steps):
             t.mark(f"step {i + 1}")
@@ -124,7 +126,7 @@ _ENDS = {plan.__code__, GradScaler.step.__code__}
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
     """``plan(...).peak_bytes`` by the allocator's own counters: faster, since there is no trace; ``Plan.reads`` is not found."""
     device = meta() if device is None else as_device(device)
-    with _planning, _alone(device), peak(device) as found:
+    with planning, _alone(device), peak(device) as found:
         step = _built(build, device)
         for _ in range(steps):
             step()
