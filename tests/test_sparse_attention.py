@@ -125,7 +125,8 @@ def test_layouts_say_what_is_wrong(host):
             ops.attention(wide, wide, wide, dense_layout(64, 64))
     with pytest.raises(ShapeError, match="accepted: local, global, mixed"):
         causal_pattern("diagonal", 4, 16)
-    for wrong in ({"pattern": "diagonal"}, {"block": 0}, {"block": 20}, {"window": 0}):  # where it is written, not in forward
+    # Where it is written, not in forward.
+    for wrong in ({"pattern": "diagonal"}, {"block": 0}, {"block": 20}, {"window": 0}, {"window": 1.5}):
         for make in (nn.BlockSparseAttention, PythiaConfig().with_sparse):
             with pytest.raises(ShapeError, match="accepted: "):
                 make(**wrong)
@@ -137,4 +138,7 @@ def test_layouts_say_what_is_wrong(host):
         nn.BlockSparseLinear(32, 32, np.ones((2, 2)))
     with pytest.raises(ShapeError, match="stride 0"):
         causal_pattern("global", 4, 16, stride=0)
+    for too_many in (lambda: causal_pattern("local", 62_500, 16), lambda: dense_layout(10**6, 10**6, 16)):
+        with pytest.raises(ShapeError, match=r"62,500 x 62,500 blocks of 16 positions are too many .* or 131,072 positions"):
+            too_many()
     assert causal_pattern("local", 8, 64).density == 15 / 36 and causal_pattern("global", 4, 16, stride=1).density == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from weakref import WeakSet
 
@@ -12,6 +13,7 @@ from .device import BackendDevice, caches, device_cache
 from .ndarray import NDArray
 
 BLOCK_SIZES = range(16, 129, 16)  # edges of a block that the kernels take
+MOST_BLOCKS = 1 << 26  # that a mask may have: making a layout of so many takes 2 GiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,8 +131,20 @@ def _pointers(lines: np.ndarray, n_lines: int) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.bincount(lines, minlength=n_lines))]).astype(np.int32)
 
 
+def check_count(rows: int, cols: int, block: int) -> None:
+    """raises: ShapeError if a mask of rows x cols blocks would be too large to be made."""
+    if rows * cols > MOST_BLOCKS:
+        positions = math.isqrt(MOST_BLOCKS) * block
+        raise ShapeError(
+            f"[BlockLayout] {rows:,} x {cols:,} blocks of {block} positions are too many (accepted: {MOST_BLOCKS:,} blocks, or "
+            f"{positions:,} positions)"
+        )
+
+
 @device_cache(maxsize=64)
 def dense_layout(rows: int, cols: int, block: int = 64, causal: bool = True, q_start: int = 0) -> BlockLayout:
     """Every block of a (rows, cols) matrix in elements, tails included; causal drops the future."""
-    mask = np.ones((-(-rows // block), -(-cols // block)), bool)
+    shape = -(-rows // block), -(-cols // block)
+    check_count(*shape, block)
+    mask = np.ones(shape, bool)
     return BlockLayout(mask, block, causal, q_start)

@@ -266,7 +266,9 @@ def stream(
     for name, ids in (("eos_token_id", config.eos_ids), ("pad_token_id", (config.pad_id,))):
         if any(i >= vocab_size for i in ids):
             raise IndexError(f"[generate] {name} {max(ids)} is outside the vocabulary (0..{vocab_size - 1})")
-    return _tokens(model, as_prompts(input_ids, vocab_size), config)
+    prompts = as_prompts(input_ids, vocab_size)
+    model.config.layout(max(map(len, prompts)) + config.max_new_tokens - 1)  # refuses too many positions; the decoder finds it made
+    return _tokens(model, prompts, config)
 
 
 def _tokens(model: Pythia, prompts: list[np.ndarray], config: GenerationConfig) -> Iterator[np.ndarray]:

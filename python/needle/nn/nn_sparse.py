@@ -6,7 +6,7 @@ import numpy as np
 
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
-from ..backend_ndarray.block_layout import BlockLayout
+from ..backend_ndarray.block_layout import BlockLayout, check_count
 from ..backend_ndarray.device import device_cache
 from ..errors import DTypeError, ShapeError, type_name
 from .nn_basic import Module, Parameter
@@ -21,18 +21,19 @@ def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, strid
     local: each block of queries sees itself and the ``window`` - 1 blocks before it.
     global: itself, the first block, and every ``stride``-th block before it.
     mixed: local and global together.
-    raises: ShapeError for another name or a window below 1.
+    raises: ShapeError for another name, a window or stride below 1, and more blocks than a mask can have.
     """
     if pattern not in PATTERNS:
         raise ShapeError(f"[pattern] unknown pattern: {pattern} (accepted: {', '.join(PATTERNS)})")
-    if window < 1 or stride < 1:
-        raise ShapeError(f"[pattern] window {window}, stride {stride} (accepted: at least 1)")
+    if any(not hasattr(n, "__index__") or n < 1 for n in (window, stride)):
+        raise ShapeError(f"[pattern] window {window!r}, stride {stride!r} (accepted: whole numbers of at least 1)")
+    check_count(blocks, blocks, block)
     row, col = np.arange(blocks)[:, None], np.arange(blocks)[None, :]
     mask = row == col
     if pattern in ("local", "mixed"):
-        mask = mask | ((row - col >= 0) & (row - col < window))
+        mask |= col > row - min(window, blocks)
     if pattern in ("global", "mixed"):
-        mask = mask | (col % stride == 0)
+        mask |= col % stride == 0
     return BlockLayout(mask & (col <= row), block, causal=True)
 
 
