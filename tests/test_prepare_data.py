@@ -334,6 +334,16 @@ def test_what_a_run_left_may_be_damaged(tmp_path, tokenizer, small):
             (tmp_path / ".x.partial" / name).write_bytes(damaged)
             with pytest.raises(DataError, match=rf"\[output\] cannot go on: .*{name}: .* \(--restart begins again\)"):
                 prepare(*given, tokenizer=tokenizer)
+        as_written = json.loads(kept)
+        for field in {"run.json": ("skipped",), "state.json": ("totals", "place", "writer")}[name]:
+            empty = type(as_written[field])()
+            parts = [{**as_written[field], "tokens": n} for n in ("1", -1, None, 0.5)] if field in ("totals", "writer") else []
+            for wrong in (None, 3, "x", [[]], ["x", 0, 1], {"x": 1}, *parts, *([empty] if name == "state.json" else ())):
+                (tmp_path / ".x.partial" / name).write_text(json.dumps({**as_written, field: wrong}))
+                with pytest.raises(
+                    DataError, match=rf"\[output\] cannot go on: .*{name}: {field} is .* \(--restart begins again\)"
+                ):
+                    prepare(*given, tokenizer=tokenizer)
         (tmp_path / ".x.partial" / name).write_bytes(kept)
     prepare(*given, tokenizer=tokenizer)
     prepare(str(tmp_path / "in"), tmp_path / "y", tokenizer=tokenizer)

@@ -11,6 +11,7 @@ import filecmp
 import hashlib
 import json
 import os
+import reprlib
 import shutil
 import time
 from collections import deque
@@ -155,12 +156,10 @@ class _Run:
             _empty(self.folder)
             with self._emptied_by_errors():
                 self._begin()
-        skipped = _read_json(self.folder / "run.json", lambda run: set(run["skipped"]))
+        skipped = _read_json(self.folder / "run.json", self._skipped)
         totals, place, written = Totals(), Place(0, 0, 1), None
         if (self.folder / "state.json").exists():
-            totals, place, written = _read_json(
-                self.folder / "state.json", lambda state: (Totals(**state["totals"]), Place(*state["place"]), state["writer"])
-            )
+            totals, place, written = _read_json(self.folder / "state.json", _left)
         if written and publish(self.folder, self.prefix):  # it was killed at the very end
             published = self.prefix.with_name(self.prefix.name + ENDINGS[TOKENIZER])
             return self._prepared(totals, load_tokenizer(published).size, skipped)
@@ -175,6 +174,12 @@ class _Run:
         finally:
             writer.close()
         return self._prepared(totals, tokenizer.size, skipped)
+
+    def _skipped(self, run: dict[str, Any]) -> set[int]:
+        found = run["skipped"]
+        if not isinstance(found, list) or not all(type(i) is int and 0 <= i < len(self.sources) for i in found):
+            raise ValueError(f"skipped is {reprlib.repr(found)} (numbers of sources)")
+        return set(found)
 
     def _prepared(self, totals: Totals, vocab_size: int, skipped: set[int]) -> Prepared:
         return Prepared(self.prefix, totals, vocab_size, [self.sources[i].path for i in sorted(skipped)])
@@ -341,6 +346,22 @@ def _read_json(path: Path, take: Callable[[dict[str, Any]], Any]) -> Any:
         return take(files.parse_json(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"[output] cannot go on: {path}: {files.reason(error)} (--restart begins again)") from error
+
+
+def _left(state: dict[str, Any]) -> tuple[Totals, Place, dict[str, int]]:
+    """What ``save`` has written of an unfinished run. raises: ValueError for anything else."""
+
+    def counts(name: str, keys: Sequence[str]) -> dict[str, int]:
+        found = state.get(name)
+        by_key = dict(zip(keys, found)) if isinstance(found, list) and len(found) == len(keys) else found
+        if not isinstance(by_key, dict) or set(by_key) != set(keys):
+            raise ValueError(f"{name} is {reprlib.repr(found)} ({', '.join(keys)})")
+        if not all(type(n) is int and 0 <= n < 1 << 62 for n in by_key.values()):
+            raise ValueError(f"{name} is {reprlib.repr(found)} (counts)")
+        return by_key
+
+    totals = Totals(**counts("totals", list(asdict(Totals()))))
+    return totals, Place(**counts("place", Place._fields)), counts("writer", TokenWriter.STATE)
 
 
 def _empty(folder: Path) -> None:

@@ -226,10 +226,12 @@ class TokenWriter:
     raises: DataError for files that cannot be written, or are shorter than ``state`` says.
     """
 
+    STATE = ("tokens", "sequences", "documents", "open")  # what is counted
+
     def __init__(self, folder: Path, vocab_size: int, state: Mapping[str, int] | None = None):
         self.folder, self._code = folder, 8 if vocab_size <= 1 << 16 else 4
         self.dtype = np.dtype(_DTYPES[self._code])
-        self._state = dict(state or {"tokens": 0, "sequences": 0, "documents": 0, "open": 0})
+        self._state = dict(state or dict.fromkeys(self.STATE, 0))
         sizes = {
             "tokens": self._state["tokens"] * self.dtype.itemsize,
             "lengths": self._state["sequences"] * 4,
