@@ -61,6 +61,10 @@ def test_the_plan_of_a_config(capsys):
 
     assert train_pythia.main(["--config", str(ROOT / "configs" / "pythia-14m.yaml"), "--plan", "--dataset", "none"]) == 0
     assert "layers.5" in capsys.readouterr().out
+    # Without --vocab_size a token file has it: one that is not there must not be planned with the vocabulary of a text.
+    assert train_pythia.main(["--model", "14m", "--plan", "--dataset", "no/such/tokens"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "unknown data set: 'no/such/tokens'" in said.err
 
 
 def test_flags_override_what_a_file_says(file):

@@ -11,6 +11,7 @@ from pathlib import Path
 from needle import files
 from needle.backend_ndarray import meta
 from needle.checkpoints import CheckpointFolder, read_folder
+from needle.data.text_corpus import check_dataset
 from needle.data.text_tokenizer import DEFAULT_VOCABULARY, TextTokenizer, load_tokenizer
 from needle.data.token_files import find_token_file, tokenizer_for
 from needle.errors import CheckpointError, DataError
@@ -76,10 +77,16 @@ def fit_options(options: argparse.Namespace, folder: Path) -> None:
 def default_vocabulary(options: argparse.Namespace) -> int:
     """The vocabulary of a new run that was given none: the tokenizer's, where one is given or lies beside a token file.
 
-    raises: DataError.
+    raises: DataError, also for a data set that is not there, though a plan needs none: it may be a token file, whose tokenizer
+    says how large the model is.
     """
-    tokenizer = tokenizer_for(find_token_file(options.dataset), options.tokenizer)
-    return DEFAULT_VOCABULARY if tokenizer is None else load_tokenizer(tokenizer).size
+    token_file = find_token_file(options.dataset)
+    tokenizer = tokenizer_for(token_file, options.tokenizer)
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer).size
+    if token_file is None:
+        check_dataset(options.dataset)
+    return DEFAULT_VOCABULARY
 
 
 def tokenizer_of_run(options: argparse.Namespace, weights: Path | None, saved: Path | None, state: dict | None) -> Path | None:

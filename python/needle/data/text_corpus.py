@@ -76,6 +76,12 @@ class Corpus:
         return sum(piece.stop - piece.start for piece in self.train)
 
 
+def check_dataset(dataset: str) -> None:
+    """raises: DataError for what is neither the name of a data set nor a file or folder."""
+    if dataset not in CORPORA and not any(is_one(home(dataset)) for is_one in (os.path.isdir, os.path.isfile)):
+        raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, a file or folder of text, or a token file)")
+
+
 def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str | Path) -> Corpus:
     """The corpus called ``dataset``: ``stdlib``, ``wikitext-2``, or the path of a text file or of a folder of them.
 
@@ -91,10 +97,9 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
     if dataset == "wikitext-2":
         folder = Path(data_dir) / "wikitext-2"
         return _wikitext(folder if folder.is_dir() else _download_wikitext(folder, Path(cache_dir)))
+    check_dataset(dataset)
     path = home(dataset)
-    is_folder = os.path.isdir(path)  # unlike Path's, False also for what can be no path
-    if not is_folder and not os.path.isfile(path):
-        raise DataError(f"[dataset] unknown data set: {dataset!r} (stdlib, wikitext-2, a file or folder of text, or a token file)")
+    is_folder = path.is_dir()
     if is_folder and all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
         return _wikitext(path)
     files = walk(path, path.name) if is_folder else [path]
