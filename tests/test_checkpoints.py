@@ -61,7 +61,8 @@ def make_trainer(*flags):
     """Makes the app's own, with a model that takes milliseconds."""
     tokens = np.random.default_rng(0).integers(0, 40, 400).astype(np.uint16)
     text = TextData("toy", tokens[:300], tokens[300:], 40, None, None)
-    options = parse(["--max_steps", "100", "--batch_size", "2", "--seq_len", "8", "--accumulation_steps", "2", *flags])
+    sizes = ["--batch_size", "2", "--seq_len", "8", "--accumulation_steps", "2", "--vocab_size", "40"]
+    options = parse(["--max_steps", "100", *sizes, *flags])
     return lambda device: Trainer(options, CONFIG, text, device)
 
 
@@ -134,8 +135,9 @@ def test_flags_that_an_older_checkpoint_does_not_know(trainer, tmp_path, cpu):
     options = parse([], checkpoint.read_state(tmp_path)["options"])
     assert options.seq_len == 8 and options.betas == [0.9, 0.95] and options.lr == 1e-3
     del state["options"]["seq_len"]
+    state["options"]["vocab_size"] = None
     (tmp_path / checkpoint.STATE).write_text(json.dumps(state))
-    with pytest.raises(CheckpointError, match="lacks seq_len"):
+    with pytest.raises(CheckpointError, match=r"state.json lacks seq_len, vocab_size"):
         checkpoint.read_state(tmp_path)
 
 
@@ -368,7 +370,7 @@ def small_run(tmp_path):
     optimizer = AdamW(model.parameter_groups(), lr=0.1)
     model.loss(*(ndl.Tensor([[1, 2, 3]], dtype="int32", requires_grad=False) for _ in range(2))).backward()
     optimizer.step()
-    state = {"step": 1, "steps": 2, "data": {}, "options": dict.fromkeys(CHANGEABLE + FIXED), "scaler": None, "metrics": {}}
+    state = {"step": 1, "steps": 2, "data": {}, "options": dict.fromkeys(CHANGEABLE + FIXED, 1), "scaler": None, "metrics": {}}
     state["random"] = random_state(model)
     checkpoint.save(CheckpointFolder(tmp_path / "run", 1), model, optimizer, state)
     return tmp_path / "run", model, optimizer, state

@@ -64,7 +64,7 @@ def read_state(path: Path) -> dict:
         raise CheckpointError(f"[load_checkpoint] cannot read {path / STATE}: {files.reason(error)}") from error
     options = state.get("options")
     missing = KEYS - set(state)
-    missing |= set(FIXED) - set(options) if isinstance(options, dict) else {"options"}
+    missing |= {name for name in FIXED if options.get(name) is None} if isinstance(options, dict) else {"options"}
     if missing:
         raise CheckpointError(f"[load_checkpoint] {path / STATE} lacks {', '.join(sorted(missing))}")
     for name in ("step", "steps", "optimizer_steps"):
