@@ -143,7 +143,12 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
     with files.alone_in(folder, taken), budgets[0].advice:
         effective = Namespace(**{**vars(options), "max_steps": trainer.steps, "device": where.name})
         config_file.keep(folder, effective, trainer.step if saved else 0)
-        return train(options, trainer, text, unigram, folder, saved, about)
+        try:
+            return train(options, trainer, text, unigram, folder, saved, about)
+        except KeyboardInterrupt:
+            if CheckpointFolder(folder).names():
+                raise KeyboardInterrupt(f"go on with: {command('--load_checkpoint', folder)}") from None
+            raise
 
 
 def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:

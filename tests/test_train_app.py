@@ -158,7 +158,10 @@ def test_ctrl_c_and_going_on_is_bitwise(run, text, tmp_path):
 def test_a_second_ctrl_c_ends_at_once(interrupted, tmp_path):
     done = interrupted("--max_steps", 4, "--checkpoint_dir", tmp_path, times=2)
     assert done.returncode == 130 and "stopped at once; the last checkpoint is as it was" in done.stderr
-    assert len(losses(tmp_path)) == 1 and not list(tmp_path.glob("*step-*"))
+    assert len(losses(tmp_path)) == 1 and not list(tmp_path.glob("*step-*")) and "go on with" not in done.stderr
+    done = interrupted("--max_steps", 4, "--save_every", 1, "--checkpoint_dir", tmp_path / "saved", times=2)
+    go_on = f"go on with: python apps/train_pythia.py --load_checkpoint {tmp_path / 'saved'}"
+    assert done.returncode == 130 and done.stderr.splitlines()[-2:] == ["stopped at once; the last checkpoint is as it was", go_on]
 
 
 def test_a_flag_that_cannot_change_is_said(main, tmp_path):

@@ -49,7 +49,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> int:
     """Runs ``program`` and returns its exit code; or, after one line on stderr, 2 for an expected error and 130 for Ctrl-C, where
-    the line is ``interrupted``; or 1 if stdout is closed early, as in ``... | head``.
+    the line is ``interrupted``, and what the exception says follows; or 1 if stdout is closed early, as in ``... | head``.
     """
     try:
         code = program()
@@ -63,9 +63,9 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
             raise
         print(f"{prog}: error: {error}", file=sys.stderr)  # an environment variable, which kernels read when they first run
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if interrupted:
-            print(f"\n{interrupted}", file=sys.stderr)
+            print("", interrupted, *error.args, sep="\n", file=sys.stderr)
         return 130
     except OSError as error:
         gone = isinstance(error, BrokenPipeError)
