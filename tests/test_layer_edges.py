@@ -335,9 +335,12 @@ def test_an_optimizer_without_parameters_or_with_wrong_numbers(kind):
         with pytest.raises(TypeError, match=f"{name} is of type str"):
             kind([p], **{name: "0.1"})
         kind([p], **{name: 0})
-    if kind is not SGD:
-        with pytest.raises(ValueError, match=r"beta2 is 1.0 .*below 1"):
-            kind([p], **({"beta2": 1.0} if kind is Adam else {"betas": (0.9, 1.0)}))
+    of_one = {SGD: {"momentum": 1.0}, Adam: {"beta2": 1.0}, AdamW: {"betas": (0.9, 1.0)}}
+    with pytest.raises(ValueError, match=r"(momentum|beta2) is 1.0 .*below 1"):
+        kind([p], **of_one[kind])
+    with pytest.raises(ValueError, match=r"a parameter of shape \(1,\) is the result of MulScalar"):
+        kind([p * 2])
+    kind([(p * 2).detach(), ndl.Tensor([1.0], requires_grad=False)])
     for betas in ((0.9,), (0.9, 0.95, 0.99), 0.9) if kind is AdamW else ():
         with pytest.raises(ValueError, match=r"betas is .*accepted: two numbers"):
             AdamW([p], betas=betas)

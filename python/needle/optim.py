@@ -34,7 +34,7 @@ def _several(params: Any) -> list:
 def _checked(op: str, **numbers: Any) -> None:
     """raises: TypeError for a hyperparameter that is no number, ValueError for one outside its range."""
     for name, value in numbers.items():
-        most = 1 if name.startswith("beta") else math.inf
+        most = 1 if name.startswith(("beta", "momentum")) else math.inf
         if not isinstance(value, Real):
             raise TypeError(f"[{op}] {name} is of type {type(value).__name__} (accepted: a number)")
         if not 0 <= float(value) < most:
@@ -45,7 +45,7 @@ class Optimizer:
     """Holds the parameters that ``step`` updates in place. A parameter without a gradient is left as it is. One whose array is not
     row-major (a transposed view, say) gets a copy of its own at its first step.
 
-    raises: TypeError for what is no Tensor; ValueError for no parameter at all, or one that is there twice.
+    raises: TypeError for what is no Tensor; ValueError for no parameter at all, one that is there twice, and the result of an op.
     """
 
     STATES: tuple[str, ...]  # a subclass names its attributes that are dicts of arrays by parameter
@@ -55,6 +55,8 @@ class Optimizer:
         for p in self.params:
             if not isinstance(p, Tensor):
                 raise TypeError(f"[optim] params holds a {type_name(p)} (accepted: Tensors)")
+            if p.op is not None:  # a Tensor of its own, which the next forward makes anew: the update would be lost
+                raise ValueError(f"[optim] a parameter of shape {p.shape} is the result of {p.op.name} (accepted: no op's result)")
         if not self.params:
             raise ValueError("[optim] there are no parameters (accepted: at least one; a Module has those that are nn.Parameter)")
         if len(set(self.params)) < len(self.params):
@@ -214,7 +216,8 @@ class _Grouped(Optimizer):
 
 
 class SGD(_Grouped):
-    """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u. PyTorch's has no factor 1 - momentum.
+    """u = momentum u + (1 - momentum)(grad + weight_decay w); w -= lr u. PyTorch's has no factor 1 - momentum. With a momentum of 1
+    nothing would move; ValueError for that.
 
     params: Tensors, or groups ``{"params": [...], "lr": ..., "weight_decay": ...}``.
     """
