@@ -439,6 +439,49 @@ def test_shapes_of_sequences_and_images(device):
         nn.Transformer(4, 4, 1, num_head=1, dim_head=4, sequence_len=4, device=device)(leaf(np.ones((5, 1, 4)), device))
 
 
+def test_numbers_that_a_layer_cannot_have():
+    """They would train, and give something else, nothing, or NaN."""
+    below, nan = -1e-5, float("nan")
+    for make in (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm1d, nn.LayerNorm):
+        for wrong in (below, nan, float("inf"), None, "1e-5"):
+            with pytest.raises(ValueError, match=rf"\[{make.__name__}\] eps is .* \(accepted: 0 or more, finite\)"):
+                make(3, eps=wrong)
+    for make, name in (
+        (lambda p: nn.BatchNorm1d(3, momentum=p), "momentum"),
+        (nn.Dropout, "p"),
+        (lambda p: nn.SeededDropout(p, 0), "p"),
+    ):
+        for wrong in (below, 1.5, nan, None, "0.5"):
+            with pytest.raises(ValueError, match=rf"{name} is .* \(accepted: 0 to 1\)"):
+                make(wrong)
+    for wrong in ({"num_head": 0}, {"dim_head": 0}, {"num_layers": 0}, {"num_layers": -1}):
+        with pytest.raises(ShapeError, match=rf"{next(iter(wrong))}.*\(accepted: at least 1\)"):
+            nn.Transformer(**{"embedding_size": 4, "hidden_size": 4, "num_layers": 1, **wrong})
+    with pytest.raises(ValueError, match=r"\[gelu\] approximate is 'sigmoid'"):
+        nn.GELU("sigmoid")
+    model = nn.Linear(2, 2)
+    for wrong in (None, "no", 0, [model]):  # a data set, in other libraries
+        with pytest.raises(TypeError, match=r"\[Linear\] train\(\) was given a .* \(accepted: True or False\)"):
+            model.train(wrong)
+    assert model.training
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM])
+def test_each_bias_of_a_recurrent_network_counts_without_the_other(host, kind):
+    x = leaf(np.ones((3, 2, 4)), host)
+    both, one = kind(4, 5, device=host), kind(4, 5, device=host)
+    one.load_state_dict(both.state_dict())
+    for first, second in (("bias_ih", "bias_hh"), ("bias_hh", "bias_ih")):
+        one.load_state_dict(both.state_dict())
+        (cell,), (other,) = (next(iter(v for v in vars(m).values() if isinstance(v, list))) for m in (both, one))
+        before = getattr(other, first)
+        setattr(other, first, None)
+        expected = cell._of_input(x) - before
+        np.testing.assert_allclose(other._of_input(x).numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+        assert np.abs((other._of_input(x) - cell._of_input(x)).numpy()).max() > 1e-3 and getattr(other, second) is not None
+        setattr(other, first, before)
+
+
 def test_labels_that_do_not_fit_the_logits(device):
     logits = leaf(np.ones((3, 3)), device)
     for labels in (0, [0], [[0], [1], [2]], [0, 1]):

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from numbers import Real
 from types import NoneType
 from typing import Any
 
@@ -183,7 +184,9 @@ class Module:
         return self.train(False)
 
     def train(self, mode: bool = True) -> Module:
-        """Sets ``training`` here and in every module inside. Returns self."""
+        """Sets ``training`` here and in every module inside. Returns self. raises: TypeError for what is neither True nor False."""
+        if not isinstance(mode, bool):
+            raise TypeError(f"[{type(self).__name__}] train() was given a {type_name(mode)} (accepted: True or False)")
         self.training = mode
         for m in self._children():
             m.training = mode
@@ -214,6 +217,12 @@ class Module:
             with rematerialize():
                 return self.forward(*args, **kwargs)
         return self.forward(*args, **kwargs)
+
+
+def _check_number(op: str, name: str, value: Any, most: float = math.inf) -> None:
+    """raises: ValueError for what is no number from 0 to ``most``, or infinite."""
+    if not isinstance(value, Real) or not 0 <= float(value) <= most or value == math.inf:
+        raise ValueError(f"[{op}] {name} is {value!r} (accepted: {f'0 to {most}' if most < math.inf else '0 or more, finite'})")
 
 
 class Identity(Module):
@@ -260,6 +269,7 @@ class GELU(Module):
 
     def __init__(self, approximate: str = "none"):
         super().__init__()
+        ops.GELU(approximate)  # refuses what there is not
         self.approximate = approximate
 
     def forward(self, x: Tensor) -> Tensor:
@@ -316,13 +326,15 @@ class BatchNorm1d(Module):
 
     momentum: how much one batch counts in the running statistics. Their variance is the biased one, as in the course. Statistics
     are float32 or wider: the squares of float16 values would overflow from 256 on.
-    raises: ShapeError for another shape.
+    raises: ShapeError for another shape; ValueError for an eps below 0, and a momentum outside 0 to 1.
 
     source: Ioffe & Szegedy 2015, arXiv:1502.03167.
     """
 
     def __init__(self, dim, eps=1e-5, momentum=0.1, device=None, dtype="float32"):
         super().__init__()
+        _check_number(type(self).__name__, "eps", eps)
+        _check_number(type(self).__name__, "momentum", momentum, most=1)
         self.dim, self.eps, self.momentum = dim, eps, momentum
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
@@ -362,6 +374,7 @@ class LayerNorm1d(Module):
 
     def __init__(self, dim, eps=1e-5, device=None, dtype="float32"):
         super().__init__()
+        _check_number(type(self).__name__, "eps", eps)
         self.dim, self.eps = dim, eps
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
@@ -396,8 +409,7 @@ class Dropout(Module):
 
     def __init__(self, p=0.5):
         super().__init__()
-        if not 0 <= p <= 1:
-            raise ValueError(f"[{type(self).__name__}] p is {p} (accepted: 0 to 1)")
+        _check_number(type(self).__name__, "p", p, most=1)
         self.p = p
 
     def _passes_all(self) -> bool:

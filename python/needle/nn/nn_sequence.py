@@ -55,8 +55,10 @@ class _Cell(Module):
         return out if bias is None else out + bias
 
     def _bias(self) -> Tensor | None:
-        """(gates * hidden,)."""
-        return None if self.bias_ih is None or self.bias_hh is None else self.bias_ih + self.bias_hh
+        """(gates * hidden,): the sum of those that there are."""
+        if self.bias_ih is None or self.bias_hh is None:
+            return self.bias_hh if self.bias_ih is None else self.bias_ih
+        return self.bias_ih + self.bias_hh
 
 
 class RNNCell(_Cell):

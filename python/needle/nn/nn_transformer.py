@@ -60,7 +60,7 @@ class MultiHeadAttention(Module):
 
 class AttentionLayer(Module):
     """Projections around MultiHeadAttention, each input normalized first: q (B, T, q_features), k and v, default q -> (B, T,
-    out_features). ``probs``: the probabilities of the last call, without history.
+    out_features). ``probs``: the probabilities of the last call, without history. raises: ShapeError for no heads, or empty ones.
     """
 
     def __init__(
@@ -68,6 +68,8 @@ class AttentionLayer(Module):
         dropout=0.0, causal=True, device=None, dtype="float32",
     ):  # fmt: skip
         super().__init__()
+        if num_head < 1 or dim_head < 1:
+            raise ShapeError(f"[AttentionLayer] num_head is {num_head}, dim_head {dim_head} (accepted: at least 1)")
         k_features = q_features if k_features is None else k_features
         v_features = q_features if v_features is None else v_features
         out_features = q_features if out_features is None else out_features
@@ -130,6 +132,7 @@ class Transformer(Module):
     """Layers over embeddings (T, B, embedding_size), or (B, T, ...) with ``batch_first``, to which learned positions are added.
 
     sequence_len: the most positions. Gives the outputs, and zeros where a recurrent network gives its state.
+    raises: ShapeError for no layers, heads or features of a head.
     """
 
     def __init__(
@@ -137,6 +140,8 @@ class Transformer(Module):
         device=None, dtype="float32", batch_first=False, sequence_len=2048,
     ):  # fmt: skip
         super().__init__()
+        if num_layers < 1:
+            raise ShapeError(f"[Transformer] num_layers is {num_layers} (accepted: at least 1)")
         self.batch_first = batch_first
         self.positions = Embedding(sequence_len, embedding_size, device=device, dtype=dtype)
         self.layers = [
