@@ -466,6 +466,18 @@ def test_numbers_that_a_layer_cannot_have():
     assert model.training
 
 
+@pytest.mark.parametrize(
+    ("make", "wrong"),
+    [(ndl.init.rand, {"low": 2.0, "high": 1.0}), (ndl.init.rand, {"high": float("nan")}), (ndl.init.randn, {"std": -0.1}),
+     (ndl.init.randn, {"std": float("nan")}), (ndl.init.randb, {"p": 1.5}), (ndl.init.randb, {"p": float("nan")})],
+)  # fmt: skip
+def test_random_numbers_that_there_are_not(host, make, wrong):
+    before = np.random.get_state()[2]
+    with pytest.raises(ValueError, match=rf"\[{make.__name__}\] .* \(accepted: "):
+        make(3, **wrong, device=host)
+    assert np.random.get_state()[2] == before
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM])
 def test_each_bias_of_a_recurrent_network_counts_without_the_other(host, kind):
     x = leaf(np.ones((3, 2, 4)), host)
@@ -539,9 +551,13 @@ def test_what_a_loader_takes():
     assert [x.shape for (x,) in data.DataLoader(Pairs(), 4)] == [(4, 2), (2, 2)]  # of one part, not of four
     empty = data.DataLoader(data.NDArrayDataset(np.zeros((0, 3))), 4)
     assert len(empty) == 0 and list(empty) == []
-    for wrong in (-1, 2.5, "a"):
+    assert len(data.DataLoader(Pairs(), None)) == 6
+    for wrong in (-1, 0, 2.5, "a"):
         with pytest.raises(ValueError, match=r"\[DataLoader\] batch_size"):
             data.DataLoader(Pairs(), wrong)
+    for wrong in (-1, 0, 4):
+        with pytest.raises(DataError, match=rf"\[batchify\] batch_size is {wrong} \(accepted: 1 to 3"):
+            data.batchify([1, 2, 3], wrong, None, "float32")
     for arrays in ((np.ones(3), np.ones(5)), ()):
         with pytest.raises(DataError, match="NDArrayDataset"):
             data.NDArrayDataset(*arrays)

@@ -17,15 +17,22 @@ def _lengths(shape: tuple) -> tuple:
     return as_shape(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
 
 
+def _check(op: str, fits: bool, said: str) -> None:
+    if not fits:
+        raise ValueError(f"[{op}] {said}")
+
+
 def rand(*shape, low=0.0, high=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
-    """Uniform from low to high, which rounding may reach."""
+    """Uniform from low to high, which rounding may reach. raises: ValueError unless low <= high."""
+    _check("rand", low <= high, f"low is {low}, high is {high} (accepted: low <= high)")
     device = as_device(device)
     array = device.rand(*_lengths(shape)) * (high - low) + low
     return Tensor(array, device=device, dtype=dtype, requires_grad=requires_grad)
 
 
 def randn(*shape, mean=0.0, std=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
-    """Normal with the given mean and standard deviation."""
+    """Normal with the given mean and standard deviation. raises: ValueError for a std below 0."""
+    _check("randn", std >= 0, f"std is {std} (accepted: 0 or more)")
     device = as_device(device)
     array = device.randn(*_lengths(shape)) * std + mean
     return Tensor(array, device=device, dtype=dtype, requires_grad=requires_grad)
@@ -48,7 +55,8 @@ def zeros(*shape, device=None, dtype="float32", requires_grad=False) -> Tensor:
 
 
 def randb(*shape, p=0.5, device=None, dtype="bool", requires_grad=False) -> Tensor:
-    """True with probability p: where a uniform number is at most p."""
+    """True with probability p: where a uniform number is at most p. raises: ValueError for a p that is no probability."""
+    _check("randb", 0 <= p <= 1, f"p is {p} (accepted: 0 to 1)")
     device = as_device(device)
     return Tensor(device.rand(*_lengths(shape)) <= p, device=device, dtype=dtype, requires_grad=requires_grad)
 
