@@ -37,17 +37,18 @@ class DataLoader:
     """Batches of a data set as tuples of Tensors, float32 on ``device`` (the default one), without gradient; the last may be short.
 
     The data set is asked for all items of a batch at once, by an array of indices; if it gives no tuple or list, batches have one
-    part. batch_size: None and 0 stand for 1. shuffle: draw one permutation per pass from numpy's global stream, when the pass
+    part. batch_size: None stands for 1. shuffle: draw one permutation per pass from numpy's global stream, when the pass
     begins. As in the course the loader is its own iterator: starting a pass ends the one before.
-    raises: ValueError for a batch_size that is no whole number, or negative; from ``next``, TypeError for a data set that takes one
-    index only.
+    raises: ValueError for another batch_size than a whole number of at least 1; from ``next``, TypeError for a data set that takes
+    one index only.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False, device: Device | str | None = None):
-        if batch_size is not None and (not hasattr(batch_size, "__index__") or batch_size < 0):
+        batch_size = 1 if batch_size is None else batch_size
+        if not hasattr(batch_size, "__index__") or batch_size < 1:
             raise ValueError(f"[DataLoader] batch_size is {batch_size!r} (accepted: a whole number of at least 1)")
         self.dataset = dataset
-        self.batch_size = batch_size or 1
+        self.batch_size = batch_size
         self.shuffle = shuffle
         self.device = device
         self.ordering: list[np.ndarray] = []

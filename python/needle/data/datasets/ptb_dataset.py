@@ -51,7 +51,12 @@ class Corpus:
 
 
 def batchify(data, batch_size: int, device, dtype) -> np.ndarray:
-    """(len(data) // batch_size, batch_size): column b is the b-th piece of the text; what is left over is cut."""
+    """(len(data) // batch_size, batch_size): column b is the b-th piece of the text; what is left over is cut.
+
+    raises: DataError for more columns than ids, or less than one: there would be nothing to train on.
+    """
+    if not 1 <= batch_size <= len(data):
+        raise DataError(f"[batchify] batch_size is {batch_size} (accepted: 1 to {len(data)}, the length of the text)")
     rows = len(data) // batch_size
     return np.array(data[: rows * batch_size], dtype=dtype).reshape(batch_size, rows).T
 
