@@ -108,6 +108,10 @@ def test_a_model_of_no_size(name):
     for value in (0, 1.5, "8"):
         with pytest.raises(ShapeError, match=rf"\[pythia\] {name} is {value!r} \(accepted: a whole number of at least 1\)"):
             PythiaConfig(**{name: value})
+    for number in ("rotary_fraction", "rotary_base", "eps", "dropout"):
+        for value in (-0.1, float("nan"), float("inf"), "0.1", True):
+            with pytest.raises(ShapeError, match=rf"\[pythia\] {number} is {value!r} \(accepted: "):
+                PythiaConfig(**{number: value})
     for layers in (-1, 1.5, 7, (3, 4), (1.5,)):
         with pytest.raises(ShapeError, match=r"\[pythia\] checkpoint_layers is .* \(accepted: 0 to 6 layers\)"):
             PythiaConfig(checkpoint_layers=layers)

@@ -13,7 +13,7 @@ from ..backend_ndarray import NDArray
 from ..backend_ndarray.block_layout import BLOCK_SIZES
 from ..errors import CheckpointError, ShapeError
 from ..nn.nn_sparse import PATTERNS
-from .pythia import Pythia, PythiaConfig
+from .pythia import Pythia, PythiaConfig, accepted_instead
 
 _FOLDERS = {
     "query_key_value": "attention.query_key_value",
@@ -134,14 +134,13 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
     fraction = _first((rope, "partial_rotary_factor"), (found, "partial_rotary_factor"), (found, "rotary_pct"), default=0.25)
     base = _first((rope, "rope_theta"), (found, "rope_theta"), (found, "rotary_emb_base"), default=10000.0)
     eps = _first((found, "layer_norm_eps"), default=1e-5)
-    if type(fraction) not in (int, float) or not 0 <= fraction <= 1:
-        raise _wrong("rotary_pct", fraction, "0 to 1")
-    for key, value, most in (("rope_theta", base, 1e38), ("layer_norm_eps", eps, 1.0)):
-        if type(value) not in (int, float) or not 0 < value <= most:
-            raise _wrong(key, value, f"above 0, at most {most:g}")
     dropout = _first((found, "hidden_dropout"), default=0.0)
-    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
-        raise _wrong("hidden_dropout", dropout, "0 to 1")
+    for key, name, value in (
+        ("rotary_pct", "rotary_fraction", fraction), ("rope_theta", "rotary_base", base), ("layer_norm_eps", "eps", eps),
+        ("hidden_dropout", "dropout", dropout),
+    ):  # fmt: skip
+        if accepted := accepted_instead(name, value):
+            raise _wrong(key, value, accepted)
     if sparse != {}:
         if not isinstance(sparse, dict) or set(sparse) != {"pattern", "block", "window"} or sparse["pattern"] not in PATTERNS:
             raise _wrong(_SPARSE, sparse, f"pattern ({', '.join(PATTERNS)}), block and window")

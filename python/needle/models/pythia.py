@@ -7,10 +7,11 @@ source: Biderman et al. 2023, arXiv:2304.01373; Black et al. 2022, arXiv:2204.06
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -47,6 +48,21 @@ def size_name(name: str) -> str:
     return name.lower().removeprefix("pythia-")
 
 
+# Numbers of a PythiaConfig that are no counts: what is accepted, in words and as a test.
+_NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "rotary_fraction": ("0 to 1", lambda x: 0 <= x <= 1),
+    "rotary_base": ("above 0, at most 1e38", lambda x: 0 < x <= 1e38),
+    "eps": ("above 0, at most 1", lambda x: 0 < x <= 1),
+    "dropout": ("at least 0, below 1", lambda x: 0 <= x < 1),
+}
+
+
+def accepted_instead(name: str, value: Any) -> str:
+    """What a PythiaConfig accepts as its number ``name``, in words, if ``value`` is not that; else empty."""
+    accepted, fits = _NUMBERS[name]
+    return "" if isinstance(value, Real) and not isinstance(value, bool) and fits(value) else accepted
+
+
 @dataclass(frozen=True)
 class PythiaConfig:
     """The shape of a model.
@@ -56,7 +72,7 @@ class PythiaConfig:
     checkpoint_layers: 0: all arrays are kept for backward. n: layers are checkpointed n at a time, of which only the input of the
     first is kept; the rest is computed again in backward. A tuple has the number of layers of each such group, from the first
     layer on; the layers after them keep their arrays.
-    raises: ShapeError for sizes that are not whole numbers of at least 1, or do not fit together.
+    raises: ShapeError for sizes that are not whole numbers of at least 1, or do not fit together, and for numbers out of range.
     """
 
     layers: int = 6
@@ -79,6 +95,9 @@ class PythiaConfig:
             value = getattr(self, name)
             if not hasattr(value, "__index__") or value < 1:
                 raise ShapeError(f"[pythia] {name} is {value!r} (accepted: a whole number of at least 1)")
+        for name in _NUMBERS:
+            if accepted := accepted_instead(name, getattr(self, name)):
+                raise ShapeError(f"[pythia] {name} is {getattr(self, name)!r} (accepted: {accepted})")
         if self.width % self.heads:
             raise ShapeError(f"[pythia] width {self.width} is no multiple of {self.heads} heads")
         if self.pattern is not None:
