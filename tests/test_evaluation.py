@@ -103,6 +103,7 @@ def test_bad_arguments(model):
         ((ids, 8, 9), "stride 9"),
         ((ids, 8, 0), "stride 0"),
         ((ids, 8, 8, 0), "batch_size 0"),
+        ((ids + 0.5, 8), "float64"),
     ):
         with pytest.raises(ShapeError, match=said):
             score_text(model, *wrong)

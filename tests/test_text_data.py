@@ -496,6 +496,8 @@ def test_max_tokens_and_bad_sizes():
         TokenBatches(TOKENS[:10], 2, 10, name="train")
     with pytest.raises(DataError, match=r"\[batch_size\] not positive: 0"):
         TokenBatches(TOKENS, 0, 10)
+    with pytest.raises(DataError, match=r"\[epochs\] not positive: 0"):
+        TokenBatches(TOKENS, 2, 10, epochs=0)
 
 
 def test_an_id_outside_the_vocabulary_is_named_with_its_position():

@@ -201,7 +201,8 @@ class TokenBatches(Iterator):
         stride: int | None = None,
         name: str = "text",
     ):
-        for what, value in (("batch_size", batch_size), ("seq_len", seq_len), ("max_tokens", max_tokens), ("stride", stride)):
+        counts = {"batch_size": batch_size, "seq_len": seq_len, "max_tokens": max_tokens, "epochs": epochs, "stride": stride}
+        for what, value in counts.items():
             if value is not None and value < 1:
                 raise DataError(f"[{what}] not positive: {value} (1 or more)")
         self.tokens = tokens[:max_tokens]

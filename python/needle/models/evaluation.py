@@ -66,13 +66,13 @@ def score_text(
     window: positions that the model sees at a time, default ``max_seq_len``. stride: tokens from one window to the next,
     default the window; a smaller one gives each token more context and costs window / stride times as much.
     batch_size: windows at a time. progress: called with the number of tokens predicted so far.
-    raises: ShapeError for fewer than two tokens, or a stride outside 1 .. window.
+    raises: ShapeError for fewer than two tokens, for what are no whole numbers, or a stride outside 1 .. window.
     """
     window = model.config.max_seq_len if window is None else window
     stride = window if stride is None else stride
     ids = np.asarray(ids)
-    if ids.ndim != 1 or len(ids) < 2:
-        raise ShapeError(f"[score_text] ids are {ids.shape} (accepted: at least two in a row)")
+    if ids.ndim != 1 or len(ids) < 2 or ids.dtype.kind not in "iu":
+        raise ShapeError(f"[score_text] ids are {ids.shape} {ids.dtype} (accepted: at least two whole numbers in a row)")
     if not 1 <= stride <= window or batch_size < 1:
         raise ShapeError(
             f"[score_text] window {window}, stride {stride}, batch_size {batch_size} (accepted: 1 <= stride <= window, at least 1)"
