@@ -113,8 +113,8 @@ class Module:
     rematerialized = False  # set by nn.remat: calls keep no inner arrays for backward
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A Tensor assigned in place of a Parameter or a Buffer becomes one, on the same array: it stays in ``parameters()`` and in
-        the state.
+        """A Tensor assigned in place of a Parameter or a Buffer becomes one, on the same array: ``parameters()`` and the state have
+        it then; an optimizer that was made before has the old one.
 
         raises: TypeError in the place of either for what is no Tensor, None or Module; in that of a Parameter for what an op made,
         whose history would be lost (after ``del`` it can be assigned, and is no parameter then).
