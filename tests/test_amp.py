@@ -4,6 +4,7 @@ import argparse
 import gc
 import math
 import threading
+import warnings
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -208,6 +209,17 @@ def test_a_device_of_ones_own_has_regions():
     x = tensor((2, 2), own)
     with amp.autocast(own):
         assert (x @ x).dtype == amp.get_autocast_dtype(own) == "bfloat16"
+
+
+def test_a_region_of_an_absent_device_warns():
+    absent = ndl.backend_ndarray.BackendDevice("absent_from_amp", None)
+    with pytest.warns(UserWarning, match=r"\[autocast\] absent_from_amp\(\) is absent, so that its region lowers nothing: it was"):
+        with amp.autocast(absent):
+            pass
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with amp.autocast(absent, enabled=False):
+            pass
 
 
 def test_no_grad_and_grad_do_not_share_a_cast(host):

@@ -35,10 +35,10 @@ LOW_DTYPES = ("float16", "bfloat16")
 PRECISIONS = {"fp32": None, "bf16": "bfloat16", "fp16": "float16"}  # a model's precision, and what its products are lowered to
 
 
-def _device_type(device: str | BackendDevice) -> str:
+def _device(device: str | BackendDevice) -> BackendDevice:
     if device is None:  # elsewhere the default device; PyTorch wants it named
         raise DeviceError("[autocast] device_type is None (accepted: a device, or its name)")
-    return as_device(device).name
+    return as_device(device)
 
 
 class autocast(ContextDecorator):
@@ -49,7 +49,7 @@ class autocast(ContextDecorator):
     enabled: False turns an outer region off inside this one.
     cache_enabled: cast a parameter once per region (and per region of ``needle.remat``), and again only after it was written.
 
-    As with ``no_grad`` each thread has its own.
+    As with ``no_grad`` each thread has its own. Like PyTorch's, the region of an absent device warns.
 
     Lowered are matrix products, linear, convolution, LSTM, attention, block-sparse products and linear_cross_entropy. Softmax and
     its logarithm, layer norm and batch norm, logsumexp, exp, log, powers, numbers divided by a Tensor, sums and means take float32.
@@ -58,7 +58,8 @@ class autocast(ContextDecorator):
     """
 
     def __init__(self, device_type: str | BackendDevice, dtype: Any = None, enabled: bool = True, cache_enabled: bool = True):
-        self.device_type = _device_type(device_type)
+        self._device = _device(device_type)
+        self.device_type = self._device.name
         if dtype is None:
             dtype = "float16" if self.device_type.startswith("cuda") else "bfloat16"
         self.dtype = dtype if isinstance(dtype, str) else dt.name_of(dtype)
@@ -74,6 +75,9 @@ class autocast(ContextDecorator):
         return cls(device_type, PRECISIONS[precision], enabled=PRECISIONS[precision] is not None)
 
     def __enter__(self) -> autocast:
+        if self.enabled and not self._device.enabled():
+            absent = f"{self._device} is absent, so that its region lowers nothing: {self._device.why_absent()}"
+            warnings.warn(f"[autocast] {absent}", stacklevel=2)
         set_autocast(_Region(current_autocast(), self.device_type, self.dtype if self.enabled else None, self.cache_enabled))
         return self
 
@@ -93,7 +97,7 @@ def is_autocast_enabled(device_type: str | BackendDevice) -> bool:
 
 def get_autocast_dtype(device_type: str | BackendDevice) -> str | None:
     """What products on the device are lowered to here and now; None outside of a region."""
-    name, region = _device_type(device_type), current_autocast()
+    name, region = _device(device_type).name, current_autocast()
     return None if region is None else region.dtypes.get(name)
 
 
