@@ -84,6 +84,11 @@ class BackendDevice:
         return mod
 
     @property
+    def is_host(self) -> bool:
+        """Whether arrays are host memory, and kernels have done their work when they return."""
+        return self.name in ("cpu", "cpu_numpy")
+
+    @property
     def is_loaded(self) -> bool:
         """Whether the device has been used."""
         return self.__dict__.get("mod") is not None

@@ -68,7 +68,7 @@ def _whole_ids(op: str, ids: NDArray) -> NDArray:
     """``_as_ids``. raises: IndexError for a fraction or NaN, which a cast would make another id of: on CPU devices, where a look at
     the values waits for nothing.
     """
-    if dt.is_float(ids._dtype) and ids._device.name in ("cpu", "cpu_numpy"):
+    if dt.is_float(ids._dtype) and ids._device.is_host:
         values = ids.numpy().reshape(-1)
         parts = np.flatnonzero(values != np.trunc(values))
         if len(parts):
