@@ -344,6 +344,19 @@ def test_integer_powers(device):
     assert both.numpy().tolist() == [3**39, 0]
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_the_power_of_a_half_is_the_square_root(device, dtype):
+    """numpy and PyTorch have NaN for -inf too, where C's pow has inf."""
+    x = array([-np.inf, -1, -0.0, 0, 2.25, np.inf], device, dtype)
+    for half in (0.5, np.float32(0.5), np.float64(0.5)):
+        found = x**half
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found.numpy().astype("float64"), [np.nan, np.nan, 0, 0, 1.5, np.inf])
+        assert np.signbit(found.numpy().astype("float64")).tolist()[2:] == [True, False, False, False]
+    integers = array([4, 9], device, "int32") ** 0.5
+    assert integers.dtype == device.default_float and integers.numpy().tolist() == [2, 3]
+
+
 def test_assigned_integers_do_not_pass_through_float32(device):
     a, b = array([0, 0], device, "int64"), array([0], device, "int32")
     a[:] = [2**53 + 1, -(2**53) - 1]

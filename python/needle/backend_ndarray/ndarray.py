@@ -646,6 +646,8 @@ class NDArray:
     def __pow__(self, other):
         if not isinstance(other, NDArray) and isinstance(other, (int, np.integer)) and other < 0:
             other = float(other)
+        if isinstance(other, (float, np.floating)) and other == 0.5:  # as numpy does: pow would make inf of -inf
+            return self.sqrt()
         return self._binary(other, "ewise_power", "scalar_power")
 
     def __rpow__(self, other):
