@@ -72,7 +72,9 @@ def app(monkeypatch, capsys):
 
 @pytest.fixture
 def few_objects():
-    """Keeps from the garbage collector, which each plan calls, what the process has: others of its tests may import PyTorch."""
+    """Keeps from the garbage collector, which each plan calls and each search for leaks asks, what the process has: others of its
+    tests may import PyTorch. Such a search then finds the holders that the test itself makes.
+    """
     gc.collect()
     gc.freeze()
     yield

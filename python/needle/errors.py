@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import ClassVar
+from numbers import Real
+from typing import Any, ClassVar
 
 
 def type_name(value: object) -> str:
     """The name of its type, with the package in front where that is neither Python nor needle: torch.Tensor."""
     package, kind = type(value).__module__.split(".")[0], type(value).__name__
     return kind if package in ("builtins", __package__) else f"{package}.{kind}"
+
+
+def check_number(op: str, name: str, value: Any, most: float | None = None, below: float = math.inf) -> None:
+    """raises: TypeError for what is no number; ValueError for NaN, and for one outside 0 to ``most``, or else not ``below``."""
+    if not isinstance(value, Real):
+        raise TypeError(f"[{op}] {name} is of type {type_name(value)} (accepted: a number)")
+    if most is not None and not 0 <= float(value) <= most:
+        raise ValueError(f"[{op}] {name} is {value} (accepted: 0 to {most})")
+    if not 0 <= float(value) < below:
+        raise ValueError(f"[{op}] {name} is {value} (accepted: 0 or more, {'finite' if below == math.inf else f'below {below}'})")
 
 
 class _OneLine(Exception):

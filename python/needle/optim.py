@@ -16,7 +16,7 @@ from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
-from .errors import CheckpointError, DeviceError, ShapeError, type_name
+from .errors import CheckpointError, DeviceError, ShapeError, check_number, type_name
 
 _Update = tuple[dict[str, Any], Tensor, NDArray, NDArray]
 
@@ -29,16 +29,6 @@ def _several(params: Any) -> list:
         kind = type(params).__name__
         raise TypeError(f"[optim] params is of type {kind} (accepted: several Tensors, such as model.parameters())")
     return list(params)
-
-
-def _checked(op: str, **numbers: Any) -> None:
-    """raises: TypeError for a hyperparameter that is no number, ValueError for one outside its range."""
-    for name, value in numbers.items():
-        most = 1 if name.startswith(("beta", "momentum")) else math.inf
-        if not isinstance(value, Real):
-            raise TypeError(f"[{op}] {name} is of type {type(value).__name__} (accepted: a number)")
-        if not 0 <= float(value) < most:
-            raise ValueError(f"[{op}] {name} is {value} (accepted: 0 or more, {'below 1' if most == 1 else 'finite'})")
 
 
 class Optimizer:
@@ -160,7 +150,7 @@ def _of_all_groups(name: str) -> Any:
         return optimizer.param_groups[0][name]
 
     def put(optimizer: _Grouped, value: float) -> None:
-        _checked(type(optimizer).__name__, **{name: value})
+        check_number(type(optimizer).__name__, name, value)
         for group in optimizer.param_groups:
             group[name] = value
 
@@ -188,7 +178,8 @@ class _Grouped(Optimizer):
             {"lr": lr, "weight_decay": weight_decay, **g, "params": _several(g["params"])} for g in groups
         ]
         for g in self.param_groups:
-            _checked(op, lr=g["lr"], weight_decay=g["weight_decay"])
+            for name in ("lr", "weight_decay"):
+                check_number(op, name, g[name])
         super().__init__(p for g in self.param_groups for p in g["params"])
         if len(self.param_groups) == 1:  # one list: what is appended to it is in both
             self.param_groups[0]["params"] = self.params
@@ -226,7 +217,7 @@ class SGD(_Grouped):
 
     def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0) -> None:
         super().__init__(params, lr, weight_decay)
-        _checked("SGD", momentum=momentum)
+        check_number("SGD", "momentum", momentum, below=1)
         self.momentum = momentum
         self.u: dict[Tensor, NDArray] = {}
 
@@ -246,7 +237,8 @@ class _Moments(_Grouped):
     def __init__(self, params, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float):
         super().__init__(params, lr, weight_decay)
         op = type(self).__name__
-        _checked(op, beta1=beta1, beta2=beta2, eps=eps)
+        for name, value, below in (("beta1", beta1, 1), ("beta2", beta2, 1), ("eps", eps, math.inf)):
+            check_number(op, name, value, below=below)
         devices = list(dict.fromkeys(p.device for p in self.params))
         if len(devices) > 1:
             raise DeviceError(f"[{op}] parameters are on {devices[0]} and {devices[1]} (accepted: one device)")

@@ -8,7 +8,6 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from numbers import Real
 from types import NoneType
 from typing import Any
 
@@ -20,7 +19,7 @@ from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_selection import Device
-from ..errors import CheckpointError, GraphError, ShapeError, type_name
+from ..errors import CheckpointError, GraphError, ShapeError, check_number, type_name
 
 
 def _in_place(operation: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Any]:
@@ -219,12 +218,6 @@ class Module:
         return self.forward(*args, **kwargs)
 
 
-def _check_number(op: str, name: str, value: Any, most: float = math.inf) -> None:
-    """raises: ValueError for what is no number from 0 to ``most``, or infinite."""
-    if not isinstance(value, Real) or not 0 <= float(value) <= most or value == math.inf:
-        raise ValueError(f"[{op}] {name} is {value!r} (accepted: {f'0 to {most}' if most < math.inf else '0 or more, finite'})")
-
-
 class Identity(Module):
     """forward(x) is x."""
 
@@ -326,15 +319,15 @@ class BatchNorm1d(Module):
 
     momentum: how much one batch counts in the running statistics. Their variance is the biased one, as in the course. Statistics
     are float32 or wider: the squares of float16 values would overflow from 256 on.
-    raises: ShapeError for another shape; ValueError for an eps below 0, and a momentum outside 0 to 1.
+    raises: ShapeError for another shape; TypeError or ValueError for a wrong eps (0 or more) or momentum (0 to 1).
 
     source: Ioffe & Szegedy 2015, arXiv:1502.03167.
     """
 
     def __init__(self, dim, eps=1e-5, momentum=0.1, device=None, dtype="float32"):
         super().__init__()
-        _check_number(type(self).__name__, "eps", eps)
-        _check_number(type(self).__name__, "momentum", momentum, most=1)
+        check_number(type(self).__name__, "eps", eps)
+        check_number(type(self).__name__, "momentum", momentum, most=1)
         self.dim, self.eps, self.momentum = dim, eps, momentum
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
@@ -374,7 +367,7 @@ class LayerNorm1d(Module):
 
     def __init__(self, dim, eps=1e-5, device=None, dtype="float32"):
         super().__init__()
-        _check_number(type(self).__name__, "eps", eps)
+        check_number(type(self).__name__, "eps", eps)
         self.dim, self.eps = dim, eps
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
@@ -409,7 +402,7 @@ class Dropout(Module):
 
     def __init__(self, p=0.5):
         super().__init__()
-        _check_number(type(self).__name__, "p", p, most=1)
+        check_number(type(self).__name__, "p", p, most=1)
         self.p = p
 
     def _passes_all(self) -> bool:
