@@ -184,9 +184,9 @@ def test_the_library_is_looked_for(monkeypatch, tmp_path):
     for file in (wheel, toolkit):
         file.parent.mkdir(parents=True)
         file.touch()
-    everywhere = opened()
-    assert everywhere[:2] == [str(wheel), str(toolkit)] and everywhere[-1] == "libcublasLt.so.13"
-    assert opened(str(toolkit)) == [str(wheel), str(toolkit)]
+    everywhere = opened()  # between the two, the wheels that this environment has itself
+    assert everywhere[0] == str(wheel) and str(toolkit) in everywhere and everywhere[-1] == "libcublasLt.so.13"
+    assert opened(str(toolkit)) == everywhere[: everywhere.index(str(toolkit)) + 1]
     monkeypatch.setenv("NEEDLE_CUBLASLT", "0")
     assert opened() == []
     monkeypatch.setenv("NEEDLE_CUBLASLT", "/mine.so")
