@@ -1,4 +1,5 @@
-// The CPU backend's one thread pool: passive waits after a short spin, work handed out dynamically.
+// The CPU backend's one thread pool: passive waits after a short spin, a share of the work for each
+// thread, taken over by the others where it is late.
 #pragma once
 
 #include <cstdint>
