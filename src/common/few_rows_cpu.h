@@ -4,15 +4,19 @@
 
 #include <cstdint>
 
+#include "simd_cpu.h"
+
 namespace needle::cpu {
 
 constexpr int64_t kFewRows = 16;
+constexpr int kRowGroup = kVectorRegisters >= 32 ? 16 : 6;  // rows whose sums stay in registers
 
 // Whether reading B (k, n) is most of the work: with more than 8 rows it is not where elements of
-// 16 bits are converted again for each 8 of them, nor where B is small.
+// 16 bits are converted again for each group of them, nor where B is small.
 template <class T>
 bool few_rows_pay(int64_t m, int64_t n, int64_t k) {
-  return m <= kFewRows / 2 || (m <= kFewRows && sizeof(T) > 2 && n * k >= int64_t(1) << 18);
+  return m <= kFewRows / 2 ||
+         (m <= kFewRows && (sizeof(T) > 2 || m <= kRowGroup) && n * k >= int64_t(1) << 18);
 }
 
 // C (m, n) = A (m, k) B (k, n), or C += with accumulate; m <= kFewRows. Element (i, p) of A is a[i

@@ -35,7 +35,7 @@ struct Tiling {
       : rows(std::min(p.m, widest)), cols(std::min(p.n, widest)) {
     const auto count = [&] { return batch * ceil_div(p.m, rows) * ceil_div(p.n, cols); };
     while (count() < kEnoughTiles && std::max(rows, cols) > 64 && rows * cols * p.k >= kTaskFlops) {
-      int64_t& side = rows > cols ? rows : cols;
+      int64_t& side = rows >= cols ? rows : cols;
       side = round_up(ceil_div(side, 2), 32);
     }
     down = ceil_div(p.m, rows);

@@ -204,13 +204,14 @@ def lstm_backward(dy: NDArray | None, dc: NDArray | None, c: NDArray, w_hh: NDAr
     dc = full((B, H), 0, cells._dtype, device) if dc is None else dc.astype(cells._dtype)
     dy = full((B, H), 0, dtype, device).broadcast_to(cells._shape) if dy is None else dy
     states = [c.astype(cells._dtype, copy=False), *cells]
+    w_hh_turned = w_hh.T.compact()  # once, for T products, which read its rows then
     for t in range(T - 1, -1, -1):
         gate = gates[t : t + 1].reshape((B, 4 * H))
         device.lstm_cell_backward(
             gate.contiguous_handle(), states[t].contiguous_handle(), states[t + 1].contiguous_handle(),
             dy[t : t + 1].contiguous_handle(), dh._handle, dc._handle, B, H,
         )  # fmt: skip
-        matmul(gate, w_hh.T, out=dh)
+        matmul(gate, w_hh_turned, out=dh)
     return dh, dc.astype(dtype, copy=False)
 
 
