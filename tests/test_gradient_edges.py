@@ -203,6 +203,37 @@ def test_gradients_of_convolutions_with_kernels_that_are_not_square(stride, padd
             np.testing.assert_allclose(found[i], (loss(*up) - loss(*down)) / 2e-5, rtol=1e-6, atol=1e-8)
 
 
+# Image, kernel, stride, padding: pixels of the kernel, windows or whole classes of pixels that meet nothing but padding.
+CONVOLUTIONS = [
+    ((1, 1), (3, 3), 1, 1), ((2, 1), (3, 2), 2, 1), ((4, 5), (2, 3), 1, 4), ((3, 4), (1, 1), 2, 0), ((5, 4), (2, 1), 4, 3),
+    ((1, 1), (1, 1), 9, 5), ((7, 3), (5, 2), 3, 2), ((2, 2), (4, 4), 5, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("image, kernel, stride, padding", CONVOLUTIONS, ids=str)
+def test_convolutions_that_meet_much_padding(device, image, kernel, stride, padding):
+    """Against the definition; of whole numbers, so that all is exact."""
+    rng, (K, L) = np.random.default_rng(0), kernel
+    a, b = rng.integers(-4, 5, (2, *image, 3)).astype("float32"), rng.integers(-4, 5, (K, L, 3, 2)).astype("float32")
+    padded = np.pad(a, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, kernel, (1, 2))[:, ::stride, ::stride]  # N, H', W', C, K, L
+    expected = np.einsum("nhwckl,klco->nhwo", windows, b)
+    leaves = leaf(a, device), leaf(b, device)
+    out = ops.conv(*leaves, stride=stride, padding=padding)
+    np.testing.assert_array_equal(out.numpy(), expected)
+    g = rng.integers(-4, 5, out.shape).astype("float32")
+    out.backward(ndl.Tensor(g, device=device))
+    np.testing.assert_array_equal(leaves[1].grad.numpy(), np.einsum("nhwckl,nhwo->klco", windows, g))
+    # Of the image: what each pixel alone adds to the result.
+    for index in np.ndindex(a.shape[1:3]):
+        one = np.zeros_like(a)
+        one[(slice(None), *index)] = 1
+        of_pixel = np.pad(one, [(0, 0), (padding, padding), (padding, padding), (0, 0)])
+        met = np.lib.stride_tricks.sliding_window_view(of_pixel, kernel, (1, 2))[:, ::stride, ::stride, 0]
+        wanted = np.einsum("nhwkl,klco,nhwo->nc", met, b, g)
+        np.testing.assert_array_equal(leaves[0].grad.numpy()[(slice(None), *index)], wanted)
+
+
 def test_views_without_elements(device):
     nothing = array(np.zeros((0, 3, 4, 2)), device)[:, 2:, 2:]
     x = ndl.Tensor.make_const(nothing, requires_grad=True)

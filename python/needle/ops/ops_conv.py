@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from .. import dtype as dt
 from ..autograd import Tensor
@@ -15,46 +17,105 @@ from ..backend_ndarray.ndarray import matmul as _matmul
 from ..errors import ShapeError
 from ._reads import _InputRead, _NoRead
 from .ops_index import _Embed
-from .ops_shape import flip, pad, reshape, transpose
 
 _WINDOWS_BYTES = 4 << 20  # of windows are copied at a time: they stay in a processor's cache, and take this memory at most
 
 
-def _windows(a: NDArray, K: int, L: int, stride: int, padding: int) -> Iterator[tuple[slice, NDArray]]:
-    """The windows of K x L pixels of an image (N, H, W, C) as rows of a matrix (windows, K L C), some of them at a time.
+class _Axis(NamedTuple):
+    """The windows along an axis of n pixels: ``windows`` of them, of ``size`` pixels each, their starts ``stride`` pixels apart.
+
+    before: how many pixels ahead of the image the first one starts; negative where it starts inside.
+    """
+
+    n: int
+    size: int
+    stride: int
+    before: int
+    windows: int
+
+    def cut(self) -> tuple[int, _Axis]:
+        """The windows without the pixels at their ends that are outside of the image in all of them, and where those left begin."""
+        first = max(self.before - (self.windows - 1) * self.stride, 0)
+        size = max(min(self.size, self.n + self.before) - first, 0)
+        return first, self._replace(size=size, before=self.before - first)
+
+    @property
+    def length(self) -> int:
+        """Pixels from the start of the first window to the end of the last."""
+        return (self.windows - 1) * self.stride + self.size
+
+    @property
+    def inside(self) -> slice:
+        """The image's pixels that are among those."""
+        return slice(max(-self.before, 0), min(self.length - self.before, self.n))
+
+    @property
+    def padded(self) -> bool:
+        return self.before > 0 or self.length - self.before > self.n
+
+
+def _axes(image: tuple[int, ...], size: tuple[int, ...], stride: int, padding: int) -> list[_Axis]:
+    """The windows of the pixels of a kernel in an image (N, H, W, C), along H and W."""
+    return [_Axis(n, k, stride, padding, (n + 2 * padding - k) // stride + 1) for n, k in zip(image[1:3], size)]
+
+
+def _windows(a: NDArray, rows: _Axis, cols: _Axis) -> Iterator[tuple[slice, NDArray]]:
+    """The windows of an image (N, H, W, C) as rows of a matrix (windows, K L C), some of them at a time.
 
     Gives which of the windows they are, and their matrix, in memory that the next ones are copied to. Of images of which one has
     too many, some lines of windows at a time; a line is never divided.
     """
     N, H, W, C = a.shape
-    lines, cols = (H + 2 * padding - K) // stride + 1, (W + 2 * padding - L) // stride + 1
-    if K == L == stride == 1 and not padding:  # each pixel is a window
+    lines, K, L = rows.windows, rows.size, cols.size
+    if rows == (H, 1, 1, 0, H) and cols == (W, 1, 1, 0, W):  # each pixel is a window
         yield slice(0, N * H * W), a.compact().reshape((N * H * W, C))
         return
-    most = _WINDOWS_BYTES // max(cols * K * L * C * dt.ROWS[a.dtype].itemsize, 1)  # lines
+    most = _WINDOWS_BYTES // max(cols.windows * K * L * C * dt.ROWS[a.dtype].itemsize, 1)  # lines
     images = min(max(most // lines, 1), N)
     lines_at_once = lines if images > 1 else min(max(most, 1), lines)
-    copies = _empty((images, lines_at_once, cols, K, L, C), a.dtype, a.device)
+    copies = _empty((images, lines_at_once, cols.windows, K, L, C), a.dtype, a.device)
     copies.category = WORKSPACE
+    padding = rows.padded or cols.padded
+    inside = a[:, rows.inside, cols.inside]
     if padding:
-        padded = _full((images, H + 2 * padding, W + 2 * padding, C), 0, a.dtype, a.device)
+        padded = _full((images, rows.length, cols.length, C), 0, a.dtype, a.device)
         padded.category = WORKSPACE
+        top, left = max(rows.before, 0), max(cols.before, 0)
+        lines_inside, places_inside = slice(top, top + inside.shape[1]), slice(left, left + inside.shape[2])
     for i in range(0, N, max(images, 1)):
-        image = a[i : i + images]
+        image = inside[i : i + images]
         n = image.shape[0]
         if padding:
-            padded[:n, padding : padding + H, padding : padding + W] = image
+            padded[:n, lines_inside, places_inside] = image
             image = padded
-        else:
+        elif image.strides[3] != 1:  # its pixels are read K L times
             image = image.compact()
         sn, sh, sw, sc = image.strides
         for first in range(0, lines, lines_at_once):
             m = min(lines_at_once, lines - first)
-            views = image[:, first * stride :].as_strided((n, m, cols, K, L, C), (sn, sh * stride, sw * stride, sh, sw, sc))
+            views = image[:, first * rows.stride :].as_strided(
+                (n, m, cols.windows, K, L, C), (sn, sh * rows.stride, sw * cols.stride, sh, sw, sc)
+            )
             part = copies[:n, :m]
             part[:] = views
-            start = (i * lines + first) * cols
-            yield slice(start, start + n * m * cols), part.reshape((n * m * cols, K * L * C))
+            start = (i * lines + first) * cols.windows
+            yield slice(start, start + n * m * cols.windows), part.reshape((n * m * cols.windows, K * L * C))
+
+
+def _convolve(a: NDArray, b: NDArray, rows: _Axis, cols: _Axis) -> NDArray:
+    """Each window of the image a (N, H, W, C) times the kernel b (K, L, C, O): (N, rows.windows, cols.windows, O)."""
+    dtype = dt.promote(a.dtype, b.dtype)
+    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
+    (row, rows), (col, cols) = rows.cut(), cols.cut()
+    kernel = b[row : row + rows.size, col : col + cols.size].compact()
+    if 0 in kernel.shape[:2]:
+        return _full((len(a), rows.windows, cols.windows, b.shape[3]), 0, dtype, a.device)
+    kernel = kernel.reshape((math.prod(kernel.shape[:3]), b.shape[3]))
+    out = _empty((len(a), rows.windows, cols.windows, b.shape[3]), dtype, a.device)
+    flat = out.reshape((math.prod(out.shape[:3]), b.shape[3]))
+    for which, windows in _windows(a, rows, cols):
+        _matmul(windows, kernel, out=flat[which])
+    return out
 
 
 def _check_conv(a: NDArray, b: NDArray, padding: int) -> None:
@@ -83,34 +144,54 @@ class Conv(_InputRead):
 
     def compute(self, a, b):
         _check_conv(a, b, self.padding)
-        dtype = dt.promote(a.dtype, b.dtype)
-        a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
-        (N, H, W, C), (K, L, _, O), s, p = a.shape, b.shape, self.stride, self.padding  # noqa: E741
-        kernel = b.compact().reshape((K * L * C, O))
-        out = _empty((N, (H + 2 * p - K) // s + 1, (W + 2 * p - L) // s + 1, O), dtype, a.device)
-        rows = out.reshape((math.prod(out.shape[:3]), O))
-        for which, windows in _windows(a, K, L, s, p):
-            _matmul(windows, kernel, out=rows[which])
-        return out
+        return _convolve(a, b, *_axes(a.shape, b.shape[:2], self.stride, self.padding))
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        grad_a = _image_gradient(a.shape, b, out_grad, self.stride, self.padding) if a.requires_grad else None
+        grad_a = _ImageGradient(a.shape[1:3], self.stride, self.padding)(out_grad, b) if a.requires_grad else None
         grad_b = _KernelGradient(b.shape[:2], self.stride, self.padding)(a, out_grad) if b.requires_grad else None
         return grad_a, grad_b
 
 
-def _image_gradient(shape: tuple[int, ...], b: Tensor, out_grad: Tensor, s: int, p: int) -> Tensor:
-    """The gradient of the image, of that ``shape``, in a convolution with kernel ``b``."""
-    (H, W), (K, L) = shape[1:3], b.shape[:2]
-    # With the s x s pixels of a block as the channels of one, the stride is 1; the kernel has as many blocks.
-    K_blocks, L_blocks = -(-K // s), -(-L // s)
-    kernel = _blocks(_span(b, 0, (0, K_blocks * s), (0, L_blocks * s)), 0, s)
-    turned = transpose(flip(kernel, (0, 1)), (2, 3))
-    # Of the padded image those blocks in which pixels of it are, each from the gradients of all windows that it is in.
-    first, rows, cols = p // s, -(-(p + H) // s), -(-(p + W) // s)
-    grad = conv(_span(out_grad, 1, (first - K_blocks + 1, rows), (first - L_blocks + 1, cols)), turned, 1, 0)
-    return _span(_pixels(grad, 1, s), 1, (p % s, p % s + H), (p % s, p % s + W))
+class _ImageGradient(_InputRead):
+    """The gradient of a convolution's image, (N, H, W, Cin): each pixel's from the gradients of all windows that it is in.
+
+    dy: (N, H', W', Cout); b: the kernel (K, L, Cin, Cout). Pixels that are ``stride`` apart meet the same pixels of the kernel:
+    their gradient is a convolution of dy with those in reverse order. Linear in both, so that its own gradients are convolutions.
+    """
+
+    def __init__(self, size: tuple[int, ...], stride: int, padding: int):
+        self.size, self.stride, self.padding = size, stride, padding
+
+    def _axis(self, n: int, k: int, windows: int, first: int) -> tuple[slice, _Axis]:
+        """The pixels of an axis of n that meet the pixels first, first + stride .. of k, and their windows of dy."""
+        s, p = self.stride, self.padding
+        size = len(range(first, k, s))
+        start, stop = -((first - p) // s), (p + n - 1 - first) // s + 1  # of the last window that a pixel is in
+        return slice(start * s + first - p, None, s), _Axis(windows, size, 1, size - 1 - start, max(stop - start, 0))
+
+    def compute(self, dy, b):
+        (H, W), (K, L), s = self.size, b.shape[:2], self.stride
+        b = b.permute((0, 1, 3, 2))
+        dtype, shape = dt.promote(dy.dtype, b.dtype), (len(dy), H, W, b.shape[3])
+        if s == 1:
+            (_, rows), (_, cols) = self._axis(H, K, dy.shape[1], 0), self._axis(W, L, dy.shape[2], 0)
+            return _convolve(dy, b.flip((0, 1)), rows, cols)
+        axes = [
+            [self._axis(n, k, windows, first) for first in range(min(s, k))]
+            for n, k, windows in zip(self.size, (K, L), dy.shape[1:3])
+        ]
+        out = _full(shape, 0, dtype, dy.device)
+        for (row, (lines, rows)), (col, (places, cols)) in itertools.product(*map(enumerate, axes)):
+            if rows.windows and cols.windows:
+                out[:, lines, places] = _convolve(dy, b[row::s, col::s].flip((0, 1)), rows, cols)
+        return out
+
+    def gradient(self, out_grad, node):
+        dy, b = node.inputs
+        grad_dy = conv(out_grad, b, self.stride, self.padding) if dy.requires_grad else None
+        grad_b = _KernelGradient(b.shape[:2], self.stride, self.padding)(out_grad, dy) if b.requires_grad else None
+        return grad_dy, grad_b
 
 
 class _KernelGradient(_InputRead):
@@ -123,49 +204,27 @@ class _KernelGradient(_InputRead):
         self.size, self.stride, self.padding = size, stride, padding
 
     def compute(self, a, dy):
-        (K, L), C, O = self.size, a.shape[3], dy.shape[3]  # noqa: E741
+        C, O = a.shape[3], dy.shape[3]  # noqa: E741
         dtype = dt.promote(a.dtype, dy.dtype)
-        out = _full((K * L * C, O), 0, dt.accumulator(dtype), a.device)  # also of 16-bit floats: it is a sum of several products
+        (row, rows), (col, cols) = (axis.cut() for axis in _axes(a.shape, self.size, self.stride, self.padding))
+        shape = rows.size, cols.size, C, O
+        out = _full((math.prod(shape[:3]), O), 0, dt.accumulator(dtype), a.device)  # a sum of several products, in 16 bits too
         dy = dy.compact().reshape((math.prod(dy.shape[:3]), O))
-        for which, windows in _windows(a, K, L, self.stride, self.padding):
-            _matmul(windows.T, dy[which], out=out, accumulate=True)
-        return out.astype(dtype, copy=False).reshape((K, L, C, O))
+        if out.size:
+            for which, windows in _windows(a, rows, cols):
+                _matmul(windows.T, dy[which], out=out, accumulate=True)
+        out = out.astype(dtype, copy=False).reshape(shape)
+        if shape[:2] == tuple(self.size):
+            return out
+        whole = _full((*self.size, C, O), 0, dtype, a.device)
+        whole[row : row + rows.size, col : col + cols.size] = out
+        return whole
 
     def gradient(self, out_grad, node):
         a, dy = node.inputs
-        grad_a = _image_gradient(a.shape, out_grad, dy, self.stride, self.padding) if a.requires_grad else None
+        grad_a = _ImageGradient(a.shape[1:3], self.stride, self.padding)(dy, out_grad) if a.requires_grad else None
         grad_dy = conv(a, out_grad, self.stride, self.padding) if dy.requires_grad else None
         return grad_a, grad_dy
-
-
-def _span(x: Tensor, axis: int, rows: tuple[int, int], cols: tuple[int, int]) -> Tensor:
-    """x from rows[0] to rows[1] along ``axis`` and from cols[0] to cols[1] along the next one, with zeros outside of x."""
-    widths, cut = [(0, 0)] * x.ndim, [slice(None)] * x.ndim
-    for i, (start, stop) in enumerate((rows, cols), axis):
-        widths[i] = max(-start, 0), max(stop - x.shape[i], 0)
-        cut[i] = slice(max(start, 0), max(start, 0) + stop - start)
-    if widths != [(0, 0)] * x.ndim:
-        x = pad(x, widths)
-    wanted = [len(range(*part.indices(n))) for part, n in zip(cut, x.shape)]
-    return x if wanted == list(x.shape) else x[tuple(cut)]
-
-
-def _blocks(x: Tensor, axis: int, s: int) -> Tensor:
-    """Space to depth: (.., R s, Q s, C, ..) -> (.., R, Q, s s C, ..), the first of these axes being ``axis``."""
-    if s == 1:
-        return x
-    before, (h, w, c), after = x.shape[:axis], x.shape[axis : axis + 3], x.shape[axis + 3 :]
-    x = reshape(x, (*before, h // s, s, w // s, s, c, *after))
-    return reshape(transpose(x, (axis + 1, axis + 2)), (*before, h // s, w // s, s * s * c, *after))
-
-
-def _pixels(x: Tensor, axis: int, s: int) -> Tensor:
-    """Depth to space: undoes ``_blocks``."""
-    if s == 1:
-        return x
-    before, (h, w, c), after = x.shape[:axis], x.shape[axis : axis + 3], x.shape[axis + 3 :]
-    x = reshape(x, (*before, h, w, s, s, c // (s * s), *after))
-    return reshape(transpose(x, (axis + 1, axis + 2)), (*before, h * s, w * s, c // (s * s), *after))
 
 
 def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
