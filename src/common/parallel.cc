@@ -55,7 +55,7 @@ struct Job {
   const std::function<void(int64_t)>* task;
   int64_t n_tasks;
   std::atomic<bool> failed{false};
-  std::exception_ptr error;  // written once, by whoever sets `failed`
+  std::exception_ptr error{};  // written once, by whoever sets `failed`
 };
 
 thread_local bool inside_task = false;

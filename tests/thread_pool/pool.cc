@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <stdexcept>
@@ -64,6 +65,16 @@ void nested() {
   CHECK(total == 64);
 }
 
+// The rest of the share of a thread that is held up is taken over.
+void takes_over() {
+  std::vector<std::thread::id> by(64);
+  parallel_for(64, [&](int64_t i) {
+    by[size_t(i)] = std::this_thread::get_id();
+    if (i == 16) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  });
+  for (int64_t i = 17; i < 32; ++i) CHECK(by[size_t(i)] != by[16]);
+}
+
 // Callers that find the pool taken run their job themselves; its size changes under them.
 void many_callers() {
   std::atomic<int> running{4};
@@ -98,6 +109,7 @@ int main(int argc, char** argv) {
   ranges();
   exceptions();
   nested();
+  takes_over();
   many_callers();
   if (argc < 2 || std::string(argv[1]) != "no-fork") forked();
   std::puts("ok");
