@@ -70,7 +70,7 @@ __attribute__((noinline)) void add_group(int64_t m, int64_t depth, int64_t width
                                          A* sums, int64_t ld_sums) {
   if constexpr (M > 1)
     if (m < M) return add_group<M - 1>(m, depth, width, a, a_row, a_col, b, ldb, sums, ld_sums);
-  A x[depth_for(M) * M];
+  A x[depth_for(kRowGroup) * M];  // of the depth that the largest group asks for
   for (int64_t q = 0; q < depth; ++q)
     for (int i = 0; i < M; ++i) x[q * M + i] = A(a[i * a_row + q * a_col]);
   add_rows<M>(depth, width, x, b, ldb, sums, ld_sums);
