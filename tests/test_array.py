@@ -120,9 +120,11 @@ def test_products(device, shapes, dtype):
 
 
 # Above the size from which `cpu` takes its own kernel; tails in every direction, more than one depth and one block of rows, and
-# rows of 4 KiB, which it packs where it reads others in place.
+# rows of 4 KiB, which it packs where it reads others in place. Or deep, which it cuts into parts of k.
 @pytest.mark.parametrize(
-    "shape", [(60, 1100, 1037), (1100, 130, 300), (97, 1024, 2049), (512, 517, 100), (132, 200, 1024)], ids=str
+    "shape",
+    [(60, 1100, 1037), (1100, 130, 300), (97, 1024, 2049), (512, 517, 100), (132, 200, 1024), (60, 75, 5003), (17, 30, 9001)],
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("extra", [0, 13, 1024], ids=lambda n: f"rows_{n}_longer")

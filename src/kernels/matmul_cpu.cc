@@ -22,6 +22,9 @@ constexpr int64_t kEnoughTiles = 16;     // tiles that keep a pool of usual size
 constexpr int64_t kWidest = 1024;        // side of the largest tile
 constexpr int64_t kHalfSide = 256;  // the same for 16-bit floats, and the depth of their pieces
 
+constexpr int64_t kParts = 8;  // of a deep product, and their depth and sums
+constexpr int64_t kPartDepth = 512, kPartialSums = 32 << 10;
+
 struct Product {
   int64_t m, k, n, lda, ldb;
   bool trans_a, trans_b, accumulate;
@@ -116,6 +119,35 @@ bool one_tall_product(const Product& p, const Dims& shape, const Dims& a_strides
   return true;
 }
 
+// Into how many parts of k a product is cut: a deep one of few elements, since every tile of those
+// would read all of A or of B, from other cores' caches too.
+int64_t parts_of(const Product& p) {
+  return std::min(
+      {kParts, kPartialSums / (p.m * p.n), p.k / kPartDepth, 2 * p.m * p.n * p.k / kTaskFlops});
+}
+
+// The parts' sums are added in their order.
+template <class T>
+void multiply_by_parts(const Product& p, int64_t parts, const T* a, const T* b, T* out) {
+  struct Sums {
+    T of_part[kPartialSums];
+  };
+  T* const sums = of_this_thread<Sums>().of_part;
+  parallel_for(parts, [&](int64_t part) {
+    const int64_t k0 = part * p.k / parts;
+    Product piece = p;
+    piece.k = (part + 1) * p.k / parts - k0;
+    piece.accumulate = false;
+    tile(piece, a + place(p.trans_a, 0, k0, p.lda), b + place(p.trans_b, k0, 0, p.ldb),
+         sums + part * p.m * p.n, 0, p.m, 0, p.n);
+  });
+  for (int64_t i = 0; i < p.m * p.n; ++i) {
+    T sum = p.accumulate ? out[i] : T(0);
+    for (int64_t part = 0; part < parts; ++part) sum += sums[part * p.m * p.n + i];
+    out[i] = sum;
+  }
+}
+
 template <class T, class Out>
 void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Dims& b_strides,
               Out* out, const Dims& shape) {
@@ -138,6 +170,9 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
                     p.trans_a ? p.lda : 1, at(b, b_strides, 0), p.ldb, p.accumulate, out);
       return;
     }
+    if constexpr (std::is_floating_point_v<T>)
+      if (const int64_t parts = parts_of(p); batch == 1 && parts > 1)
+        return multiply_by_parts(p, parts, at(a, a_strides, 0), at(b, b_strides, 0), out);
     if (gemm_own_pays(p.m, p.n, p.k)) {
       for (int64_t item = 0; item < batch; ++item)
         gemm_own(p.trans_a, p.trans_b, p.m, p.n, p.k, at(a, a_strides, item), p.lda,
