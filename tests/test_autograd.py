@@ -557,9 +557,9 @@ def test_a_convolution_takes_the_memory_of_what_it_reads(cpu):
         with ndl.memory.peak(cpu) as p:
             ops.conv(image, kernel, stride=17, padding=0).sum().backward()
         peaks.append(p.above_start)
-    assert peaks[0] < 5 * (image.size + kernel.size) * 4
+    assert peaks[0] < 1.5 * (image.size + kernel.size) * 4
     assert kernel.grad.realize_cached_data().is_compact()
-    assert image.grad is None and peaks[1] <= peaks[0] - image.size * 4
+    assert image.grad is None and peaks[0] - peaks[1] == image.size * 4  # that gradient, and nothing else
 
 
 def test_a_gradient_that_something_else_holds_is_not_added_to(host):

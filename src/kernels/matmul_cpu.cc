@@ -1,7 +1,8 @@
 // Matrix products: out[batch] = op(a[batch]) @ op(b[batch]), or += with accumulate.
 //
 // A few rows times a matrix is a matter of reading the matrix (few_rows_cpu.h). Large products go
-// to needle's own kernel where that is the faster (gemm_cpu.h). Others are cut into tiles of `out`,
+// to needle's own kernel where that is the faster (gemm_cpu.h). Deep ones with a small result are
+// cut into parts of k, whose sums are added in order. Others are cut into tiles of `out`,
 // by the shape alone, and the pool hands them out; each is one single-threaded GEMM, for which
 // 16-bit floats are converted to float32 piece by piece in buffers of fixed size, one set per
 // thread. The product of 16-bit floats may stay in float32.
@@ -20,10 +21,10 @@ namespace {
 constexpr int64_t kTaskFlops = 4 << 20;  // below this a task is not worth handing out
 constexpr int64_t kEnoughTiles = 16;     // tiles that keep a pool of usual size evenly busy
 constexpr int64_t kWidest = 1024;        // side of the largest tile
-constexpr int64_t kHalfSide = 256;  // the same for 16-bit floats, and the depth of their pieces
-
-constexpr int64_t kParts = 8;  // of a deep product, and their depth and sums
-constexpr int64_t kPartDepth = 512, kPartialSums = 32 << 10;
+constexpr int64_t kHalfSide = 256;   // the same for 16-bit floats, and the depth of their pieces
+constexpr int64_t kParts = 8;        // into which a deep product is cut, at most
+constexpr int64_t kPartDepth = 512;  // the least k of a part
+constexpr int64_t kPartialSums = 32 << 10;  // elements of all parts: they are added by one thread
 
 struct Product {
   int64_t m, k, n, lda, ldb;
