@@ -88,6 +88,12 @@ NEEDLE_INLINE HalfBits narrowed(Vec<float> v) {
   return __builtin_convertvector(bits, HalfBits);
 }
 
+// Some lanes in one instruction; sanitizers do not see what that touches.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
+    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define NEEDLE_MASKED
+#endif
+
 // Loads convert 16-bit floats to float, stores round back; n < kLanes loads or stores the first n
 // lanes alone, the others are `fill`.
 template <class T>
@@ -105,7 +111,7 @@ NEEDLE_INLINE Vec<accum_t<T>> load(const T* from) {
 template <class T>
 NEEDLE_INLINE Vec<accum_t<T>> load(const T* from, int64_t n, accum_t<T> fill = 0) {
   using A = accum_t<T>;
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#ifdef NEEDLE_MASKED
   const unsigned some = (1u << n) - 1;
   const Vec<A> rest = broadcast(fill);
   if constexpr (std::is_same_v<T, float>) {
@@ -135,7 +141,7 @@ NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v) {
 }
 template <class T>
 NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v, int64_t n) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#ifdef NEEDLE_MASKED
   const unsigned some = (1u << n) - 1;
   if constexpr (std::is_same_v<T, float>)
     _mm512_mask_storeu_ps(to, __mmask16(some), (__m512)v);
