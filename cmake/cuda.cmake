@@ -10,7 +10,7 @@ if(NEEDLE_CUDA STREQUAL "AUTO" AND NOT gpus)
   message(STATUS "needle: no GPU here, the CUDA backend is not built (NEEDLE_CUDA=ON builds it all the same)")
   set(NEEDLE_CUDA OFF)
 endif()
-if(NOT NEEDLE_CUDA STREQUAL "OFF")
+if(NEEDLE_CUDA)  # neither OFF nor 0, FALSE, no
   # Set before enable_language, which would otherwise choose an architecture of its own.
   set(CMAKE_CUDA_ARCHITECTURES ${NEEDLE_CUDA_ARCHITECTURES})
   if(NEEDLE_CUDA STREQUAL "AUTO")

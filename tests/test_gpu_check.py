@@ -194,15 +194,16 @@ def test_the_instruction_programs_compile_for_a_gpu(gpu_check, monkeypatch, tmp_
     assert {path.name for path in tmp_path.iterdir()} >= set(gpu_check.PROGRAMS)
 
 
-def test_a_build_says_what_is_wrong_with_the_cuda_compiler(gpu_check, tmp_path):
-    """One that does not take the host's compiler, which is newer than it."""
+@pytest.mark.parametrize(("wanted", "works"), [("ON", False), ("0", True)])
+def test_a_build_says_what_is_wrong_with_the_cuda_compiler(gpu_check, tmp_path, wanted, works):
+    """One that does not take the host's compiler, which is newer than it; where none is wanted, nothing is."""
     check = make(gpu_check, device="cuda", arch="90", no_build=False, build_only=True)
     if check.requirements():
         pytest.skip(check.requirements())
     host = tmp_path / "g++"
     host.write_text("#!/bin/sh\necho 'an unsupported version' >&2\nexit 1\n")
     host.chmod(0o755)
-    flags = [f"-DPython_EXECUTABLE={sys.executable}", f"-DNEEDLE_OUTPUT_DIR={tmp_path}", "-DNEEDLE_CUDA=ON"]
+    flags = [f"-DPython_EXECUTABLE={sys.executable}", f"-DNEEDLE_OUTPUT_DIR={tmp_path}", f"-DNEEDLE_CUDA={wanted}"]
     check.environment |= {"CUDACXX": check.tool("nvcc"), "CUDAHOSTCXX": str(host)}
     code, said = check.run([check.tool("cmake"), "-S", ROOT, "-B", tmp_path / "build", *flags], 120)
-    assert code != 0 and "an unsupported version" in said
+    assert (code == 0) is works and ("an unsupported version" in said) is not works
