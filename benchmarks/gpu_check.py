@@ -169,10 +169,14 @@ class Check:
         rows = re.findall(r"^(.+), (\d+)\.(\d)\s*$", output, re.MULTILINE)
         return [(name, major + minor) for name, major, minor in rows] if code == 0 else []
 
+    def architectures(self) -> list[str]:
+        """What is built for: --arch, or those of the GPUs here, of which CUDA's first need not be nvidia-smi's."""
+        return self.options.arch.split(";") if self.options.arch else sorted({arch for _, arch in self.gpus()})
+
     def build(self) -> None:
         start = time.monotonic()
         if self.device == "cuda":
-            arch = self.options.arch or ";".join(sorted({arch for _, arch in self.gpus()}))
+            arch = ";".join(self.architectures())
             flags = ["NEEDLE_CUDA=ON", f"NEEDLE_CUDA_ARCHITECTURES={arch}", f"CMAKE_CUDA_COMPILER={self.tool('nvcc')}"]
             flags += ["NEEDLE_CUDA_SIM=OFF", "CMAKE_BUILD_TYPE=RelWithDebInfo"]  # compute-sanitizer names lines
         else:
@@ -278,12 +282,12 @@ class Check:
         if nvcc is None or self.device != "cuda":
             self.leave_out("the instructions' programs, which nvcc compiles for a GPU; pytest runs them on the emulator")
             return
-        arch = self.options.arch.split(";")[0] if self.options.arch else self.gpus()[0][1]
         sources = ROOT / "tests" / "cuda_sim"
         failed = []
         for name in PROGRAMS:
             program = BUILD / name
-            flags = ["-std=c++17", f"-arch=sm_{arch}", "--expt-relaxed-constexpr"]
+            flags = ["-std=c++17", "--expt-relaxed-constexpr"]
+            flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in self.architectures()]
             includes = [f"-I{ROOT / 'src' / 'common'}", f"-I{sources}"]
             self.must([nvcc, *flags, *includes, sources / f"{name}.cu", "-o", program], 120)
             if self.options.build_only:

@@ -174,9 +174,17 @@ def test_it_builds_for_the_gpus_that_are_there(gpu_check, monkeypatch):
     monkeypatch.setattr(gpu_check.Check, "run", lambda self, *_: (0, said))
     for arch, expected in ((None, "100;86"), ("75", "75")):
         commands.clear()
-        make(gpu_check, device="cuda", arch=arch).build()
+        check = make(gpu_check, device="cuda", arch=arch, build_only=True)
+        check.build()
         assert f"-DNEEDLE_CUDA_ARCHITECTURES={expected}" in commands[0] and "--build" in commands[1]
         assert "Ninja" in commands[0]
+        commands.clear()
+        check.instructions()  # CUDA's first GPU may be any of them
+        for command in commands:
+            assert {part for part in command if "sm_" in str(part)} == {
+                f"-gencode=arch=compute_{one},code=sm_{one}" for one in expected.split(";")
+            }
+        assert len(commands) == len(gpu_check.PROGRAMS)
 
 
 def test_a_stage_that_takes_too_long_ends_with_its_children(gpu_check):
