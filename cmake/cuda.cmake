@@ -13,6 +13,14 @@ endif()
 if(NEEDLE_CUDA)  # neither OFF nor 0, FALSE, no
   # Set before enable_language, which would otherwise choose an architecture of its own.
   set(CMAKE_CUDA_ARCHITECTURES ${NEEDLE_CUDA_ARCHITECTURES})
+  # CMake looks on PATH alone, where the toolkit's installer does not put it.
+  if(NOT CMAKE_CUDA_COMPILER AND "$ENV{CUDACXX}" STREQUAL "")
+    find_program(NEEDLE_NVCC nvcc PATHS "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin" /usr/local/cuda/bin)
+    mark_as_advanced(NEEDLE_NVCC)
+    if(NEEDLE_NVCC)
+      set(ENV{CUDACXX} "${NEEDLE_NVCC}")
+    endif()
+  endif()
   if(NEEDLE_CUDA STREQUAL "AUTO")
     include(CheckLanguage)
     check_language(CUDA)  # keeps to itself what is wrong with a compiler: one that does not take the host's, often

@@ -202,16 +202,30 @@ def test_the_instruction_programs_compile_for_a_gpu(gpu_check, monkeypatch, tmp_
     assert {path.name for path in tmp_path.iterdir()} >= set(gpu_check.PROGRAMS)
 
 
+def configure(check, folder, *flags, **environment):
+    """What CMake says of the project, and its exit code."""
+    if check.requirements():
+        pytest.skip(check.requirements())
+    check.environment |= {"CUDACXX": "", **environment}
+    flags = [f"-DPython_EXECUTABLE={sys.executable}", f"-DNEEDLE_OUTPUT_DIR={folder}", "-DNEEDLE_CUDA_SIM=OFF", *flags]
+    return check.run([check.tool("cmake"), "-S", ROOT, "-B", folder / "build", *flags], 120)
+
+
 @pytest.mark.parametrize(("wanted", "works"), [("ON", False), ("0", True)])
 def test_a_build_says_what_is_wrong_with_the_cuda_compiler(gpu_check, tmp_path, wanted, works):
     """One that does not take the host's compiler, which is newer than it; where none is wanted, nothing is."""
     check = make(gpu_check, device="cuda", arch="90", no_build=False, build_only=True)
-    if check.requirements():
-        pytest.skip(check.requirements())
     host = tmp_path / "g++"
     host.write_text("#!/bin/sh\necho 'an unsupported version' >&2\nexit 1\n")
     host.chmod(0o755)
-    flags = [f"-DPython_EXECUTABLE={sys.executable}", f"-DNEEDLE_OUTPUT_DIR={tmp_path}", f"-DNEEDLE_CUDA={wanted}"]
-    check.environment |= {"CUDACXX": check.tool("nvcc"), "CUDAHOSTCXX": str(host)}
-    code, said = check.run([check.tool("cmake"), "-S", ROOT, "-B", tmp_path / "build", *flags], 120)
+    code, said = configure(check, tmp_path, f"-DNEEDLE_CUDA={wanted}", CUDACXX=check.tool("nvcc") or "", CUDAHOSTCXX=str(host))
     assert (code == 0) is works and ("an unsupported version" in said) is not works
+
+
+def test_a_build_finds_a_cuda_compiler_that_is_not_on_path(gpu_check, tmp_path):
+    check = make(gpu_check, device="cuda", arch="90", no_build=False, build_only=True)
+    nvcc, host, maker = (Path(check.tool(name) or "/nowhere/bin/tool") for name in ("nvcc", "c++", "make"))
+    nowhere = [f"-DCMAKE_FIND_USE_{places}_PATH=OFF" for places in ("SYSTEM_ENVIRONMENT", "CMAKE_SYSTEM")]
+    flags = ["-DNEEDLE_CUDA=ON", "-G", "Unix Makefiles", f"-DCMAKE_MAKE_PROGRAM={maker}", *nowhere]
+    code, said = configure(check, tmp_path, *flags, CXX=str(host), CUDA_HOME=str(nvcc.parent.parent))
+    assert code == 0 and "needle: CUDA backend by" in said, said
