@@ -23,6 +23,7 @@ if(NEEDLE_CUDA)  # neither OFF nor 0, FALSE, no
   endif()
   if(NEEDLE_CUDA STREQUAL "AUTO")
     include(CheckLanguage)
+    set(ENV{CUDAARCHS} "${NEEDLE_CUDA_ARCHITECTURES}")  # which an old compiler does not know
     check_language(CUDA)  # keeps to itself what is wrong with a compiler: one that does not take the host's, often
   endif()
   if(CMAKE_CUDA_COMPILER OR NOT NEEDLE_CUDA STREQUAL "AUTO")

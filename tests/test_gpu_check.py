@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -202,13 +203,13 @@ def test_the_instruction_programs_compile_for_a_gpu(gpu_check, monkeypatch, tmp_
     assert {path.name for path in tmp_path.iterdir()} >= set(gpu_check.PROGRAMS)
 
 
-def configure(check, folder, *flags, **environment):
+def configure(check, folder, *flags, source=ROOT, **environment):
     """What CMake says of the project, and its exit code."""
     if check.requirements():
         pytest.skip(check.requirements())
     check.environment |= {"CUDACXX": "", **environment}
     flags = [f"-DPython_EXECUTABLE={sys.executable}", f"-DNEEDLE_OUTPUT_DIR={folder}", "-DNEEDLE_CUDA_SIM=OFF", *flags]
-    return check.run([check.tool("cmake"), "-S", ROOT, "-B", folder / "build", *flags], 120)
+    return check.run([check.tool("cmake"), "-S", source, "-B", folder / "build", *flags], 120)
 
 
 @pytest.mark.parametrize(("wanted", "works"), [("ON", False), ("0", True)])
@@ -229,3 +230,16 @@ def test_a_build_finds_a_cuda_compiler_that_is_not_on_path(gpu_check, tmp_path):
     flags = ["-DNEEDLE_CUDA=ON", "-G", "Unix Makefiles", f"-DCMAKE_MAKE_PROGRAM={maker}", *nowhere]
     code, said = configure(check, tmp_path, *flags, CXX=str(host), CUDA_HOME=str(nvcc.parent.parent))
     assert code == 0 and "needle: CUDA backend by" in said, said
+
+
+@pytest.mark.parametrize("newest", ["90", "999"])
+def test_the_cpu_is_built_for_where_the_cuda_compiler_is_too_old(gpu_check, tmp_path, newest):
+    """With a GPU: /dev/null in the place of its device."""
+    check = make(gpu_check, device="cuda", arch="90", no_build=False, build_only=True)
+    for name in ("CMakeLists.txt", "src"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copytree(ROOT / "cmake", tmp_path / "cmake")
+    script = tmp_path / "cmake" / "cuda.cmake"
+    script.write_text(script.read_text().replace("/dev/nvidia[0-9]*", "/dev/null"))
+    code, said = configure(check, tmp_path, f"-DNEEDLE_CUDA_ARCHITECTURES=80-real;{newest}", source=tmp_path)
+    assert code == 0 and ("no CUDA compiler that works" if newest == "999" else "needle: CUDA backend by") in said, said
