@@ -16,14 +16,17 @@ if(NEEDLE_CUDA)  # neither OFF nor 0, FALSE, no
   # CMake looks on PATH alone, where the toolkit's installer does not put it.
   if(NOT CMAKE_CUDA_COMPILER AND "$ENV{CUDACXX}" STREQUAL "")
     find_program(NEEDLE_NVCC nvcc PATHS "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin" /usr/local/cuda/bin)
-    mark_as_advanced(NEEDLE_NVCC)
     if(NEEDLE_NVCC)
       set(ENV{CUDACXX} "${NEEDLE_NVCC}")
     endif()
+    unset(NEEDLE_NVCC CACHE)
   endif()
   if(NEEDLE_CUDA STREQUAL "AUTO")
     include(CheckLanguage)
     set(ENV{CUDAARCHS} "${NEEDLE_CUDA_ARCHITECTURES}")  # which an old compiler does not know
+    if(NOT CMAKE_CUDA_COMPILER)
+      unset(CMAKE_CUDA_COMPILER CACHE)  # what an earlier look found wanting is looked for again
+    endif()
     check_language(CUDA)  # keeps to itself what is wrong with a compiler: one that does not take the host's, often
   endif()
   if(CMAKE_CUDA_COMPILER OR NOT NEEDLE_CUDA STREQUAL "AUTO")
