@@ -70,6 +70,22 @@ def test_floats_alone_are_updated(device, kind):
     p.grad = leaf([1, 1], device)
     with pytest.raises(DTypeError, match="param is int32"):
         kind([p], lr=1.0).step()
+    before = nn.Parameter(leaf(np.ones(2), device))
+    before.grad = leaf([1, 1], device)
+    optimizer = kind([before, p], lr=1.0)
+    with pytest.raises(DTypeError, match="param is int32"):
+        optimizer.step()
+    np.testing.assert_array_equal(before.numpy(), 1)
+    assert getattr(optimizer, "t", 0) == 0
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_a_gradient_of_whole_numbers_is_one_of_floats(device, kind):
+    whole, floats = (nn.Parameter(leaf([1, 1], device)) for _ in range(2))
+    whole.grad, floats.grad = leaf([3, -1], device, "int64"), leaf([3, -1], device)
+    kind([floats, whole], lr=0.25).step()
+    np.testing.assert_array_equal(whole.numpy(), floats.numpy())
+    assert whole.numpy()[0] < 1
 
 
 def test_the_first_step_of_adam_is_its_learning_rate(device):

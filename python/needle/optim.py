@@ -16,7 +16,7 @@ from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import full
-from .errors import CheckpointError, DeviceError, ShapeError, check_number, type_name
+from .errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_number, type_name
 
 _Update = tuple[dict[str, Any], Tensor, NDArray, NDArray]
 
@@ -188,16 +188,19 @@ class _Grouped(Optimizer):
         """(group, parameter, array, array of the gradient) of each parameter with a gradient; arrays that are not compact are
         replaced by compact copies, to be updated in place.
 
-        raises: ShapeError for a gradient of another shape. It comes before the first update, so nothing is updated then.
+        raises: ShapeError for a gradient of another shape, DTypeError for a parameter that is not floating. They come before the
+        first update, so nothing is updated then.
         """
         found = []
         for group, p in [(g, p) for g in self.param_groups for p in g["params"]]:
             if p.grad is None:
                 continue
             w, g = p.realize_cached_data(), p.grad.realize_cached_data()
+            if not dt.is_float(w.dtype):
+                raise DTypeError(f"[optim] param is {w.dtype} (accepted: floating)")
             if g.shape != w.shape:
                 raise ShapeError(f"[optim] a gradient is {g.shape}, its parameter is {w.shape}")
-            if "float64" in (g.dtype, w.dtype):  # the kernels combine it with no other dtype
+            if "float64" in (g.dtype, w.dtype) or not dt.is_float(g.dtype):  # the kernels combine these with no other dtype
                 g = g.astype(w.dtype, copy=False)
             if not w.is_compact():
                 w = w.compact()
