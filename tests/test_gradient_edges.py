@@ -344,6 +344,27 @@ def test_cells_take_states_of_one_shape(device):
                 cell(wrong)
 
 
+def test_layers_name_themselves_for_what_they_cannot_take(device):
+    ones = lambda *shape: leaf(np.ones(shape), device)  # noqa: E731
+    lstm, rnn = nn.LSTMCell(5, 3, device=device), nn.RNNCell(5, 3, device=device)
+    for layer in (lstm, rnn, nn.Flatten()):
+        name = type(layer).__name__
+        with pytest.raises(DTypeError, match=rf"^\[{name}\] input 0 is of type list"):
+            layer([[1.0] * 5])
+        with pytest.raises(ShapeError, match=rf"^\[{name}\] X is \(\) \(accepted: \(batch, "):
+            layer(ones())
+    for kind in (nn.LSTM, nn.RNN):
+        with pytest.raises(ShapeError, match=rf"^\[{kind.__name__}\] X is \(0, 2, 5\) \(accepted: .* positions at least 1\)"):
+            kind(5, 3, device=device)(ones(0, 2, 5))
+    with pytest.raises(DTypeError, match=r"^\[lstm\] input 5 is of type numpy\.ndarray"):
+        ops.lstm(ones(1, 2, 5), ones(2, 3), ones(2, 3), lstm.W_ih, lstm.W_hh, np.ones(12))
+    with pytest.raises(DTypeError, match=r"^\[lstm_cell\] input 1 is of type list"):
+        ops.lstm_cell(ones(2, 12), [[1.0] * 3] * 2)
+    for gates, c in ((ones(12, 2), ones(2, 3)), (ones(2, 12), ones(3))):  # the first has as many elements, in another order
+        with pytest.raises(ShapeError, match=r"^\[lstm_cell\] gates are .* \(accepted: \(B, 4 H\), \(B, H\)\)"):
+            ops.lstm_cell(gates, c)
+
+
 def test_an_op_asked_for_its_gradient_by_another_shape_than_its_output(device):
     """Kernels take the sizes from what forward saved: they would read what lies behind the gradient."""
     x, row, small = (leaf(np.ones(shape), device) for shape in ((4, 5), 5, (2, 1)))

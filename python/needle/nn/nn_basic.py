@@ -243,10 +243,12 @@ class Linear(Module):
 
 
 class Flatten(Module):
-    """(B, ...) -> (B, product of the rest)."""
+    """(B, ...) -> (B, product of the rest). raises: ShapeError for a 0-d input."""
 
     def forward(self, X: Tensor) -> Tensor:
         check_tensors("Flatten", X)
+        if X.ndim == 0:
+            raise ShapeError("[Flatten] X is () (accepted: (batch, ...))")
         return ops.reshape(X, (X.shape[0], math.prod(X.shape[1:])))
 
 

@@ -74,9 +74,8 @@ class RNNCell(_Cell):
         self.nonlinearity = nonlinearity
 
     def forward(self, X: Tensor, h: Tensor | None = None) -> Tensor:
-        h = self._zero_state(X) if h is None else h
-        self._check(X, h)
-        return self._next(self._of_input(X), h)
+        self._check(X, *([] if h is None else [h]))
+        return self._next(self._of_input(X), self._zero_state(X) if h is None else h)
 
     def _next(self, of_input: Tensor, h: Tensor) -> Tensor:
         out = of_input + h @ self.W_hh
@@ -84,10 +83,10 @@ class RNNCell(_Cell):
 
 
 def _check_sequence(op: str, X: Tensor, input_size: int, layers: int, hidden_size: int, states: Sequence[Tensor]) -> None:
-    """raises: ShapeError unless X is (positions, batch, input) and each state (layers, batch, hidden)."""
+    """raises: ShapeError unless X is (positions, batch, input), with a position, and each state (layers, batch, hidden)."""
     check_tensors(op, X, *states)
-    if X.ndim != 3 or X.shape[2] != input_size:
-        raise ShapeError(f"[{op}] X is {X.shape} (accepted: (positions, batch, {input_size}))")
+    if X.ndim != 3 or X.shape[2] != input_size or X.shape[0] == 0:
+        raise ShapeError(f"[{op}] X is {X.shape} (accepted: (positions, batch, {input_size}), positions at least 1)")
     for state in states:
         if state.shape != (layers, X.shape[1], hidden_size):
             raise ShapeError(f"[{op}] a first state is {state.shape} (accepted: {(layers, X.shape[1], hidden_size)})")
@@ -136,9 +135,8 @@ class LSTMCell(_Cell):
         super().__init__(input_size, hidden_size, bias, device, dtype)
 
     def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
-        states = (self._zero_state(X), self._zero_state(X)) if h is None else tuple(h)
-        self._check(X, *states)
-        h0, c0 = states
+        self._check(X, *(h or ()))
+        h0, c0 = (self._zero_state(X), self._zero_state(X)) if h is None else h
         return ops.lstm_cell(self._of_input(X) + h0 @ self.W_hh, c0)
 
 

@@ -9,13 +9,20 @@ from ..autograd import Tensor, TensorTupleOp, check_tensors
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full as _full
 from ..backend_ndarray.ndarray import matmul as _matmul
+from ..errors import ShapeError
 from .ops_mathematic import astype, sigmoid, tanh
 from .ops_shape import reshape, split, stack
 from .ops_tuple import tuple_get_item
 
 
 def lstm_cell(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    """(h', c'), c' = sig(f) c + sig(i) tanh(g) and h' = sig(o) tanh(c'): gates (B, 4 H) has i, f, g and o beside one another."""
+    """(h', c'), c' = sig(f) c + sig(i) tanh(g) and h' = sig(o) tanh(c'): gates (B, 4 H) has i, f, g and o beside one another.
+
+    raises: ShapeError unless c is (B, H).
+    """
+    check_tensors("lstm_cell", gates, c)
+    if c.ndim != 2 or gates.shape != (c.shape[0], 4 * c.shape[1]):
+        raise ShapeError(f"[lstm_cell] gates are {gates.shape}, c is {c.shape} (accepted: (B, 4 H), (B, H))")
     i, f, g, o = split(reshape(gates, (c.shape[0], 4, c.shape[1])), 1)
     c = sigmoid(f) * c + sigmoid(i) * tanh(g)
     return sigmoid(o) * tanh(c), c
@@ -73,7 +80,7 @@ def lstm(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tens
 
     raises: ShapeError if they do not fit.
     """
-    check_tensors("lstm", x, h, c, w_ih, w_hh)
+    check_tensors("lstm", x, h, c, w_ih, w_hh, *([] if bias is None else [bias]))
     if bias is None:
         bias = Tensor.make_const(_full(w_hh.shape[-1:], 0, w_hh.dtype, w_hh.device))
     inputs = (x, h, c, w_ih, w_hh, bias)
