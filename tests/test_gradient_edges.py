@@ -245,6 +245,9 @@ def test_attention_to_nothing(device):
     q, k = leaf(np.ones((1, 2, 3, 4)), device), leaf(np.ones((1, 2, 0, 4)), device)
     out = ops.attention(q, k, k, causal=False)
     np.testing.assert_array_equal(out.numpy(), np.zeros((1, 2, 3, 4)))
+    empty = leaf(np.ones((1, 2, 3, 0)), device)  # heads without features
+    ops.attention(empty, empty, empty).sum().backward()
+    assert empty.grad.shape == empty.shape
 
 
 def test_what_a_missing_block_would_meet_is_not_read(device):

@@ -76,7 +76,7 @@ def attention(
         raise ShapeError(f"[attention] q is {q.shape}, k is {k.shape} (accepted: (batch, heads, positions, features))")
     if layout is None:
         layout = dense_layout(q.shape[2], k.shape[2], 64, causal, k.shape[2] - q.shape[2] if causal else 0)
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    scale = 1.0 / math.sqrt(max(q.shape[3], 1)) if scale is None else scale
     return tuple_get_item(Attention(layout, scale)(q, k, v), 0)
 
 
