@@ -382,6 +382,10 @@ def test_numbers_that_ops_and_clipping_cannot_use(device):
         for wrong in (1.5, -1):
             with pytest.raises(ShapeError, match=rf"^\[{make.__name__}\] dilation is {wrong} \(accepted: a whole number"):
                 make(x, (0,), wrong)
+        assert make(x, np.int64(0), 1).shape == make(x, 0, 1).shape
+        for wrong in (None, 1.5, "0", (0, 1.0)):
+            with pytest.raises(ShapeError, match=rf"^\[{make.__name__}\] axes are .* \(accepted: a whole number, or several\)"):
+                make(x, wrong, 1)
     for numbers in ((1.5, 0), (0, -1), (2**64, 0)):
         with pytest.raises(ValueError, match=r"\[dropout\] seed is .* \(accepted: whole numbers, 0 to 2\*\*64 - 1\)"):
             ops.dropout(x, 0.5, *numbers)

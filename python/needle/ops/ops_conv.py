@@ -14,6 +14,7 @@ from ..backend_ndarray.ndarray import NDArray
 from ..backend_ndarray.ndarray import empty as _empty
 from ..backend_ndarray.ndarray import full as _full
 from ..backend_ndarray.ndarray import matmul as _matmul
+from ..backend_ndarray.shapes import frozen
 from ..errors import ShapeError
 from ._reads import _InputRead, _NoRead
 from .ops_index import _Embed
@@ -239,8 +240,11 @@ class _Dilation(_NoRead):
     """What Dilate and UnDilate share: the axes, and how many elements are put in or left out."""
 
     def __init__(self, axes, dilation: int):
-        self.axes = (axes,) if isinstance(axes, int) else tuple(axes)
+        kept = frozen(axes)
+        self.axes = kept if isinstance(kept, tuple) else (kept,)
         self.dilation = dilation
+        if any(not hasattr(axis, "__index__") for axis in self.axes):
+            raise ShapeError(f"[{self.name.lower()}] axes are {axes!r} (accepted: a whole number, or several)")
         if not hasattr(dilation, "__index__") or dilation < 0:
             raise ShapeError(f"[{self.name.lower()}] dilation is {dilation} (accepted: a whole number of at least 0)")
 
