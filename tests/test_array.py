@@ -394,7 +394,9 @@ def test_arange_makes_every_dtype(device, dtype):
 @pytest.mark.parametrize("source", ["float32", "float64", "float16", "bfloat16"])
 def test_floats_that_no_integer_is_near_become_the_least_one(device, source):
     """On every device: a GPU's own instruction makes 0 of NaN, which as an id would pass for a token."""
-    values = np.array([np.nan, np.inf, -np.inf, 1e30, -1e30, 2.0**63, 2.0**31, -(2.0**31), 300.75, -1.5, 255.0, -0.0])
+    values = np.array(
+        [np.nan, np.inf, -np.inf, 1e30, -1e30, 2.0**63, 2.0**31, -(2.0**31), 2.0**40 + 7.5, 300.75, -1.5, 255.0, -0.0]
+    )
     with np.errstate(over="ignore"):
         x = NDArray(values, device=device, dtype="float64").astype(source)
     exact = x.astype("float64").numpy()

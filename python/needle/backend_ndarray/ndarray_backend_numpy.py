@@ -103,6 +103,8 @@ def strided_copy(a, a_strides, a_offset, out, out_strides, out_offset, shape):
     source = _up(_strided(a, shape, a_strides, a_offset))
     target = _strided(out, shape, out_strides, out_offset)
     with np.errstate(all="ignore"):
+        if out.dtype == "uint8" and source.dtype.kind == "f":
+            source = source.astype(np.int64)  # whose last byte it is; numpy itself may go by way of an int32
         target[...] = (source != 0) if out.dtype == "bool" else source.astype(target.dtype)
 
 
