@@ -120,7 +120,8 @@ def test_faults_are_named_and_survived(programs, mode):
     ("setting", "value", "accepted"),
     [
         ("ORDER", "backwards", "forward, reverse, random:SEED"), ("CP_ASYNC", "soon", "late, early"),
-        ("STREAMS", "Lazy", "eager, lazy"), ("SM", "70", "75, 80, 90, ..."),
+        ("STREAMS", "Lazy", "eager, lazy"), ("SM", "70", "75, 80, 90, ..."), ("SM", "80a", "75, 80, 90, ..."),
+        ("ORDER", "random:", "forward, reverse, random:SEED"), ("ORDER", "random:one", "forward, reverse, random:SEED"),
         ("MULTIPROCESSORS", "-1", "0, 1, 2, ..."),
     ],
 )  # fmt: skip

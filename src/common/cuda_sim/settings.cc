@@ -26,6 +26,11 @@ bool is_second(const char* variable, const std::string& first, const std::string
   throw refused(variable, first + ", " + second);
 }
 
+bool is_number(const std::string& text, size_t most_digits) {
+  return !text.empty() && text.size() <= most_digits &&
+         text.find_first_not_of("0123456789") == std::string::npos;
+}
+
 }  // namespace
 
 OrderOption order_option() {
@@ -33,8 +38,10 @@ OrderOption order_option() {
   if (value.empty()) return {};
   if (value == "forward") return {Order::kForward, 0, true};
   if (value == "reverse") return {Order::kReverse, 0, true};
-  if (value.rfind(random, 0) == 0)
-    return {Order::kRandom, std::strtoull(value.c_str() + random.size(), nullptr, 10), true};
+  if (value.rfind(random, 0) == 0) {
+    const std::string seed = value.substr(random.size());
+    if (is_number(seed, 19)) return {Order::kRandom, std::stoull(seed), true};
+  }
   throw refused("NEEDLE_SIM_ORDER", "forward, reverse, random:SEED");
 }
 
@@ -45,17 +52,16 @@ bool streams_are_lazy() { return is_second("NEEDLE_SIM_STREAMS", "eager", "lazy"
 int compute_capability() {
   const std::string value = value_of("NEEDLE_SIM_SM");
   if (value.empty()) return 90;
-  const int capability = std::atoi(value.c_str());
-  if (capability < 75) throw refused("NEEDLE_SIM_SM", "75, 80, 90, ...");
-  return capability;
+  if (!is_number(value, 6) || std::stoi(value) < 75)
+    throw refused("NEEDLE_SIM_SM", "75, 80, 90, ...");
+  return std::stoi(value);
 }
 
 int multiprocessors() {
   const std::string value = value_of("NEEDLE_SIM_MULTIPROCESSORS");
   if (value.empty()) return 4;
-  if (value.find_first_not_of("0123456789") != std::string::npos || value.size() > 6)
-    throw refused("NEEDLE_SIM_MULTIPROCESSORS", "0, 1, 2, ...");
-  return std::atoi(value.c_str());
+  if (!is_number(value, 6)) throw refused("NEEDLE_SIM_MULTIPROCESSORS", "0, 1, 2, ...");
+  return std::stoi(value);
 }
 
 }  // namespace needle::sim
