@@ -7,7 +7,7 @@ import pytest
 import needle as ndl
 from devices import usable
 from making import array, gradients, leaf
-from needle import amp, init, memory, nn, ops
+from needle import amp, init, memory, nn, ops, optim
 from needle import dtype as dt
 from needle.backend_ndarray import kernels, ndarray
 from needle.backend_ndarray.block_layout import BlockLayout
@@ -474,3 +474,21 @@ def test_attention_loses_no_nan_whatever_its_bits(device, bits):
     for found in (out, lse, *kernels.attention_backward(values, q, q, values, out, lse, layout, 0.25)):
         assert np.isnan(found.numpy()[0, 0, 3:].reshape(37, -1)).all(axis=1).all()
     assert np.isfinite(out.numpy()[0, 0, :3]).all() and np.isfinite(lse.numpy()[0, 0, :3]).all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_infinities_are_nothing_to_warn_of(device):
+    halves, x = array([1, 2], device, "float16"), leaf([[np.inf, 1.0], [3e38, -3e38]], device)
+    halves.fill(1e6)
+    halves[0:1] = -1e6
+    assert halves.numpy().tolist() == [-np.inf, np.inf]
+    assert (array([1, -1], device, "float32") * 1e300).numpy().tolist() == [np.inf, -np.inf]
+    ones = leaf([1.0, 1.0], device)
+    ops.layer_norm(x, ones, ones).sum().backward()
+    ops.cross_entropy(x, leaf([0, 1], device, "int64", requires_grad=False)).backward()
+    ops.dropout(x, 0.9, seed=1).sum().backward()
+    x.grad = leaf(np.full((2, 2), np.inf), device)
+    optimizer = optim.AdamW([x])
+    optimizer.clip_grad_norm(1.0)
+    optimizer.step()
+    assert np.isnan(x.numpy()).all()

@@ -6,7 +6,9 @@ of a compiled backend and is what the others are compared with. Clarity before s
 
 from __future__ import annotations
 
+import functools
 import math
+import types
 
 import numpy as np
 
@@ -75,8 +77,7 @@ def _up(x: np.ndarray) -> np.ndarray:
 
 
 def _put(out: Array, value) -> None:
-    with np.errstate(all="ignore"):
-        out.array[...] = np.asarray(value).reshape(-1).astype(out.array.dtype, copy=False)
+    out.array[...] = np.asarray(value).reshape(-1).astype(out.array.dtype, copy=False)
 
 
 # --- moving data ---
@@ -91,8 +92,7 @@ def from_numpy(a, out):
 
 
 def fill(out, value):
-    with np.errstate(all="ignore"):
-        out.array.fill(value)
+    out.array.fill(value)
 
 
 def arange(out):
@@ -102,10 +102,9 @@ def arange(out):
 def strided_copy(a, a_strides, a_offset, out, out_strides, out_offset, shape):
     source = _up(_strided(a, shape, a_strides, a_offset))
     target = _strided(out, shape, out_strides, out_offset)
-    with np.errstate(all="ignore"):
-        if out.dtype == "uint8" and source.dtype.kind == "f":
-            source = source.astype(np.int64)  # whose last byte it is; numpy itself may go by way of an int32
-        target[...] = (source != 0) if out.dtype == "bool" else source.astype(target.dtype)
+    if out.dtype == "uint8" and source.dtype.kind == "f":
+        source = source.astype(np.int64)  # whose last byte it is; numpy itself may go by way of an int32
+    target[...] = (source != 0) if out.dtype == "bool" else source.astype(target.dtype)
 
 
 def strided_fill(out, strides, offset, shape, value):
@@ -238,8 +237,7 @@ def _unary_entry(name, function):
         else:
             strides, offset, out, shape = rest
             x = _strided(a, shape, strides, offset)
-        with np.errstate(all="ignore"):
-            _put(out, function(_operand(name, x)))
+        _put(out, function(_operand(name, x)))
 
     return entry
 
@@ -252,8 +250,7 @@ def _binary_entry(name, function):
         else:
             a_strides, a_offset, b, b_strides, b_offset, out, shape = rest
             x, y = _strided(a, shape, a_strides, a_offset), _strided(b, shape, b_strides, b_offset)
-        with np.errstate(all="ignore"):
-            _put(out, function(_operand(name, x), _operand(name, y)))
+        _put(out, function(_operand(name, x), _operand(name, y)))
 
     return entry
 
@@ -268,8 +265,7 @@ def _scalar_entry(name, function, reverse):
             x = _strided(a, shape, strides, offset)
         x = _operand(name, x)
         val = x.dtype.type(val)
-        with np.errstate(all="ignore"):
-            _put(out, function(val, x) if reverse else function(x, val))
+        _put(out, function(val, x) if reverse else function(x, val))
 
     return entry
 
@@ -294,8 +290,7 @@ def _reduce_entry(function):
     def entry(a, out, outer, reduce=None, inner=1):
         if reduce is None:  # the course's form: rows of `outer` elements
             outer, reduce = out.size, outer
-        with np.errstate(all="ignore"):
-            _put(out, function(_up(a.array[: outer * reduce * inner].reshape(outer, reduce, inner))))
+        _put(out, function(_up(a.array[: outer * reduce * inner].reshape(outer, reduce, inner))))
 
     return entry
 
@@ -323,9 +318,8 @@ def matmul(a, *rest):
     batch_shape = tuple(batch_shape)
     x = _strided(a, batch_shape + (m, k), tuple(a_batch_strides) + a_rows, a_offset)
     y = _strided(b, batch_shape + (k, n), tuple(b_batch_strides) + b_rows, b_offset)
-    with np.errstate(all="ignore"):
-        product = np.matmul(_up(x), _up(y))
-        _put(out, product + _up(out.array.reshape(product.shape)) if accumulate else product)
+    product = np.matmul(_up(x), _up(y))
+    _put(out, product + _up(out.array.reshape(product.shape)) if accumulate else product)
 
 
 # --- softmax family ---
@@ -337,10 +331,9 @@ def _rows(a, rows, cols):
 
 def _lse_parts(x):
     """(shift, log of the sum of exp(x - shift)): x less the one and then the other has the digits that x - lse would lose."""
-    with np.errstate(all="ignore"):
-        top = x.max(axis=1, keepdims=True) if x.shape[1] else np.full((x.shape[0], 1), -np.inf, x.dtype)
-        shift = np.where(np.isinf(top), 0, top)
-        return shift, np.log(np.exp(x - shift).sum(axis=1, keepdims=True))
+    top = x.max(axis=1, keepdims=True) if x.shape[1] else np.full((x.shape[0], 1), -np.inf, x.dtype)
+    shift = np.where(np.isinf(top), 0, top)
+    return shift, np.log(np.exp(x - shift).sum(axis=1, keepdims=True))
 
 
 def _lse(x):
@@ -350,9 +343,8 @@ def _lse(x):
 
 def softmax_forward(x, y, rows, cols):
     x = _rows(x, rows, cols)
-    with np.errstate(all="ignore"):
-        e = np.exp(x - x.max(axis=1, keepdims=True, initial=-np.inf))  # x - lse would lose the digits of a large x
-        _put(y, e / e.sum(axis=1, keepdims=True))
+    e = np.exp(x - x.max(axis=1, keepdims=True, initial=-np.inf))  # x - lse would lose the digits of a large x
+    _put(y, e / e.sum(axis=1, keepdims=True))
 
 
 def softmax_backward(y, dy, dx, rows, cols):
@@ -362,9 +354,8 @@ def softmax_backward(y, dy, dx, rows, cols):
 
 def log_softmax_forward(x, y, rows, cols):
     x = _rows(x, rows, cols)
-    with np.errstate(all="ignore"):
-        shift, log_sum = _lse_parts(x)
-        _put(y, x - shift - log_sum)
+    shift, log_sum = _lse_parts(x)
+    _put(y, x - shift - log_sum)
 
 
 def log_softmax_backward(y, dy, dx, rows, cols):
@@ -378,8 +369,7 @@ def logsumexp_forward(x, lse, rows, cols):
 
 def logsumexp_backward(x, lse, dlse, dx, rows, cols):
     x, lse, dlse = _rows(x, rows, cols), _rows(lse, rows, 1), _rows(dlse, rows, 1)
-    with np.errstate(all="ignore"):
-        _put(dx, np.where(np.isneginf(lse), 0, np.exp(x - lse)) * dlse)
+    _put(dx, np.where(np.isneginf(lse), 0, np.exp(x - lse)) * dlse)
 
 
 # --- layer norm ---
@@ -410,8 +400,7 @@ def layer_norm_backward(dy, x, weight, mean, rstd, dx, dweight, dbias, workspace
 
 def lstm_cell_forward(gates, c_before, c, h, rows, hidden):
     i, f, g, o = _rows(gates, rows, 4 * hidden).reshape(rows, 4, hidden).swapaxes(0, 1)
-    with np.errstate(over="ignore"):
-        i, f, g, o = _sigmoid(i), _sigmoid(f), np.tanh(g), _sigmoid(o)
+    i, f, g, o = _sigmoid(i), _sigmoid(f), np.tanh(g), _sigmoid(o)
     state = f * _rows(c_before, rows, hidden) + i * g
     _put(gates, np.concatenate([i, f, g, o], axis=1))
     _put(c, state)
@@ -489,8 +478,7 @@ def cross_entropy_forward(logits, targets, loss, lse, rows, cols, ignore_index):
     x = _rows(logits, rows, cols)
     parts = np.concatenate(_lse_parts(x), axis=1)
     _put(lse, parts)
-    with np.errstate(all="ignore"):
-        _put(loss, np.where(kept, parts[:, 0] - x[np.arange(rows), ids] + parts[:, 1], 0))
+    _put(loss, np.where(kept, parts[:, 0] - x[np.arange(rows), ids] + parts[:, 1], 0))
 
 
 def cross_entropy_backward(logits, targets, lse, dloss, dlogits, rows, cols, ignore_index):
@@ -530,8 +518,7 @@ def adam_step(param, grad, m, v, grad_scale, lr, beta1, beta2, eps, l2, weight_d
 
 def unscale(grad, factor, nonfinite):
     wide = _up(grad.array)
-    with np.errstate(all="ignore"):
-        _put(grad, wide * wide.dtype.type(factor))
+    _put(grad, wide * wide.dtype.type(factor))
     if not np.isfinite(_up(grad.array)).all():
         nonfinite.array[0] = 1
 
@@ -560,8 +547,7 @@ def _attention_probabilities(q, k, mask, H, scale):
     scores = np.where(seen, scores, -np.inf)
     B, H, T, S = scores.shape
     lse = _lse(scores.reshape(B * H * T, S)).reshape(B, H, T, 1)
-    with np.errstate(all="ignore"):
-        return np.where(np.isneginf(lse), 0, np.exp(scores - lse)).astype(q.dtype), lse[..., 0]
+    return np.where(np.isneginf(lse), 0, np.exp(scores - lse)).astype(q.dtype), lse[..., 0]
 
 
 def attention_forward(q, q_strides, k, k_strides, v, v_strides, out, out_strides, lse, row_ptr, col_idx, partial,
@@ -617,9 +603,8 @@ def attention_decode(q, q_strides, k, k_strides, v, v_strides, key_cache, value_
             x = _up(query[b, h])
             scores = _up(keys[b, h, seen]) @ x * x.dtype.type(scale)
             lse = _lse(scores[None])[0]
-            with np.errstate(all="ignore"):
-                p = np.where(np.isneginf(lse), 0, np.exp(scores - lse))
-                target[b, h] = (p @ _up(values[b, h, seen])).astype(target.dtype)
+            p = np.where(np.isneginf(lse), 0, np.exp(scores - lse))
+            target[b, h] = (p @ _up(values[b, h, seen])).astype(target.dtype)
 
 
 # --- block-sparse products ---
@@ -705,3 +690,22 @@ def dropout(x, out, p, seed, offset):
     keep = (words >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24) >= np.float32(p)
     wide = _up(x.array[: out.size])
     _put(out, np.where(keep, wide / wide.dtype.type(1 - p) if p < 1 else 0, 0))
+
+
+# --- all of these are silent ---
+
+
+def _silent(kernel):
+    """``kernel`` without numpy's warnings: infinity and NaN are values like others, as in the compiled backends."""
+
+    @functools.wraps(kernel)
+    def silent(*args, **kwargs):
+        with np.errstate(all="ignore"):
+            return kernel(*args, **kwargs)
+
+    return silent
+
+
+for _name, _function in list(globals().items()):
+    if isinstance(_function, types.FunctionType) and _function.__module__ == __name__ and not _name.startswith("_"):
+        globals()[_name] = _silent(_function)
