@@ -782,6 +782,18 @@ def test_setitem_refuses_what_does_not_broadcast(host, shape):
             write()
 
 
+def test_setitem_with_a_history_stays_on_one_device(host):
+    """The gradient of the value would be where the other tensor is, and no optimizer could take it."""
+    elsewhere = ndl.cpu() if host == ndl.cpu_numpy() else ndl.cpu_numpy()
+    x, y = leaf(np.zeros((2, 3)), host), leaf(np.ones(3), elsewhere)
+    for write in (lambda: ops.setitem(x, 0, y), lambda: (x * 1).__setitem__(0, y)):
+        with pytest.raises(DeviceError, match=r"\[setitem\] arrays are on different devices"):
+            write()
+    with ndl.no_grad():
+        x[0] = y  # a copy of the numbers alone
+    np.testing.assert_array_equal(x.numpy(), [[1, 1, 1], [0, 0, 0]])
+
+
 def test_a_setitem_that_is_refused_changes_nothing(host):
     x = leaf([1.0, 2.0, 3.0], host)
     before = x * 2

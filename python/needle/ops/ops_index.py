@@ -8,6 +8,7 @@ import numpy as np
 
 from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
+from ..backend_ndarray.ndarray import check_one_device as _check_one_device
 from ..backend_ndarray.ndarray import full as _full
 from ..errors import ShapeError
 from ._reads import _NoRead
@@ -90,6 +91,7 @@ class SetItem(_NoRead):
         self.index = index
 
     def compute(self, a, b):
+        _check_one_device("setitem", a, b)  # NDArray's assignment copies from any, from which no gradient comes back
         out = a.copy()
         _assign(out, self.index, b)
         return out
@@ -104,7 +106,10 @@ class SetItem(_NoRead):
 
 
 def setitem(a: Tensor, index, value) -> Tensor:
-    """A copy of ``a`` with ``value`` (Tensor, array or number) written at ``index``. raises: IndexError, ShapeError."""
+    """A copy of ``a`` with ``value`` (Tensor, array or number) written at ``index``.
+
+    raises: IndexError, ShapeError, DeviceError for a Tensor on another device.
+    """
     check_tensors("setitem", a)
     if not isinstance(value, Tensor):
         value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
