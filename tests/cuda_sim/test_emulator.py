@@ -119,15 +119,15 @@ def test_faults_are_named_and_survived(programs, mode):
 @pytest.mark.parametrize(
     ("setting", "value", "accepted"),
     [
-        ("ORDER", "backwards", "forward, reverse, random:SEED"), ("CP_ASYNC", "soon", "late, early"),
-        ("STREAMS", "Lazy", "eager, lazy"), ("SM", "70", "75, 80, 90, ..."), ("SM", "80a", "75, 80, 90, ..."),
-        ("ORDER", "random:", "forward, reverse, random:SEED"), ("ORDER", "random:one", "forward, reverse, random:SEED"),
-        ("MULTIPROCESSORS", "-1", "0, 1, 2, ..."),
+        ("SIM_ORDER", "backwards", "forward, reverse, random:SEED"), ("SIM_CP_ASYNC", "soon", "late, early"),
+        ("SIM_STREAMS", "Lazy", "eager, lazy"), ("SIM_SM", "70", "75, 80, 90, ..."), ("SIM_SM", "80a", "75, 80, 90, ..."),
+        ("SIM_ORDER", "random:", "forward, reverse, random:SEED"), ("SIM_ORDER", "random:one", "forward, reverse, random:SEED"),
+        ("SIM_MULTIPROCESSORS", "-1", "0, 1, 2, ..."), ("NUM_THREADS", "0", "1 to 4096"), ("NUM_THREADS", "two", "1 to 4096"),
     ],
 )  # fmt: skip
 def test_unknown_settings_are_refused(programs, setting, value, accepted):
-    done = programs.run("semantics", "plain", **{f"NEEDLE_SIM_{setting}": value})
-    assert done.returncode != 0 and f"NEEDLE_SIM_{setting} is '{value}' (accepted: {accepted})" in done.stderr
+    done = programs.run("semantics", "plain", **{f"NEEDLE_{setting}": value})
+    assert done.returncode != 0 and f"NEEDLE_{setting} is '{value}' (accepted: {accepted})" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -123,9 +122,8 @@ class Pool {
 // Processors this process may use, or NEEDLE_NUM_THREADS. Sanitizers see one worker.
 int worker_count() {
   if (NEEDLE_ASAN || race_hooks) return 1;
-  int n = 0;
-  if (const char* wanted = std::getenv("NEEDLE_NUM_THREADS")) n = std::atoi(wanted);
-  if (n <= 0) {
+  int n = wanted_workers();
+  if (n == 0) {
     cpu_set_t usable;
     n = sched_getaffinity(0, sizeof(usable), &usable) == 0 ? CPU_COUNT(&usable) : 1;
   }
@@ -150,7 +148,8 @@ constexpr uint64_t kThreadsWorthWaking = 1024;
 
 std::string check_launch(const Launch& launch) {
   // What the kernel will ask for, within which nothing can be thrown.
-  order_option(), async_copies_are_early(), compute_capability(), multiprocessors();
+  order_option(), async_copies_are_early(), compute_capability(), multiprocessors(),
+      wanted_workers();
   const dim3 grid = launch.grid, block = launch.block;
   const std::string refused = std::string("[") + launch.kernel_name + "] launch refused: ";
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0)

@@ -64,4 +64,12 @@ int multiprocessors() {
   return std::stoi(value);
 }
 
+int wanted_workers() {
+  const std::string value = value_of("NEEDLE_NUM_THREADS");
+  if (value.empty()) return 0;
+  if (!is_number(value, 4) || std::stoi(value) < 1 || std::stoi(value) > 4096)
+    throw refused("NEEDLE_NUM_THREADS", "1 to 4096");
+  return std::stoi(value);
+}
+
 }  // namespace needle::sim

@@ -1,4 +1,4 @@
-// The NEEDLE_SIM_* variables, read anew each time, so that a process may change its own. All throw
+// The emulator's variables, read anew each time, so that a process may change its own. All throw
 // std::invalid_argument for a value that the variable does not have.
 #pragma once
 
@@ -19,5 +19,6 @@ bool async_copies_are_early();  // NEEDLE_SIM_CP_ASYNC=late|early
 bool streams_are_lazy();        // NEEDLE_SIM_STREAMS=eager|lazy
 int compute_capability();       // NEEDLE_SIM_SM=75|80|90|...
 int multiprocessors();          // NEEDLE_SIM_MULTIPROCESSORS=0|1|2|...
+int wanted_workers();           // NEEDLE_NUM_THREADS=1 to 4096; 0 where it is not set
 
 }  // namespace needle::sim
