@@ -152,6 +152,19 @@ def test_old_folders_in_other_precisions(tmp_path, golden, dtype):
     assert relative(logits(model, golden["ids"]), golden["logits"]) < rounding
 
 
+def test_rotary_numbers_come_from_the_keys_that_transformers_reads(folder):
+    """Version 4 wrote rope_theta and partial_rotary_factor as copies of rotary_emb_base and rotary_pct, which alone it reads again."""
+    copies = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    change_config(rope_parameters="absent", rotary_emb_base=500, rotary_pct=0.5, **copies)(folder)
+    assert Pythia.from_pretrained(folder).config == replace(TINY, rotary_base=500.0, rotary_fraction=0.5)
+    if importlib.util.find_spec("transformers") is not None:
+        theirs = importlib.import_module("transformers").AutoConfig.from_pretrained(folder)
+        rope = getattr(theirs, "rope_parameters", None) or {
+            "rope_theta": theirs.rotary_emb_base, "partial_rotary_factor": theirs.rotary_pct
+        }  # fmt: skip
+        assert (rope["rope_theta"], rope["partial_rotary_factor"]) == (500, 0.5)
+
+
 def test_a_sparse_model_keeps_its_pattern_and_dropout(tmp_path):
     config = replace(TINY.with_sparse("mixed", 16, 3), dropout=0.1)
     model = Pythia(config, seed=1)

@@ -131,8 +131,9 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
     rope, sparse = ({} if found.get(key) is None else found[key] for key in ("rope_parameters", _SPARSE))
     if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
         raise _wrong("rope_parameters", rope, "rope_type 'default'")
-    fraction = _first((rope, "partial_rotary_factor"), (found, "partial_rotary_factor"), (found, "rotary_pct"), default=0.25)
-    base = _first((rope, "rope_theta"), (found, "rope_theta"), (found, "rotary_emb_base"), default=10000.0)
+    # As transformers: its version 4 wrote copies of rotary_pct and rotary_emb_base under newer names, and never read them.
+    fraction = _first((rope, "partial_rotary_factor"), (found, "rotary_pct"), default=0.25)
+    base = _first((rope, "rope_theta"), (found, "rotary_emb_base"), default=10000.0)
     eps = _first((found, "layer_norm_eps"), default=1e-5)
     dropout = _first((found, "hidden_dropout"), default=0.0)
     for key, name, value in (
