@@ -215,6 +215,13 @@ def test_names(tmp_path):
         read_token_file(find_token_file(str(tmp_path / "a b.c.idx")))
 
 
+def test_the_name_of_a_data_set_names_no_token_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "stdlib.bin").touch()
+    assert find_token_file("stdlib") is None
+    assert str(find_token_file("./stdlib")) == str(find_token_file("stdlib.bin")) == "stdlib.bin"
+
+
 def damaged(index, at=None, value=None, form="<Q"):
     return index[:at] + struct.pack(form, value) + index[at + struct.calcsize(form) :]
 

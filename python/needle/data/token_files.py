@@ -24,6 +24,7 @@ import numpy as np
 
 from .. import files
 from ..errors import DataError
+from .text_corpus import CORPORA
 from .text_tokenizer import TOKENIZER, TOKENIZER_CONFIG
 
 # The files of one data set: name in an unfinished folder -> ending of the published file, in the order of publication.
@@ -67,7 +68,11 @@ class TokenFile:
 
 
 def find_token_file(name: str) -> Path | None:
-    """The .bin file that ``name`` names: itself, or its .idx, or both without their endings. None if it names none."""
+    """The .bin file that ``name`` names: itself, or its .idx, or both without their endings. None if it names none, or is the name
+    of a data set.
+    """
+    if name in CORPORA:
+        return None
     name = name and str(files.home(name))
     stem = name.removesuffix(".idx") if name.endswith(".idx") else name.removesuffix(".bin")
     given = name != stem
