@@ -199,7 +199,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         with StopRequest() as stop, LeakCheck() as leaks:
             if kept is not None and due() and checkpoints.held_out_loss(saved) is None:
                 evaluate(saved)  # it was saved, and then the run was killed
-            while trainer.step < trainer.steps and not stop.asked:
+            while trainer.step < trainer.steps and not stop.asked and not report.unread:
                 reset_peak(trainer.device)
                 before = time.perf_counter()
                 skipped = trainer.scaler.skipped_steps
@@ -216,7 +216,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                 row = trainer.row(made, now - before)
                 peak = max(peak, row["peak_bytes"])
                 report.step(row, (now - start) / (trainer.step - first) * (trainer.steps - trainer.step))
-                if due() and not stop.asked:
+                if due() and not stop.asked and not report.unread:
                     saved, kept = save(), trainer.step
                     evaluate(saved)
             if saved is None or trainer.step != kept:
@@ -224,6 +224,8 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         if stop.asked:
             report.say(f"stopped after step {trainer.step}; saved {saved}\ngo on with: {command('--load_checkpoint', folder)}")
             return stop.exit_code
+        if report.unread:
+            return 1
         held, sample = evaluate(saved)
         if not math.isfinite(held):
             report.say(f"the held-out loss is {held}; the last step went too far (a lower --lr may help)")

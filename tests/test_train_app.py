@@ -806,6 +806,20 @@ def test_output_that_nobody_reads(text, tmp_path):
     assert process.returncode == 1
 
 
+@pytest.mark.parametrize("ended", [(), (signal.SIGINT,), (signal.SIGTERM,)])
+def test_a_run_whose_output_is_cut_off_saves_before_it_ends(text, tmp_path, ended):
+    """As in `2>&1 | tee log`, where Ctrl-C ends `tee` as well: what the steps had made was lost."""
+    arguments = command(text, "--max_steps", 10**6, "--save_every", 0, "--checkpoint_dir", tmp_path)
+    with subprocess.Popen(arguments, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        until(process, "step     1/")
+        process.stdout.close()
+        for number in ended:
+            process.send_signal(number)
+        assert process.wait(timeout=300) in (1, *(128 + number for number in ended))
+    (saved,) = CheckpointFolder(tmp_path).names()
+    assert json.loads((tmp_path / saved / "state.json").read_text())["step"] == len(losses(tmp_path)) > 0
+
+
 class Terminal:
     """The app on a terminal of 60 columns; ``shown`` is what it has written there."""
 

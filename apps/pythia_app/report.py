@@ -40,6 +40,7 @@ class Reporter:
 
     first: the step that the run continues from; rows of later steps, of a run that ended without saving them, are removed.
     tensorboard: the rows also go to event files in ``folder / "tensorboard"``.
+    unread: whether stdout has taken no more. Nothing is raised then, so that a run can save before it ends.
     """
 
     def __init__(self, folder: Path, about: About, first: int = 0, tensorboard: bool = False):
@@ -51,6 +52,7 @@ class Reporter:
         self._kept: set[tuple[int, bool, bool]] = set()  # rows of ``first`` that are there already
         self._warnings = warnings.catch_warnings()
         self._draw_at = 0.0
+        self.unread = False
 
     def __enter__(self) -> Reporter:
         for name in (CONFIG, METRICS, page.PAGE):
@@ -95,7 +97,13 @@ class Reporter:
         if self._live is not None:
             self._live.console.out(text, highlight=False)  # neither wrapped nor taken for markup
         else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        try:
             print(text, flush=True)
+        except OSError:  # `tee` has gone, by the same Ctrl-C perhaps; or stdout is a file on a full disk
+            self.unread = True
 
     def step(self, row: dict[str, Any], seconds_left: float) -> None:
         """One optimizer step: row has step, loss, tokens_per_second, live_bytes, peak_bytes."""
@@ -109,7 +117,7 @@ class Reporter:
         if self._live is not None:
             self._live.update(line)
         elif row["step"] % PRINTED_EVERY_STEPS == 0 or row["step"] in (1, self.about.steps):
-            print(line, flush=True)
+            self._print(line)
         self.draw()
 
     def record(self, row: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -80,7 +81,8 @@ class StopRequest:
         if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.asked:
-            os.write(2, b"\nstopping after this step (Ctrl-C again: at once, without saving)\n")  # safe in a signal handler
+            with contextlib.suppress(OSError):  # of a stderr that the same Ctrl-C has closed, as in `2>&1 | tee`
+                os.write(2, b"\nstopping after this step (Ctrl-C again: at once, without saving)\n")  # safe in a signal handler
         self.asked = self.asked or number
 
 
