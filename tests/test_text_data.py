@@ -84,6 +84,13 @@ def test_a_name_that_is_no_utf8(folder, tmp_path):
     assert named in {piece.path for piece in (*corpus.train, *corpus.held_out)}
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "\u8a71" * 85, "\U0001f642" * 63], ids=["one byte", "three bytes", "four bytes"])
+def test_a_name_as_long_as_a_file_can_have(tmp_path, name):
+    (tmp_path / name).write_text(make_text(0))
+    text = load_text(str(tmp_path / name), cache_dir=tmp_path / "cache", vocab_size=300)
+    assert text.name == name and len(text.train)
+
+
 def test_two_files_hold_out_the_smaller(tmp_path):
     (tmp_path / "a.txt").write_text(make_text(0, 50))
     (tmp_path / "b.txt").write_text(make_text(1, 90))

@@ -104,7 +104,7 @@ def load_text(
         raise DataError("[NEEDLE_CACHE] there is no home folder to keep tokens in (a folder)")
     corpus = load_corpus(dataset, data_dir=data_dir, cache_dir=cache)
     key = hashlib.sha256(f"{_FORMAT} {corpus.key} {tokenizer_key}".encode()).hexdigest()[:16]
-    folder = cache / "tokens" / f"{corpus.name}-{key}"
+    folder = cache / "tokens" / f"{corpus.name[:50]}-{key}"  # a name has at most 255 bytes, four for a character
     trained_path = folder / TOKENIZER
     cached = True
     if tokenizer is None:
