@@ -256,6 +256,9 @@ def test_tokens_are_chosen_as_the_folder_says(folder, said, expected):
     model.generation_config = GenerationConfig(top_k=np.int64(3))
     model.save_pretrained(folder)
     assert Pythia.from_pretrained(folder).generation_config == GenerationConfig(top_k=3)
+    model.generation_config = GenerationConfig(do_sample=True, top_k=None)  # all ids, as 0
+    model.save_pretrained(folder)
+    assert Pythia.from_pretrained(folder).generation_config == GenerationConfig(do_sample=True, top_k=0)
 
 
 def test_the_tokenizer_goes_along(tmp_path):

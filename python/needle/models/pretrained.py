@@ -154,6 +154,8 @@ def write(model: Pythia, folder: Path, tokenizer: TextTokenizer | None = None, m
     _write_json(folder / CONFIG, config_json(model.config, model.dtype, end))
     usual = asdict(GenerationConfig())
     chosen = {name: value for name, value in asdict(model.generation_config).items() if name != "seed" and value != usual[name]}
+    if "top_k" in chosen:  # a null would be read as the default, here as in transformers
+        chosen["top_k"] = chosen["top_k"] or 0
     if chosen:  # without the file transformers takes what config.json says
         _write_json(folder / GENERATION, chosen)
     if tokenizer is None:
