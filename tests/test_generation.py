@@ -372,6 +372,8 @@ WRONG = [
     ({"repetition_penalty": 0}, "repetition_penalty is 0"),
     ({"eos_token_id": "stop"}, "eos_token_id is 'stop'"),
     ({"eos_token_id": -5}, "eos_token_id is -5"),
+    ({"eos_token_id": True}, "eos_token_id is True"),
+    ({"eos_token_id": [0, False]}, r"eos_token_id is \[0, False\]"),
     ({"pad_token_id": -1}, "pad_token_id is -1"),
     ({"seed": -1}, "seed is -1"),
     ({"seed": True}, "seed is True"),

@@ -66,7 +66,7 @@ class GenerationConfig:
         self._check("repetition_penalty", Real, "1e-100 to 1e100; 1 is none", lambda x: 1e-100 <= x <= 1e100)
         self._check("pad_token_id", Integral, "an id", lambda n: n >= 0, optional=True)
         self._check("seed", Integral, "0 or more", lambda n: n >= 0)
-        if any(not isinstance(i, Integral) or i < 0 for i in self.eos_ids):
+        if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in self.eos_ids):
             raise ShapeError(f"[generate] eos_token_id is {self.eos_token_id!r} (accepted: ids)")
 
     def _check(self, name: str, kind: type, accepted: str, fits: Callable[[Any], bool], optional: bool = False) -> None:
