@@ -387,6 +387,13 @@ def test_bad_values_are_one_clear_line(cpu, options, said):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_are_numbers():
+    """numpy casts what a float32 is compared with, and warned that 1e100 overflows."""
+    config = GenerationConfig(temperature=np.float32(0.5), top_p=np.float16(0.5), repetition_penalty=np.float16(2))
+    assert config == GenerationConfig(temperature=0.5, top_p=0.5, repetition_penalty=2.0)
+
+
 @pytest.mark.parametrize("prompts", [[], [[]], [1, 2], 5, [[[1]]], [[0.5]]], ids=str)
 def test_bad_prompts(cpu, prompts):
     with pytest.raises(ShapeError, match=r"\[generate\] prompts are"):

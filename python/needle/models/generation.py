@@ -73,6 +73,8 @@ class GenerationConfig:
         value = getattr(self, name)
         if value is None and optional:
             return
+        if isinstance(value, np.generic):  # which would cast the bounds to its own dtype
+            value = value.item()
         if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
             raise ShapeError(f"[generate] {name} is {value!r} (accepted: {accepted})")
 
