@@ -111,6 +111,9 @@ def test_bad_arguments(model):
         score_endings(model, [])
     with pytest.raises(ShapeError, match="example 1 has 0 context"):
         score_endings(model, [(ids, ids), (ids[:0], ids)])
+    for wrong in ((ids + 0.5, ids), (ids, [True]), (ids, [[1]])):
+        with pytest.raises(ShapeError, match=r"example 0 is .*whole numbers in a row"):
+            score_endings(model, [wrong])
 
 
 def test_figures_of_a_score():

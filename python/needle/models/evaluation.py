@@ -122,7 +122,7 @@ def score_endings(
     """How often the model predicts the ending of a text. examples: (context ids, ending ids), each of at least one id.
 
     Contexts longer than ``window`` (default ``max_seq_len``) lose their beginning. source: Paperno et al. 2016, arXiv:1606.06031.
-    raises: ShapeError for no examples, or an empty context or ending.
+    raises: ShapeError for no examples, an empty context or ending, or what are no whole numbers.
     """
     window = model.config.max_seq_len if window is None else window
     if not examples or batch_size < 1 or window < 1:
@@ -133,6 +133,10 @@ def score_endings(
         if len(context) < 1 or not 1 <= len(ending) <= window:
             sizes = f"{len(context)} context and {len(ending)} ending ids"
             raise ShapeError(f"[score_endings] example {i} has {sizes} (accepted: 1 or more, 1..{window})")
+        both = [np.asarray(ids) for ids in (context, ending)]
+        if any(ids.ndim != 1 or ids.dtype.kind not in "iu" for ids in both):
+            kinds = " and ".join(f"{ids.shape} {ids.dtype}" for ids in both)
+            raise ShapeError(f"[score_endings] example {i} is {kinds} (accepted: whole numbers in a row)")
     order = sorted(range(len(examples)), key=lambda i: len(examples[i][0]) + len(examples[i][1]))
     nats, correct = 0.0, 0
     for start in range(0, len(order), batch_size):
