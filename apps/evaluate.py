@@ -24,6 +24,7 @@ import numpy as np
 
 from needle import files
 from needle.command_line import Parser, exit_code, flag, run_program
+from needle.data.text_stream import UNFINISHED
 from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
 from pythia_app.loading import MODEL_HELP, load_model
@@ -94,7 +95,8 @@ def tokens(path: str, tokenizer, most: int | None) -> tuple[np.ndarray, int]:
     if len(start) + count < 2:
         raise DataError(f"[text] too short: {path} has {count} tokens (at least {2 - len(start)})")
     ids = np.concatenate(found)
-    unasked = 0 if start else len(tokenizer.decode(ids[:1]).encode())
+    # Of the first token, where it is only read; the part of a character, as which it may end, is the next tokens'.
+    unasked = 0 if start else len(tokenizer.decode(ids[:1]).rstrip(UNFINISHED).encode())
     # A whole text counts with its own bytes, the same for every tokenizer: one that normalizes decodes to other bytes.
     return ids, (decoded_bytes if count == most else read_bytes) - unasked
 

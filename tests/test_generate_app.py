@@ -213,6 +213,9 @@ def test_bytes_are_those_of_the_text(app, made, tmp_path):
     plain.end_of_text = None  # then the first token is not predicted
     ids, nbytes = evaluate.tokens(str(made / "words.txt"), plain, 30)
     assert len(ids) == 30 and nbytes == len(plain.decode(ids[1:]).encode())
+    for word, first in (("\u8a71", ""), ("\u8a71\u984c", ""), ("a\u8a71", "a")):  # of which no token is a whole character
+        (tmp_path / "text").write_text(word, encoding="utf-8")
+        assert evaluate.tokens(str(tmp_path / "text"), plain, None)[1] == len(word.encode()) - len(first)
 
 
 def test_of_a_long_text_no_more_is_read_than_asked_for(made, tmp_path):
