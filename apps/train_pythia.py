@@ -1,8 +1,8 @@
 """Train Pythia on text: python apps/train_pythia.py --sparse
 
 A run has one folder: checkpoints, config.yaml, metrics.jsonl, report.html. Ctrl-C saves and says how to go
-on (exit code 130), SIGTERM saves, too (143). The same command with --resume goes on after whatever ended it. A wrong argument or
-unusable text ends with one line and exit code 2.
+on (exit code 130); SIGTERM (143) and SIGHUP, of a terminal that is closed, save, too. The same command with --resume goes on after
+whatever ended it. A wrong argument or unusable text ends with one line and exit code 2.
 """
 
 from __future__ import annotations

@@ -806,7 +806,7 @@ def test_output_that_nobody_reads(text, tmp_path):
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("ended", [(), (signal.SIGINT,), (signal.SIGTERM,)])
+@pytest.mark.parametrize("ended", [(), (signal.SIGINT,), (signal.SIGTERM,), (signal.SIGHUP,)])
 def test_a_run_whose_output_is_cut_off_saves_before_it_ends(text, tmp_path, ended):
     """As in `2>&1 | tee log`, where Ctrl-C ends `tee` as well: what the steps had made was lost."""
     arguments = command(text, "--max_steps", 10**6, "--save_every", 0, "--checkpoint_dir", tmp_path)
@@ -840,11 +840,14 @@ class Terminal:
             except OSError:  # nobody has the other end any more
                 more = b""
             if not more:
-                os.close(self._master)
+                self.close()
                 self.process.wait()
                 return False
             self.shown += more
         return True
+
+    def close(self):
+        os.close(self._master)
 
 
 def test_what_is_said_on_a_terminal_is_neither_wrapped_nor_taken_for_markup(text, tmp_path):
@@ -855,6 +858,24 @@ def test_what_is_said_on_a_terminal_is_neither_wrapped_nor_taken_for_markup(text
     terminal.process.send_signal(signal.SIGINT)
     assert not terminal.until(b"\0") and terminal.process.returncode == 130
     assert f"go on with: python apps/train_pythia.py --load_checkpoint '{folder}'\r\n".encode() in terminal.shown
+
+
+def test_a_run_whose_terminal_is_closed_saves_before_it_ends(text, tmp_path):
+    terminal = Terminal(command(text, "--max_steps", 10**6, "--save_every", 0, "--checkpoint_dir", tmp_path), "xterm")
+    assert terminal.until(b"tokens/s")
+    terminal.close()
+    terminal.process.send_signal(signal.SIGHUP)
+    terminal.process.wait(timeout=300)
+    assert len(CheckpointFolder(tmp_path).names()) == 1
+
+
+def test_a_terminal_that_is_closed_does_not_end_a_run_under_nohup(text, tmp_path):
+    arguments = ["nohup", *command(text, "--max_steps", 5, "--checkpoint_dir", tmp_path)]
+    with subprocess.Popen(arguments, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        until(process, "step     1/")
+        process.send_signal(signal.SIGHUP)
+        process.communicate(timeout=300)
+    assert process.returncode == 0 and len(losses(tmp_path)) == 5
 
 
 def test_a_terminal_that_has_no_live_line_gets_plain_ones(text, tmp_path):

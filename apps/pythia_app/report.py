@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -90,19 +92,22 @@ class Reporter:
         finally:
             self._warnings.__exit__(*exc)
             if self._live is not None:
-                self._live.__exit__(*exc)
+                with self._output():
+                    self._live.__exit__(*exc)
                 self._live = None
 
     def say(self, text: str) -> None:
-        if self._live is not None:
-            self._live.console.out(text, highlight=False)  # neither wrapped nor taken for markup
-        else:
-            self._print(text)
+        with self._output():
+            if self._live is not None:
+                self._live.console.out(text, highlight=False)  # neither wrapped nor taken for markup
+            else:
+                print(text, flush=True)
 
-    def _print(self, text: str) -> None:
+    @contextlib.contextmanager
+    def _output(self) -> Iterator[None]:
         try:
-            print(text, flush=True)
-        except OSError:  # `tee` has gone, by the same Ctrl-C perhaps; or stdout is a file on a full disk
+            yield
+        except OSError:  # `tee` has gone, by the same Ctrl-C perhaps, or the terminal; or stdout is a file on a full disk
             self.unread = True
 
     def step(self, row: dict[str, Any], seconds_left: float) -> None:
@@ -115,9 +120,9 @@ class Reporter:
             f"memory {mib(row['live_bytes'])}, peak {mib(row['peak_bytes'])}  left {duration(seconds_left)}"
         )
         if self._live is not None:
-            self._live.update(line)
+            self._live.update(line)  # shown by a thread of the line's own
         elif row["step"] % PRINTED_EVERY_STEPS == 0 or row["step"] in (1, self.about.steps):
-            self._print(line)
+            self.say(line)
         self.draw()
 
     def record(self, row: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import needle as ndl
 from needle import amp, ops
 from needle.checkpoints import random_state, read_folder, set_random_state
+from needle.command_line import ending_signals
 from needle.data.prefetch import Prefetch
 from needle.data.text import TextData, TokenBatches
 from needle.errors import CheckpointError, DataError
@@ -56,7 +57,7 @@ def planned_run(options) -> tuple[int, int, int, str]:
 
 
 class StopRequest:
-    """Ctrl-C, or SIGTERM, by which machines are told to end: the loop stops after its step. A second Ctrl-C stops at once.
+    """Ctrl-C, or a signal by which programs are told to end: the loop stops after its step. A second Ctrl-C stops at once.
 
     asked: the signal's number, 0 before it.
     """
@@ -65,7 +66,7 @@ class StopRequest:
         self.asked = 0
 
     def __enter__(self) -> StopRequest:
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, *ending_signals())}
         return self
 
     def __exit__(self, *exc) -> None:

@@ -75,19 +75,26 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
         return 1 if gone else 2
 
 
+def ending_signals() -> list[int]:
+    """SIGTERM, and SIGHUP, which a terminal sends as it is closed, unless that is ignored, as nohup has it."""
+    return [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+
+
 def run_program(main: Callable[[], int]) -> NoReturn:
-    """Runs ``main`` and ends the process. During ``main`` Ctrl-C is a KeyboardInterrupt and SIGTERM a SystemExit, so that nothing
-    half-written is left; after it, both end the process at once, without a traceback.
+    """Runs ``main`` and ends the process. During ``main`` Ctrl-C is a KeyboardInterrupt and an ending signal a SystemExit, so that
+    nothing half-written is left; after it, each ends the process at once, without a traceback.
     """
 
     def end(number: int, _: object) -> NoReturn:
         sys.exit(128 + number)  # as shells have it
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, end)
+    ending = ending_signals()
+    for number in ending:
+        signal.signal(number, end)
     standard_streams()
     code = main()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, *ending):
         signal.signal(number, signal.SIG_DFL)
     sys.exit(code)
 
