@@ -13,6 +13,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports run: the end, without a traceback
 
 import math
+import os
 import sys
 import time
 from argparse import Namespace
@@ -34,7 +35,7 @@ from pythia_app import checkpoint, command, config_file, printable
 from pythia_app.flops import peak_flops
 from pythia_app.loading import default_vocabulary, find_model, fit_options, tokenizer_of_run
 from pythia_app.memory import Budget
-from pythia_app.options import check, check_room, device, new_folder, notes, parse, run_folder
+from pythia_app.options import check, check_room, device, new_folder, notes, parse, read, run_folder
 from pythia_app.page import METRICS, PAGE, About, mask_picture
 from pythia_app.report import Reporter, duration, mib
 from pythia_app.trainer import StopRequest, Trainer, compare_dense
@@ -48,12 +49,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str] | None) -> int:
     """A new run, from trained weights if so told, or one that goes on from a checkpoint."""
-    options = parse(argv)
+    options = read(argv)  # not checked yet: a run that goes on has some from its checkpoint
     where = options.load_checkpoint
     its_own = options.resume or (options.eval_only and not (where or options.init_from))  # not weights that nobody has trained
     if its_own and options.checkpoint_dir and CheckpointFolder(options.checkpoint_dir).names():
         where = options.checkpoint_dir
-    if where is None:
+    if where is None or not os.path.isdir(where):
+        check(options)
         weights = find_model(options.init_from) if options.init_from else None
         if weights is not None:
             fit_options(options, weights)

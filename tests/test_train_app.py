@@ -173,6 +173,9 @@ def test_a_flag_that_cannot_change_is_said(main, tmp_path):
         "note: --seq_len 128 is not taken: the checkpoint has 64",
         "note: --sparse True is not taken: the checkpoint has False",
     ]
+    code, lines = main(*flags, "--sparse", "--seq_len", 32)  # which is no multiple of a block
+    assert code == 0 and len(lines) == 2
+    assert main(*flags, "--batch_size", 16384, "--plan") == (0, [])  # 64 tokens each; too many of the default of 512
     code, lines = main(*flags, "--seq_len", 512, "--no_sparse")  # its default, and what the checkpoint has
     assert code == 0 and lines == ["note: --seq_len 512 is not taken: the checkpoint has 64"]
     config = tmp_path / "flags.yaml"

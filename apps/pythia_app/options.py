@@ -148,7 +148,14 @@ def _parser() -> Parser:
 
 
 def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.Namespace:
-    """The options, checked. Ends with exit code 2 and one line for a wrong one.
+    """The options, checked. Ends with exit code 2 and one line for a wrong one. saved: those of a checkpoint."""
+    options = read(argv, saved)
+    check(options)
+    return options
+
+
+def read(argv: list[str] | None, saved: dict | None = None) -> argparse.Namespace:
+    """The options, not checked.
 
     The command line wins over the file of ``--config``, that over ``saved``, the options of a checkpoint, and these over the
     defaults. Only the options that make the model are always those of ``saved``.
@@ -177,7 +184,6 @@ def parse(argv: list[str] | None = None, saved: dict | None = None) -> argparse.
         options.dataset = os.path.abspath(files.home(text))  # a run may go on from another directory
     if options.tokenizer:
         options.tokenizer = os.path.abspath(files.home(options.tokenizer))
-    check(options)
     return options
 
 
