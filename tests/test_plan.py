@@ -311,6 +311,15 @@ def test_a_plan_says_where_a_run_may_go_another_way():
     assert memory.plan(build, device="cpu").reads == []
 
 
+def test_the_line_that_reads_is_the_programs_however_the_package_was_found():
+    """``sys.path.append("../python")`` leaves the dots in the names of needle's files."""
+    own = {}
+    exec(compile("def read(x): return x.item()", f"/..{ndl.__file__}", "exec"), own)
+    p = memory.plan(lambda device: lambda: own["read"](ndl.init.ones(1, device=device)))
+    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if 'lambda: own["read"]' in text)
+    assert p.reads == [f"test_plan.py:{line}"]
+
+
 @pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
 def test_a_build_that_is_none(plan, cpu):
     def overlooks_the_device(device):

@@ -10,20 +10,24 @@ from collections.abc import Iterable
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
-NEEDLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MODELS = os.path.join(NEEDLE, "models") + os.sep  # written as a user would write them, and shown as the user's
+_NEEDLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_MODELS = os.path.join(_NEEDLE, "models") + os.sep  # written as a user would write them, and shown as the user's
 SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}  # None at their end
 
 _is_core: dict[str, bool] = {}
 
 
+def is_needles(filename: str) -> bool:
+    """Whether a file is needle's own. A path that was found by ``sys.path.append("../python")`` has the dots in it."""
+    return os.path.abspath(filename).startswith(_NEEDLE)
+
+
 def is_core(filename: str) -> bool:
     """Whether a file is needle's own, the models left out."""
     known = _is_core.get(filename)
     if known is None:
-        full = os.path.abspath(filename)
-        known = _is_core[filename] = full.startswith(NEEDLE) and not full.startswith(_MODELS)
+        known = _is_core[filename] = is_needles(filename) and not os.path.abspath(filename).startswith(_MODELS)
     return known
 
 

@@ -23,7 +23,7 @@ from ..locks import process_lock
 from ..nn.nn_basic import Module
 from . import sites
 from .accounting import peak
-from .frames import NEEDLE
+from .frames import is_needles
 from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
@@ -158,7 +158,7 @@ def _reads_noted(places: dict[str, None]):
     def note() -> None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code not in _ENDS:
-            if not frame.f_code.co_filename.startswith(NEEDLE):
+            if not is_needles(frame.f_code.co_filename):
                 places[sites.Site(frame.f_code.co_filename, frame.f_lineno, "").place] = None
                 return
             frame = frame.f_back
