@@ -320,6 +320,14 @@ def test_the_line_that_reads_is_the_programs_however_the_package_was_found():
     assert p.reads == [f"test_plan.py:{line}"]
 
 
+def test_what_is_typed_in_needles_own_folder_is_the_programs(monkeypatch):
+    monkeypatch.chdir(Path(ndl.__file__).parent)
+    typed = {"ndl": ndl}
+    exec(compile("def build(device):\n    return lambda: ndl.init.ones(1, device=device).item()", "<typed>", "exec"), typed)
+    p = memory.plan(typed["build"])
+    assert (p.peak_place, p.reads) == ("<typed>:2", ["<typed>:2"])
+
+
 @pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
 def test_a_build_that_is_none(plan, cpu):
     def overlooks_the_device(device):

@@ -19,8 +19,10 @@ _is_core: dict[str, bool] = {}
 
 
 def is_needles(filename: str) -> bool:
-    """Whether a file is needle's own. A path that was found by ``sys.path.append("../python")`` has the dots in it."""
-    return os.path.abspath(filename).startswith(_NEEDLE)
+    """Whether a file is needle's own. A path that was found by ``sys.path.append("../python")`` has the dots in it; a name such as
+    ``<stdin>`` is of no file, which matters to who works in needle's folder.
+    """
+    return not filename.startswith("<") and os.path.abspath(filename).startswith(_NEEDLE)
 
 
 def is_core(filename: str) -> bool:
