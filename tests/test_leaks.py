@@ -198,10 +198,18 @@ def leak_objects_of_numpy(check):
         check.step()
 
 
+def leak_executed(check):
+    """In globals that are no module's, as a profiler and doctest have them."""
+    lines = "sums = 0", "for _ in range(6):", "    sums = good_step() + sums", "    check.step()"
+    globs = {"check": check, "good_step": good_step}
+    exec(compile("\n".join(lines), __file__, "exec"), globs)
+    return globs
+
+
 LEAKS = [
     (leak_function, "remember.losses"), (leak_generator, "mean in the generator running_mean"), (leak_cache, "remembered"), (leak_class, "Shared.states"),
     (leak_callbacks, "later"), (leak_inside, "a kept traceback"), (leak_total, "total"), (leak_list, "history"), (leak_containers, "history"), (leak_attribute, "Recurrent.states"),
-    (leak_closure, "y in the closure of <lambda>"), (leak_traceback, "out in failing, kept by a traceback"),
+    (leak_closure, "y in the closure of <lambda>"), (leak_traceback, "out in failing, kept by a traceback"), (leak_executed, "sums"),
 ]  # fmt: skip
 
 

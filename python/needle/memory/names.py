@@ -157,8 +157,7 @@ def _name_in(r: Any, item: Any) -> str:
         key = _key(locals_of(frame), item) if frame is not None else ""
         return f"{key} in {_paused_title(r)}" if key else ""
     if type(r) is dict:
-        name = r.get("__name__")
-        return _key(r, item) if type(name) is str and _attribute(sys.modules.get(name), "__dict__") is r else ""
+        return _key(r, item) if _is_namespace(r) else ""
     if issubclass(type(r), (*_CONTAINERS, Value, Node, NDArray, np.ndarray, weakref.ref, types.CellType)):
         return ""
     attributes = dict(_attribute(r, "__dict__") or {})
@@ -167,6 +166,12 @@ def _name_in(r: Any, item: Any) -> str:
         attributes.update((n, _attribute(r, n)) for n in ((slots,) if isinstance(slots, str) else slots))
     key = _key(attributes, item)
     return f"{_title(r)}.{key}" if key else ""
+
+
+def _is_namespace(names: dict) -> bool:
+    """Whether the dict is a module's, or another one that code runs in: what a profiler or doctest gives a program for globals."""
+    name = names.get("__name__")
+    return "__builtins__" in names or (type(name) is str and _attribute(sys.modules.get(name), "__dict__") is names)
 
 
 def _owns(owner: Any, names: dict) -> bool:
