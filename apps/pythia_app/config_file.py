@@ -14,8 +14,8 @@ from needle.errors import DataError
 
 CONFIG = "config.yaml"
 STARTED = "What the run was started with; with --config and this file it is repeated."  # its first line
-# Flags that say what to do or where, not what the run is: a run's config.yaml is without them.
 MOST_BYTES = 1 << 16  # of a file: PyYAML takes ten seconds for a megabyte
+# Flags that say what to do or where, not what the run is: a run's config.yaml is without them.
 LOCAL = ("config", "checkpoint_dir", "resume", "load_checkpoint", "plan", "eval_only", "compare_dense")
 
 
