@@ -23,7 +23,7 @@ def peak_flops(device, precision: str) -> tuple[float, str]:
     """
     if device.name == "cuda":
         return published(device.mod.device_properties()["name"], precision)
-    if device.name not in ("cpu", "cpu_numpy"):
+    if not device.is_host:
         return 0.0, ""
     a = init.ones(EDGE, EDGE, device=device, requires_grad=False).realize_cached_data()
     seconds = []
