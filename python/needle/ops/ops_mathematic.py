@@ -358,10 +358,6 @@ class _BackwardRow(_InputRead):
         return saved._binary(dy, f"ewise_{self.row}", f"scalar_{self.row}")
 
 
-def _backward_row(row: str, saved: Tensor, dy: Tensor) -> Tensor:
-    return _BackwardRow(row)(saved, dy)
-
-
 class ReLU(_InputRead):
     """max(a, 0); slope 0 at 0."""
 
@@ -369,7 +365,7 @@ class ReLU(_InputRead):
         return a._unary("ewise_relu")
 
     def gradient(self, out_grad, node):
-        return _backward_row("relu_backward", node.inputs[0], out_grad)
+        return _BackwardRow("relu_backward")(node.inputs[0], out_grad)
 
     @staticmethod
     def reference(a):
@@ -390,7 +386,7 @@ class Tanh(_OutputRead):
     def gradient(self, out_grad, node):
         if is_grad_enabled():
             return out_grad * (1 - node * node)
-        return _backward_row("tanh_backward", node, out_grad)
+        return _BackwardRow("tanh_backward")(node, out_grad)
 
 
 def tanh(a: Tensor) -> Tensor:
@@ -407,7 +403,7 @@ class Sigmoid(_OutputRead):
     def gradient(self, out_grad, node):
         if is_grad_enabled():
             return out_grad * node * (1 - node)
-        return _backward_row("sigmoid_backward", node, out_grad)
+        return _BackwardRow("sigmoid_backward")(node, out_grad)
 
 
 def sigmoid(a: Tensor) -> Tensor:
@@ -424,7 +420,7 @@ class SiLU(_InputRead):
         return a._float_unary("ewise_silu")
 
     def gradient(self, out_grad, node):
-        return _backward_row("silu_backward", node.inputs[0], out_grad)
+        return _BackwardRow("silu_backward")(node.inputs[0], out_grad)
 
     @staticmethod
     def reference(a):
@@ -470,7 +466,7 @@ class GELU(_InputRead):
         return a._float_unary(f"ewise_{self.row}")
 
     def gradient(self, out_grad, node):
-        return _backward_row(f"{self.row}_backward", node.inputs[0], out_grad)
+        return _BackwardRow(f"{self.row}_backward")(node.inputs[0], out_grad)
 
     def reference(self, a):
         if self.row == "gelu_erf":
