@@ -725,6 +725,14 @@ def test_a_folder_that_cannot_be_written(tmp_path):
         Pythia(TINY).save_pretrained(tmp_path / "file")
 
 
+@pytest.mark.parametrize("name, why", [("", "is empty"), ("~a\0b", "can be none")])
+def test_what_is_no_name_is_no_folder_to_save_in(tmp_path, monkeypatch, name, why):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"\[save_pretrained\] no folder: \[path\] .*{why}"):
+        Pythia(TINY).save_pretrained(name)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     Pythia(TINY).save_pretrained("~/model")

@@ -118,13 +118,16 @@ def tokenizer_of(source: str | Path, revision: str | None = None) -> TextTokeniz
     return load_tokenizer(path)
 
 
-def save(model: Pythia, folder: Path, tokenizer: TextTokenizer | None, max_shard_size: int | str) -> None:
+def save(model: Pythia, given: str | Path, tokenizer: TextTokenizer | None, max_shard_size: int | str) -> None:
     """``Pythia.save_pretrained``: all is written beside its place first, and then moved there."""
     if not isinstance(tokenizer, TextTokenizer | None):
         accepted = "a TextTokenizer, as pretrained.tokenizer_of gives it"
         raise DTypeError(f"[save_pretrained] tokenizer is of type {type_name(tokenizer)} (accepted: {accepted})")
     limit = parse_size(max_shard_size)
-    folder, partial = files.home(folder), None
+    try:
+        folder, partial = files.home(given), None
+    except DataError as error:
+        raise CheckpointError(f"[save_pretrained] no folder: {error}") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder))

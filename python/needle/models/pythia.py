@@ -269,7 +269,7 @@ class Pythia(Module):
         """
         from .pretrained import save
 
-        save(self, Path(folder), tokenizer, max_shard_size)
+        save(self, folder, tokenizer, max_shard_size)
 
     def rotary_tables(self, positions: int) -> tuple[NDArray, NDArray]:
         """(cos, sin) of positions 0 .. positions - 1."""
