@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..autograd import NDArray, Op, Tensor, TensorOp, Value, array_api, check_tensors, is_grad_enabled
+from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backend_ndarray.shapes import frozen, normalize_axes, normalize_axis, reduced_shape
 from .ops_mathematic import broadcast_to, exp, where

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..autograd import NDArray, Op, Tensor, TensorOp, TensorTuple, TensorTupleOp, Value
+from ..autograd import Tensor, TensorTuple, TensorTupleOp
 from ..errors import DTypeError, type_name
 from ._reads import _NoRead
 
