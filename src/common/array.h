@@ -2,6 +2,7 @@
 // and offset.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>

@@ -7,7 +7,7 @@
 #include <pybind11/pybind11.h>
 #include <unistd.h>
 
-#include <cmath>
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <string_view>

@@ -1,6 +1,5 @@
 // Planted faults that the emulator itself reports: each prints its message; then an innocent kernel
 // must still run.
-#include <cmath>
 #include <functional>
 #include <map>
 

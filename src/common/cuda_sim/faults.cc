@@ -6,7 +6,6 @@
 #include <ucontext.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
