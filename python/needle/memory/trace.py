@@ -208,12 +208,14 @@ class trace:
         return found
 
     def timeline(self) -> list[dict]:
-        """One row per event: kind (made, freed, retagged), bytes, category, live (all bytes), op, module, place, phase."""
+        """One row per event: kind (made, freed, retagged), bytes, category, live (all bytes), op, module, place, phase, and made:
+        the row that made the memory, -1 if it was there before.
+        """
         words = {MADE: "made", FREED: "freed", RETAGGED: "retagged"}
         return [
             {
                 "kind": words[kind], "bytes": h.nbytes, "category": h.category, "live": self.live[i + 1], "op": h.site.what,
-                "module": h.module, "place": str((h.site.forward or h.site).place), "phase": h.site.phase, "made": h.made,
+                "module": h.module, "place": (h.site.forward or h.site).place, "phase": h.site.phase, "made": h.made,
             }
             for i, (kind, h) in enumerate(self.events)
         ]  # fmt: skip
