@@ -322,6 +322,8 @@ def test_load_text_holds_out_the_end_from_the_start_of_a_document(tmp_path):
     assert text.tokenizer is None and text.corpus is None and text.sequence_tokens is None and text.stride(8) == 8
     one = load_text(str(write_pair(tmp_path / "one", [tokens])), vocab_size=50)  # no document begins there
     assert len(one.held_out) == int(0.05 * len(tokens))
+    few = load_text(str(write_pair(tmp_path / "few", [tokens[:10]])), vocab_size=50)  # what is too short for a model, that says
+    assert (len(few.train), len(few.held_out)) == (9, 1)
     with pytest.raises(DataError, match=r"\[x.bin\] token id outside the vocabulary: 49 \(0 to 48; is vocab_size right\?\)"):
         load_text(str(path), vocab_size=49)
     with pytest.raises(DataError, match=r"\[x.bin\] neither a vocabulary nor a tokenizer .*x.tokenizer.json"):

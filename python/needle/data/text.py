@@ -151,7 +151,7 @@ def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path |
                 f"(0 to {vocab_size - 1}; is vocab_size right?)"
             )
     count = len(file.tokens)
-    held = min(int(count * HELD_OUT_FRACTION), _MOST_HELD_OUT_TOKENS)
+    held = min(max(int(count * HELD_OUT_FRACTION), 1), _MOST_HELD_OUT_TOKENS)
     cut = file.sequence_at(count - held)
     if count - cut < held / 2:  # long documents
         cut = count - held
