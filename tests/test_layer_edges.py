@@ -417,6 +417,8 @@ def test_a_sequential_is_a_sequence():
     assert nn.Sequential() and not len(nn.Sequential())
     with pytest.raises(TypeError, match=r"\[Sequential\] module 1 is of type list"):
         nn.Sequential(one, [two, three])
+    with pytest.raises(TypeError, match=r"\[Sequential\] module 1 is the class BatchNorm1d"):
+        nn.Sequential(one, nn.BatchNorm1d)
     with pytest.raises(IndexError):
         model[3]
 

@@ -275,12 +275,14 @@ class Sequential(Module):
     """Modules one after the other, each applied to the result of the one before.
 
     ``len()``, indices and iteration give the modules; a slice is a Sequential of the same modules.
-    raises: TypeError for what cannot be called, such as a list of modules.
+    raises: TypeError for what cannot be called, such as a list of modules, and for a class of modules.
     """
 
     def __init__(self, *modules: Module):
         super().__init__()
         for i, module in enumerate(modules):
+            if isinstance(module, type):  # which can be called, but gives a module
+                raise TypeError(f"[Sequential] module {i} is the class {module.__name__} (accepted: a module)")
             if not callable(module):
                 raise TypeError(f"[Sequential] module {i} is of type {type_name(module)} (accepted: modules, not in a list)")
         self.modules = modules
