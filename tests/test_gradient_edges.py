@@ -444,6 +444,10 @@ def test_gradients_that_do_not_fit(device):
     for y in (x, x.detach()):
         with pytest.raises(DTypeError, match=r"\[Second\] compute gave a numpy"):
             type("Second", (ndl.autograd.TensorOp,), {"compute": lambda self, a: a.numpy()})()(y)
+        with pytest.raises(DTypeError, match=r"\[Pair\] compute gave a tuple \(accepted: an NDArray\)"):
+            type("Pair", (ndl.autograd.TensorOp,), {"compute": lambda self, a: (a, a)})()(y)
+        with pytest.raises(DTypeError, match=r"\[Single\] compute gave a NDArray \(accepted: a tuple of NDArrays\)"):
+            type("Single", (ndl.autograd.TensorTupleOp,), {"compute": lambda self, a: a})()(y)
 
 
 def test_a_gradient_that_cannot_be_one_is_not_taken(device):

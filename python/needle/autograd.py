@@ -241,6 +241,7 @@ class Value:
     """A handle on a node: what Tensor and TensorTuple share."""
 
     __slots__ = ("_data", "_node", "_requires_grad", "__weakref__")
+    _computed: type = NDArray  # what compute of its op gives
 
     def _init(self, op, inputs, *, num_outputs=1, cached_data=None, requires_grad=None) -> None:
         """The course's constructor: a handle on op(*inputs), or on a leaf when op is None."""
@@ -384,8 +385,9 @@ class Value:
         for x in inputs:
             arrays.append(x._data if x._data is not None else x.realize_cached_data())
         out = op.compute(*arrays)
-        if type(out) is not NDArray and not isinstance(out, (NDArray, tuple)):
-            raise DTypeError(f"[{type(op).__name__}] compute gave a {type_name(out)} (accepted: an NDArray, or a tuple of them)")
+        if type(out) is not cls._computed and not isinstance(out, cls._computed):
+            accepted = "an NDArray" if cls._computed is NDArray else "a tuple of NDArrays"
+            raise DTypeError(f"[{type(op).__name__}] compute gave a {type_name(out)} (accepted: {accepted})")
         value = cls.__new__(cls)
         value._setup(out, requires_grad)
         if requires_grad:
@@ -448,6 +450,7 @@ class TensorTuple(Value):
     """A tuple of Tensors as one value of the graph."""
 
     __slots__ = ()
+    _computed = tuple
 
     @property
     def num_outputs(self) -> int:
