@@ -59,6 +59,10 @@ class StagingRing {
   int next_ = 0;
 };
 
+// CUDA cannot be used in the child of a process that has used it; there a mutex of the Device may
+// be another thread's for ever, too.
+bool forked = false;
+
 // Made when first needed, kept until the process ends: arrays may outlive the interpreter's
 // modules.
 struct Device {
@@ -95,7 +99,10 @@ struct Device {
     void* pinned = nullptr;
     cuda_check(cudaMallocHost(&pinned, sizeof(ErrorFlag)), "cudaMallocHost");
     flag_copy = static_cast<ErrorFlag*>(pinned);
-    if (NEEDLE_EMULATED) hold_across_fork();  // CUDA cannot be used in a child
+    if (NEEDLE_EMULATED)
+      hold_across_fork();
+    else
+      pthread_atfork(nullptr, nullptr, [] { forked = true; });
   }
 
   // Where a child would wait for ever for a mutex that another thread held.
@@ -124,6 +131,10 @@ Device& device_in_use() {
 // begins with the first GPU, and others (torch.cuda.set_device) may have chosen another since.
 // Where that fails, so does the call that follows.
 Device& device() {
+  if (forked)
+    throw CudaError(
+        "[cuda] this process was forked from one that used the GPU (accepted: multiprocessing's "
+        "\"spawn\" or \"forkserver\")");
   Device& d = device_in_use();
   int chosen = -1;
   if (cudaGetDevice(&chosen) != cudaSuccess || chosen != d.id) cudaSetDevice(d.id);
