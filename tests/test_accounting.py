@@ -284,6 +284,16 @@ def test_a_trace_changes_no_lifetime(cpu):
     assert peaks[0] == peaks[1] == peaks[2]
 
 
+def test_a_trace_that_is_entered_again_is_of_the_later_region(cpu):
+    t = memory.trace(cpu)
+    for count in (1000, 10, 100):
+        with t:
+            start = memory.stats(cpu).live
+            t.mark("made")
+            ndl.init.ones(count, device=cpu)
+        assert (t.peak_bytes, len(t.timeline()), t.mark_positions()) == (start + 4 * count, 2, [(0, "made")])
+
+
 def test_two_traces_of_one_device_are_refused(cpu):
     with memory.trace(cpu), pytest.raises(ndl.errors.GraphError, match="traced already"), memory.trace(cpu):
         pass

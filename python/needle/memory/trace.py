@@ -115,6 +115,7 @@ class trace:
         if self.device in _active:
             raise GraphError(f"[memory.trace] {self.device} is being traced already (accepted: one trace at a time)")
         mod = self.device.require()
+        self.marks = []
         sites.trace_all(self.device, True)
         _active[self.device] = self
         self._first = mod.memory_holders()
@@ -130,6 +131,9 @@ class trace:
         del _active[self.device]
         sites.trace_all(self.device, False)
         names = ModuleNames(self.device)
+        self.__dict__.pop("live", None)  # of a region before this one
+        self.__dict__.pop("peak_index", None)
+        self.events = []
         self.first = [_holder(event, names) for event in self._first]
         made: dict[int, int] = {}
         for i, event in enumerate(log):
