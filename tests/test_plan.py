@@ -329,6 +329,13 @@ def test_what_is_typed_in_needles_own_folder_is_the_programs(monkeypatch):
 
 
 @pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
+@pytest.mark.parametrize("steps", [-1, 1.5, "2", None])
+def test_steps_that_cannot_be(plan, steps):
+    with pytest.raises(ShapeError, match=rf"\[plan\] steps is {steps!r} \(accepted: a whole number, at least 0\)"):
+        plan(lambda device: lambda: ndl.init.ones(1, device=device), steps)
+
+
+@pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
 def test_a_build_that_is_none(plan, cpu):
     def overlooks_the_device(device):
         layer = nn.Linear(2, 2, device=cpu)

@@ -85,12 +85,12 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
     Meanwhile Python's collector is off, and afterwards numpy's global stream is where it was: numbers that other threads drew from
     it (``nn.Dropout`` does) come again.
     raises: TypeError if ``build`` is or returns no function, or returns a generator or coroutine, which no call runs; ShapeError if
-    nothing was made on ``meta``; GraphError inside of another plan.
+    nothing was made on ``meta``, or for ``steps`` that cannot be; GraphError inside of another plan.
     """
     device = meta() if device is None else as_device(device)
     reads: dict[str, None] = {}
     with planning, _alone(device), _reads_noted(reads), trace(device) as t:
-        step = _built(build, device)
+        step = _built(build, steps, device)
         for i in range(steps):
             t.mark(f"step {i + 1}")
             step()
@@ -127,14 +127,16 @@ def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None
     """``plan(...).peak_bytes`` by the allocator's own counters: faster, since there is no trace; ``Plan.reads`` is not found."""
     device = meta() if device is None else as_device(device)
     with planning, _alone(device), peak(device) as found:
-        step = _built(build, device)
+        step = _built(build, steps, device)
         for _ in range(steps):
             step()
     _check_used(found.above_start, device)
     return found.above_start
 
 
-def _built(build: Build, device: BackendDevice) -> Callable[[], Any]:
+def _built(build: Build, steps: int, device: BackendDevice) -> Callable[[], Any]:
+    if not hasattr(steps, "__index__") or steps < 0:
+        raise ShapeError(f"[plan] steps is {steps!r} (accepted: a whole number, at least 0)")
     if not callable(build) or isinstance(build, Module):
         accepted = "a function of a device, which gives that of one training step"
         raise TypeError(f"[plan] build is of type {type_name(build)} (accepted: {accepted})")
