@@ -322,6 +322,9 @@ def test_arguments_of_ops(device):
     ):
         with pytest.raises(DTypeError, match=r"\] layout is of type Tensor \(accepted: a BlockLayout\)"):
             takes_layout(x, x, x, leaf(np.ones((1, 1)), device))
+    for scale in (leaf([2.0], device), "2"):  # a Tensor would get no gradient
+        with pytest.raises(DTypeError, match=r"\[attention\] scale is of type .* \(accepted: a number\)"):
+            ops.attention(x, x, x, scale=scale)
     for loss, inputs in ((ops.cross_entropy, 1), (ops.linear_cross_entropy, 2)):
         with pytest.raises(DTypeError, match="ignore_index is of type Tensor"):  # where torch has weights of classes
             loss(*[leaf(np.ones((2, 2)), device)] * inputs, leaf([0, 1], device), leaf(np.ones(2), device))
