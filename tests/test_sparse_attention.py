@@ -116,6 +116,9 @@ def test_layouts_say_what_is_wrong(host):
     for block in (24, 144, 16.0, "16"):
         with pytest.raises(ShapeError, match=f"block size {block!r} "):
             BlockLayout(np.ones((2, 2)), block)
+    for q_start in (8.0, None):
+        with pytest.raises(ShapeError, match=f"q_start is {q_start!r} "):
+            BlockLayout(np.ones((2, 2)), 16, True, q_start)
     q = random((1, 1, 100, 8), host)
     with pytest.raises(ShapeError, match="does not fit 100 queries"):
         ops.attention(q, q, q, dense_layout(64, 64))

@@ -40,7 +40,7 @@ class BlockLayout:
         c <= q_start + r.
 
     Only partial blocks have single elements masked. The index is built once on the host, and once per device.
-    raises: ShapeError for another rank or block size.
+    raises: ShapeError for another rank or block size, and for a q_start that is no whole number.
     """
 
     def __init__(self, mask, block: int, causal: bool = False, q_start: int = 0):
@@ -51,6 +51,8 @@ class BlockLayout:
             raise ShapeError(f"[BlockLayout] mask has shape {mask.shape} (accepted: (rows, cols) or (heads, rows, cols))")
         if not hasattr(block, "__index__") or block not in BLOCK_SIZES:
             raise ShapeError(f"[BlockLayout] block size {block!r} (accepted: multiples of 16 from 16 to 128)")
+        if not hasattr(q_start, "__index__"):
+            raise ShapeError(f"[BlockLayout] q_start is {q_start!r} (accepted: a whole number)")
         self.block, self.causal, self.q_start = block, causal, q_start
         self.heads, self.block_rows, self.block_cols = mask.shape
         partial = np.zeros_like(mask)
