@@ -9,7 +9,7 @@ import pytest
 
 import needle as ndl
 from needle import nn, ops
-from needle.backend_ndarray import ndarray_backend_cpu, ndarray_backend_numpy
+from needle.backend_ndarray import BackendDevice, ndarray_backend_cpu, ndarray_backend_numpy
 from needle.backend_ndarray.ndarray import NDArray
 from needle.testing import TOLERANCES, assert_close, check_parity, check_second_derivative, gradcheck
 from op_cases import CASES
@@ -39,6 +39,12 @@ def test_second_derivative_equals_finite_differences(case, host):
 )
 def test_parity(case, device, dtype):
     check_parity(case, device, ndl.cpu_numpy(), dtype)
+
+
+@pytest.mark.parametrize("dtype", CASES[0].dtypes)
+def test_a_device_of_ones_own(dtype):
+    """As docs/architecture.md has it: of the reference's functions under another name."""
+    check_parity(CASES[0], BackendDevice("own_of_parity", ndarray_backend_numpy), ndl.cpu_numpy(), dtype)
 
 
 SIZES = (1, 2, 31, 33, 255, 257, 1000)

@@ -863,7 +863,7 @@ def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArr
             raise DTypeError(f"[array] cannot store these values as {dtype}: {error}") from None
     mod = device.require()
     out = _new(values.shape, dtype, device)
-    if dtype == "bfloat16" and device.name != "cpu_numpy":
+    if dtype == "bfloat16":
         values = values.view(np.uint16)
     mod.from_numpy(values, out._handle)
     out.category = DATA

@@ -88,7 +88,8 @@ def to_numpy(a, shape, strides, offset):
 
 
 def from_numpy(a, out):
-    out.array[...] = a.reshape(-1)
+    """bfloat16 comes as its bits, uint16."""
+    out.array[...] = (a.view(out.array.dtype) if out.dtype == "bfloat16" else a).reshape(-1)
 
 
 def fill(out, value):
