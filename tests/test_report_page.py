@@ -289,6 +289,21 @@ def test_labels_of_gradient_norms_are_apart(browser, tmp_path):
     tab.close()
 
 
+def labels_of(tab, axis):
+    """The numbers at the ticks of an axis, such as "#lr .y"."""
+    return [float(text.replace(",", "").replace("\u2212", "-")) for text in tab.locator(f"{axis}tick text").all_text_contents()]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 2000])
+def test_each_tick_is_another_step(browser, tmp_path, steps):
+    written(tmp_path, a_run(steps))
+    tab = browser.new_page()
+    tab.goto((tmp_path / page.PAGE).as_uri())
+    found = labels_of(tab, "#lr .x")
+    tab.close()
+    assert len(found) >= 2 and found == pytest.approx(np.linspace(found[0], found[-1], len(found)))
+
+
 def test_the_memory_picture_on_a_phone(browser, tmp_path):
     """What its marks say and what its peak says stand beside one another."""
     config = PythiaConfig(vocab_size=50_304, layers=2, width=64, heads=2, feed_forward=256)
