@@ -304,6 +304,16 @@ def test_each_tick_is_another_step(browser, tmp_path, steps):
     assert len(found) >= 2 and found == pytest.approx(np.linspace(found[0], found[-1], len(found)))
 
 
+@pytest.mark.parametrize("steps", [1, 50])
+def test_a_learning_rate_that_stays_is_seen(browser, tmp_path, steps):
+    written(tmp_path, [row(step, lr=1e-4) for step in range(1, steps + 1)])
+    tab = browser.new_page()
+    tab.goto((tmp_path / page.PAGE).as_uri())
+    found = labels_of(tab, "#lr .y")
+    tab.close()
+    assert found[0] == 0 and 0.5e-4 <= found[-1] <= 2e-4
+
+
 def test_the_memory_picture_on_a_phone(browser, tmp_path):
     """What its marks say and what its peak says stand beside one another."""
     config = PythiaConfig(vocab_size=50_304, layers=2, width=64, heads=2, feed_forward=256)

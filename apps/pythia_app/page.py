@@ -207,7 +207,7 @@ def _charts(history: History, about: About) -> list[dict[str, Any]]:
     shares = "; on the right the share of the machine (MFU)" if mfu else ""
     return [
         chart("loss", "Loss", f"Cross entropy in nats per token.{thin}", "", loss, range=seen),
-        chart("lr", "Learning rate", "Of each step.", "~g", line("lr", "learning rate", BLUE, ".3e")),
+        chart("lr", "Learning rate", "Of each step.", "~g", line("lr", "learning rate", BLUE, ".3e"), zero=True),
         chart("norm", "Gradient norm", "Of all gradients together, before clipping.", "~g", norm, log=True),
         chart("speed", "Tokens per second", f"Of each step{shares}.", "~s", speed + mfu, **axes),
         chart("memory", "Memory", "What arrays hold at the peak of each step, in MiB.", ",", memory),
