@@ -581,6 +581,64 @@ def test_a_gradient_that_something_else_holds_is_not_added_to(host):
     np.testing.assert_array_equal(y.grad.numpy(), [2.0, 2.0])
 
 
+def test_a_sum_of_gradients_that_a_graph_reads_is_not_added_to(host):
+    x, y = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host)
+    (x * y + x * y).sum().backward()  # two parts, so that the array is the gradient's own
+    used = x.grad * y
+    (x * 10).sum().backward(accumulate=True)
+    np.testing.assert_array_equal(x.grad.numpy(), [16.0, 18.0])
+    used.sum().backward()
+    np.testing.assert_array_equal(y.grad.numpy(), [6.0, 8.0])  # the gradient as it was
+
+
+def test_gradients_are_added_in_the_wider_dtype(host):
+    x = leaf([1.0, 2.0], host)
+    x.grad = ndl.Tensor([1e300, 1e300], device=host, dtype="float64", requires_grad=False)
+    (x * x + x).backward(accumulate=True)
+    assert x.grad.dtype == "float64" and x.grad.numpy().tolist() == [1e300, 1e300]
+    x = leaf([1.0], host)
+    (x * x + x).backward()
+    x.cached_data = ndl.Tensor([1e300], device=host, dtype="float64").cached_data
+    (x * 1e305).backward(accumulate=True)
+    assert x.grad.dtype == "float64" and x.grad.numpy().tolist() == [1e305]
+
+
+def test_adding_to_a_gradient_beside_a_tuple_without_one(host):
+    class TimesEach(autograd.TensorTupleOp):
+        def compute(self, pair, x):
+            return tuple(item * x for item in pair)
+
+        def gradient(self, out_grad, node):
+            pair = node.inputs[0]
+            return None, out_grad[0] * pair[0] + out_grad[1] * pair[1]
+
+    pair = ops.make_tuple(*[leaf([n], host, requires_grad=False) for n in (2.0, 5.0)])
+    x = leaf([1.0], host)
+    for _ in range(2):
+        first, second = TimesEach()(pair, x)
+        (first + second * 3).backward(accumulate=True)
+    assert x.grad.item() == 2 * (2 + 3 * 5)
+
+
+def test_a_gradient_in_borrowed_memory_is_copied(host):
+    theirs = np.array([1.0, 2.0], np.float32)
+
+    class Dot(ops.EWiseMul):
+        def gradient(self, out_grad, node):
+            return node.inputs[1], None
+
+    x = leaf([3.0, 4.0], host)
+    Dot()(x, ndl.from_dlpack(theirs).to(host)).backward()
+    x.grad[0] = 7
+    assert theirs.tolist() == [1, 2]
+
+
+def test_a_tuple_whose_items_have_no_gradient_gives_none(host):
+    ids, w = leaf([[0, 1], [1, 1]], host), leaf(np.ones((2, 3)), host)
+    ops.embedding(w, ops.split(ids, 0)[1]).sum().backward()
+    assert ids.grad is None and w.grad.numpy().tolist() == [[0] * 3, [2] * 3]
+
+
 @pytest.mark.parametrize("as_factor", [False, True])
 def test_a_gradient_is_not_added_to_before_it_has_been_read(host, as_factor):
     x = leaf([1.0, 2.0], host)
@@ -612,6 +670,15 @@ def test_gradients_of_a_loss_that_is_kept_are_not_what_it_keeps(host):
     loss.backward(leaf([2.0], host), accumulate=True)
     for x, g in zip((h, w), first):
         np.testing.assert_allclose(x.grad.numpy(), g * 3, rtol=1e-6)
+
+
+def test_gradients_of_a_loss_whose_tuple_is_held_are_not_the_tuples(host):
+    h, w = leaf([[1.0, -2.0]], host), leaf([[1.0, 2.0, 0.0], [0.0, -1.0, 1.0]], host)
+    found = ops.LinearCrossEntropy()(h, w, ndl.Tensor([2], device=host, dtype="int32", requires_grad=False))
+    before = [item.numpy() for item in found]
+    (found[0] * 3).backward()
+    assert all(np.array_equal(item.numpy(), b) for item, b in zip(found, before))
+    np.testing.assert_allclose(h.grad.numpy(), before[1] * 3, rtol=1e-6)
 
 
 def test_lazy_mode(host, monkeypatch):
