@@ -241,6 +241,59 @@ def test_what_comes_into_a_region_goes_once_it_is_brought_back(host):
     assert max(counts.values()) == 4  # forward, backward, and twice in the second backward
 
 
+def test_no_region_holds_what_comes_into_it_after_backward(host):
+    x = leaf(np.ones(1000), host)
+    held = {}
+    for name, function in (
+        ("none", lambda y: ops.exp(y)),
+        ("one", lambda y: ndl.remat(ops.exp, y)),
+        ("of a region alone", lambda y: ndl.remat(lambda y: ndl.remat(ops.exp, y), y)),
+        ("that reads it twice", lambda y: ndl.remat(lambda y: ops.exp(y) + ops.sin(y), y)),
+        ("that reads nothing", lambda y: ndl.remat(lambda y: y + 1, y)),
+    ):
+        loss = function(x * 2 + 1).sum()
+        loss.backward()
+        x.grad = None
+        held[name] = memory.stats(host).live
+        del loss
+    assert len(set(held.values())) == 1, held
+
+
+def test_a_region_brought_back_holds_only_what_gradients_read(host):
+    live = []
+
+    class Probe(ops.Exp):
+        def gradient(self, out_grad, node):
+            live.append(memory.stats(host).live)
+            return super().gradient(out_grad, node)
+
+    def region(y, count):
+        for _ in range(count):
+            y = y + 1
+        return Probe()(y)
+
+    x = leaf(np.ones(1000), host)
+    for count in (1, 8):
+        ndl.remat(region, ops.tanh(x), count).sum().backward()
+        x.grad = None
+    assert live[0] == live[1]
+
+
+def test_a_second_backward_computes_nothing_that_no_gradient_reads(host):
+    counts = Counter()
+
+    class Probe(ops.AddScalar):
+        def compute(self, a):
+            counts[self.scalar] += 1
+            return super().compute(a)
+
+    x = leaf(np.ones(10), host)
+    loss = Probe(2)(ops.exp(Probe(1)(x))).sum()
+    for _ in range(2):
+        loss.backward()
+    assert counts == {1: 2, 2: 1}  # the input of exp once more, for its output
+
+
 def test_a_changed_parameter_is_refused(host):
     blocks, x = network(host), leaf(np.ones((3, 8)), host)
     loss = run_each(blocks, x).sum()
