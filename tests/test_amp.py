@@ -264,6 +264,27 @@ def test_a_parameter_is_cast_once_in_a_region(host):
     assert amp.current_autocast() is None
 
 
+def test_only_parameters_are_cast_once(host):
+    w, batch = tensor((3, 3), host), tensor((2, 3), host, requires_grad=False)
+    inner = ops.tanh(w)[:2]
+    with amp.autocast(host):
+        y = batch @ w + inner @ w
+        assert len(amp.kept_casts()) == 1, "a batch or an activation is kept"
+    y.sum().backward()
+
+
+def test_a_parameter_that_has_another_array_is_cast_again_without_a_graph(host):
+    """As an evaluation of averaged weights gives it one, which may have been made before the region."""
+    other = tensor((3, 3), host, requires_grad=False)
+    w, x = tensor((3, 3), host), tensor((2, 3), host, requires_grad=False)
+    with ndl.no_grad(), amp.autocast(host):
+        x @ w
+        w.data = other * 0
+        assert (x @ w).numpy().tolist() == [[0] * 3] * 2
+        w.data = other
+        np.testing.assert_array_equal((x @ w).numpy(), (x @ other).numpy())
+
+
 def test_casts_go_with_the_graph(cpu):
     w, x = tensor((100, 100), cpu), tensor((2, 100), cpu, requires_grad=False)
     before = cpu.memory_stats()["live"]
@@ -597,6 +618,36 @@ def test_two_optimizers_under_one_scale(host):
     with pytest.warns(amp.SkippedStepWarning):
         scaler.update()
     assert bad_params[0].item() == 1 and good_params[0].item() < 1 and scaler.get_scale() == 2048
+
+
+def test_one_array_as_two_gradients_is_unscaled_once(host):
+    optimizer, params, _ = with_gradients(host, [[0.0], [0.0]])
+    scaler = amp.GradScaler(init_scale=4.0)
+    params[0].grad = params[1].grad = tensor((1,), host, requires_grad=False) * 0 + 8
+    scaler.unscale_(optimizer)
+    assert [p.grad.item() for p in params] == [2, 2]
+
+
+def test_a_gradient_that_is_a_part_of_an_array_leaves_the_rest_as_it_is(host):
+    optimizer, (p,), _ = with_gradients(host, [[0.0, 0.0]])
+    scaler = amp.GradScaler(init_scale=4.0)
+    whole = tensor((4,), host, requires_grad=False) * 0 + 8
+    p.grad = whole[1:3]
+    scaler.unscale_(optimizer)
+    assert p.grad.numpy().tolist() == [2, 2] and whole.numpy().tolist() == [8] * 4
+
+
+def test_gradients_after_a_step_wait_for_update(host):
+    optimizer, (p,), fill = with_gradients(host, [[1.0]])
+    scaler = amp.GradScaler()
+    fill(scaler)
+    scaler.step(optimizer)
+    (scaler.scale(p) * 2).backward()
+    with pytest.raises(GraphError, match="between two calls of update"):
+        scaler.unscale_(optimizer)
+    scaler.update()
+    scaler.unscale_(optimizer)
+    assert p.grad.item() == 2
 
 
 def test_the_scale_is_saved_and_loaded():
