@@ -499,6 +499,7 @@ def test_the_state_of_an_optimizer():
         ({"m.0": np.zeros(2)}, r"m.0 is \(2,\) float64"),
         ({"v.0": [0.0, 0.0]}, r"v.0 is \(2,\) list"),
         ({"v.0": None}, "v.0 is absent"),
+        ({"v.0": None, "t": np.array(7)}, "v.0 is absent"),
         ({"t": None}, "t is None"),
         ({"t": 1.0}, "t is 1.0"),
         ({"t": np.array(-1)}, "t is -1"),

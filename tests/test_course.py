@@ -134,6 +134,12 @@ def test_clipping(host):
     opt.step()
     np.testing.assert_allclose(opt.m[p[0]].numpy(), 0.1 * values[0] / 5, rtol=1e-5)
     np.testing.assert_array_equal(p[0].grad.numpy(), values[0])
+    before = opt.m[p[0]].numpy()
+    opt.clip_grad_norm(1.0)
+    opt.reset_grad()  # the clipping goes with the gradients that it was of
+    p[0].grad = ndl.Tensor(values[0], device=host)
+    opt.step()
+    np.testing.assert_allclose(opt.m[p[0]].numpy(), 0.9 * before + 0.1 * values[0], rtol=1e-5)
 
 
 def test_layers_against_numpy(host):
