@@ -1,5 +1,6 @@
 """What a run survives: kills at any moment, a full disk, damage; and that it then goes on bit for bit."""
 
+import io
 import json
 import os
 import random
@@ -152,6 +153,20 @@ def test_resuming_takes_no_more_memory_than_running(trainer, tmp_path, cpu):
     size = sum(p.realize_cached_data().nbytes for p in again.model.parameters())
     grown = [b - a for a, b in zip(before["by_category"], after["by_category"])]
     assert grown[1] == size and grown[3] == 2 * size and sum(grown) == 3 * size
+
+
+def test_a_file_that_takes_a_part_of_what_it_is_given_gets_the_rest(tmp_path, monkeypatch):
+    """As the system may have it where a disk is nearly full, or a write is interrupted."""
+
+    class Reluctant(io.FileIO):
+        def write(self, content):
+            return super().write(memoryview(content)[:1000])
+
+    monkeypatch.setattr("needle.checkpoints.tensors.open", lambda path, mode, buffering: Reluctant(path, "x"), raising=False)
+    values = np.arange(5000.0)
+    write_tensors(tmp_path / "file", {"values": values})
+    monkeypatch.undo()
+    np.testing.assert_array_equal(read_tensors(tmp_path / "file")["values"], values)
 
 
 def test_tensors_are_written_as_they_are(tmp_path, cpu):
