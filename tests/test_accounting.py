@@ -38,6 +38,30 @@ def test_bytes_are_counted_by_category(device):
     assert count()["activation"] == count()["gradient"] == count()["workspace"] == 0
 
 
+@pytest.mark.parametrize(
+    ("make", "category"),
+    [
+        (lambda device: ndl.Tensor(np.ones(9000), device=device), "data"),
+        (lambda device: nn.Parameter(np.ones(9000), device=device), "parameter"),
+        (lambda device: ndl.init.ones(9000, device=device), "activation"),
+    ],
+)
+def test_what_makes_the_peak_counts_there_by_the_category_that_it_gets(device, make, category):
+    start = memory.stats(device).by_category[category]
+    with memory.peak(device) as p, memory.trace(device) as t:
+        make(device)
+    (made,) = [holder for holder in t.holders() if holder.made >= 0]
+    assert (made.nbytes, made.category) == (36_000, category)
+    assert p.by_category[category] - start == 36_000 and sum(p.by_category.values()) == p.bytes == t.peak_bytes
+
+
+def test_a_peak_from_before_a_region_gets_no_category_in_it(device):
+    x = ndl.Tensor(np.ones(9000), device=device).realize_cached_data()
+    with memory.peak(device) as p:
+        x.category = 0
+    assert p.above_start == 0 and p.by_category["data"] >= 36_000
+
+
 @pytest.mark.parametrize("make", [lambda p: SGD(p, momentum=0.9), lambda p: Adam(p), lambda p: AdamW(p)])
 def test_parameters_and_states_keep_their_category_through_steps(cpu, make):
     before = memory.stats(cpu).by_category

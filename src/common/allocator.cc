@@ -93,6 +93,8 @@ void Allocator::set_category(Holder& holder, int category) {
   stats_.by_category[holder.category] -= holder.nbytes;
   stats_.by_category[category] += holder.nbytes;
   holder.category = category;
+  if (holder.serial == peak_serial_ && stats_.live == stats_.peak)
+    stats_.by_category_at_peak = stats_.by_category;
   if (logging_) record(MemoryEvent::kRetagged, holder);
 }
 
@@ -226,6 +228,7 @@ void Allocator::count(int category, int64_t bytes) {
   if (stats_.live > stats_.peak) {
     stats_.peak = stats_.live;
     stats_.by_category_at_peak = stats_.by_category;
+    peak_serial_ = stats_.allocations;
   }
 }
 
@@ -243,6 +246,7 @@ void Allocator::reset_peak() {
   std::lock_guard<std::mutex> lock(mutex_);
   stats_.peak = stats_.live;
   stats_.by_category_at_peak = stats_.by_category;
+  peak_serial_ = 0;
   stats_.peak_reserved = stats_.reserved;
 }
 

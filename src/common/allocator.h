@@ -108,6 +108,7 @@ class Allocator {
   const Caching caching_;
   mutable std::mutex mutex_;
   MemoryStats stats_;
+  int64_t peak_serial_ = 0;  // of the holder that made the peak, which may get its category next
   int64_t site_bytes_ = INT64_MAX;
   Holder *oldest_ = nullptr, *newest_ = nullptr;
   bool logging_ = false;

@@ -26,7 +26,7 @@ class HostAllocator:
     def __init__(self, device_name: str):
         self.device_name = device_name
         self.live = self.peak = self.borrowed = self.limit = 0
-        self.allocations = 0
+        self.allocations = self.peak_serial = 0
         self.current = _OfThisThread()
         self.by_category = [0] * len(CATEGORIES)
         self.by_category_at_peak = [0] * len(CATEGORIES)
@@ -46,7 +46,7 @@ class HostAllocator:
         self.live += nbytes
         self.by_category[storage.category] += nbytes
         if self.live > self.peak:
-            self.peak = self.live
+            self.peak, self.peak_serial = self.live, storage.serial
             self.by_category_at_peak = list(self.by_category)
 
     def out_of_memory(self, nbytes: int) -> OutOfMemoryError:
@@ -67,6 +67,8 @@ class HostAllocator:
         self.by_category[storage.category] -= storage.nbytes
         self.by_category[category] += storage.nbytes
         storage.category = category
+        if storage.serial == self.peak_serial and self.live == self.peak:  # who made it gives it its category next
+            self.by_category_at_peak = list(self.by_category)
         self._put(storage, RETAGGED)
 
     def _put(self, storage: Storage, kind: int = MADE) -> None:
@@ -91,7 +93,7 @@ class HostAllocator:
         }
 
     def reset_peak(self) -> None:
-        self.peak = self.live
+        self.peak, self.peak_serial = self.live, 0
         self.by_category_at_peak = list(self.by_category)
 
     def empty_cache(self) -> None:

@@ -161,8 +161,14 @@ class trace:
 
     @cached_property
     def peak_index(self) -> int:
-        """Number of events after which the most was live."""
-        return max(range(len(self.live)), key=self.live.__getitem__)
+        """Number of events after which the most was live, and the memory that made it so had its category."""
+        peak = max(range(len(self.live)), key=self.live.__getitem__)
+        if peak:
+            made = self.events[peak - 1][1].serial
+            for i, (kind, holder) in enumerate(self.events[peak:], peak + 1):
+                if kind == RETAGGED and holder.serial == made and self.live[i] == self.live[peak]:
+                    peak = i
+        return peak
 
     @property
     def peak_bytes(self) -> int:
