@@ -31,6 +31,17 @@ bool is_number(const std::string& text, size_t most_digits) {
          text.find_first_not_of("0123456789") == std::string::npos;
 }
 
+constexpr int kMost = 999999;
+
+// The variable's number, or `unset`.
+int number_of(const char* variable, int unset, int least, int most, const char* accepted) {
+  const std::string value = value_of(variable);
+  if (value.empty()) return unset;
+  if (is_number(value, 6))
+    if (const int n = std::stoi(value); n >= least && n <= most) return n;
+  throw refused(variable, accepted);
+}
+
 }  // namespace
 
 OrderOption order_option() {
@@ -49,27 +60,12 @@ bool async_copies_are_early() { return is_second("NEEDLE_SIM_CP_ASYNC", "late", 
 
 bool streams_are_lazy() { return is_second("NEEDLE_SIM_STREAMS", "eager", "lazy"); }
 
-int compute_capability() {
-  const std::string value = value_of("NEEDLE_SIM_SM");
-  if (value.empty()) return 90;
-  if (!is_number(value, 6) || std::stoi(value) < 75)
-    throw refused("NEEDLE_SIM_SM", "75, 80, 90, ...");
-  return std::stoi(value);
-}
+int compute_capability() { return number_of("NEEDLE_SIM_SM", 90, 75, kMost, "75, 80, 90, ..."); }
 
 int multiprocessors() {
-  const std::string value = value_of("NEEDLE_SIM_MULTIPROCESSORS");
-  if (value.empty()) return 4;
-  if (!is_number(value, 6)) throw refused("NEEDLE_SIM_MULTIPROCESSORS", "0, 1, 2, ...");
-  return std::stoi(value);
+  return number_of("NEEDLE_SIM_MULTIPROCESSORS", 4, 0, kMost, "0, 1, 2, ...");
 }
 
-int wanted_workers() {
-  const std::string value = value_of("NEEDLE_NUM_THREADS");
-  if (value.empty()) return 0;
-  if (!is_number(value, 4) || std::stoi(value) < 1 || std::stoi(value) > 4096)
-    throw refused("NEEDLE_NUM_THREADS", "1 to 4096");
-  return std::stoi(value);
-}
+int wanted_workers() { return number_of("NEEDLE_NUM_THREADS", 0, 1, 4096, "1 to 4096"); }
 
 }  // namespace needle::sim
