@@ -518,6 +518,8 @@ def test_the_state_of_an_optimizer():
         ({"t": None}, "t is None"),
         ({"t": 1.0}, "t is 1.0"),
         ({"t": np.array(-1)}, "t is -1"),
+        ({"t.0": np.array(-1)}, "t.0 is -1"),
+        ({"t.2": np.array(1)}, "unexpected names: t.2"),
     ],
 )
 def test_a_state_that_is_another_optimizers(change, said):

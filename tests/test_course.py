@@ -124,6 +124,36 @@ def test_optimizers_follow_their_formulas(host):
         np.testing.assert_allclose(found, w, rtol=1e-10)
 
 
+@pytest.mark.parametrize("make", [ndl.optim.Adam, ndl.optim.AdamW])
+def test_each_parameter_counts_its_own_steps(host, make):
+    """One that is frozen for some steps goes on as if they had not been; a state that is loaded keeps the counts."""
+    rng = np.random.default_rng(0)
+    start, grads = rng.standard_normal(3), rng.standard_normal((4, 3))
+
+    def run(steps, renew=lambda opt, p: opt):
+        p = [nn.Parameter(values, device=host, dtype="float64") for values in (start, np.ones(2))]
+        opt = make(p, lr=0.1)
+        for g in steps:
+            p[0].grad = None if g is None else ndl.Tensor(g, device=host, dtype="float64")
+            p[1].grad = ndl.Tensor(np.ones(2), device=host, dtype="float64")
+            opt.step()
+            opt = renew(opt, p)
+        return [*(q.numpy() for q in p), opt.state_dict()]
+
+    def loaded(opt, p):
+        again = make(p, lr=0.1)
+        again.load_state_dict(opt.state_dict())
+        return again
+
+    plain, _, whole = run(grads)
+    late = [None, None, *grads[:2], None, *grads[2:]]
+    frozen, other, state = run(late)
+    np.testing.assert_array_equal(frozen, plain)
+    assert whole["t"] == 4 and "t.0" not in whole and state["t"] == 7 and state["t.0"] == 4 and "t.1" not in state
+    for found, wanted in zip(run(late, loaded)[:2], (frozen, other)):
+        np.testing.assert_array_equal(found, wanted)
+
+
 def test_clipping(host):
     p = [nn.Parameter(np.zeros(3), device=host), nn.Parameter(np.zeros((2, 2)), device=host)]
     values = [np.array([3.0, 0, 0]), np.array([[0, 4.0], [0, 0]])]

@@ -87,7 +87,8 @@ class Optimizer:
         return {f"{kind}.{name}": of[p] for kind, of in kinds for name, p in self._by_name(names).items() if p in of}
 
     def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        """A copy of ``named_states`` in numpy; of Adam and AdamW also ``t``, the count of steps.
+        """A copy of ``named_states`` in numpy; of Adam and AdamW also ``t``, the count of steps, and ``t.0`` where the first
+        parameter had a gradient in fewer.
 
         Hyperparameters such as the learning rate are not in it: give them to the constructor again.
         """
@@ -247,6 +248,7 @@ class _Moments(_Grouped):
             raise DeviceError(f"[{op}] parameters are on {devices[0]} and {devices[1]} (accepted: one device)")
         self.eps = eps
         self.t = 0
+        self.steps: dict[Tensor, int] = {}  # of each parameter: a moment is as old as its parameter's first gradient
         self.m: dict[Tensor, NDArray] = {}
         self.v: dict[Tensor, NDArray] = {}
 
@@ -260,27 +262,36 @@ class _Moments(_Grouped):
         for group, p, w, g in updates:
             decay = group["weight_decay"]
             l2, decay = (0.0, decay) if decoupled else (decay, 0.0)
-            kernels.adam_step(w, g, self.m[p], self.v[p], scale, group["lr"], beta1, beta2, self.eps, l2, decay, self.t)
+            t = self.steps[p] = self.steps.get(p, 0) + 1
+            kernels.adam_step(w, g, self.m[p], self.v[p], scale, group["lr"], beta1, beta2, self.eps, l2, decay, t)
 
     def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        return {**super().state_dict(names), "t": np.array(self.t)}
+        own = {f"t.{name}": self.steps.get(p, self.t) for name, p in self._by_name(names).items()}
+        fewer = {name: np.array(t) for name, t in own.items() if t != self.t}
+        return {**super().state_dict(names), "t": np.array(self.t), **fewer}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
-        try:
-            t = operator.index(state["t"])
-        except (KeyError, TypeError):
-            t = -1
-        if not 0 <= t < 1 << 62:
-            raise CheckpointError(f"[load_state_dict] t is {state.get('t', 'absent')} (accepted: a count of steps)")
-        super().load_state_dict({name: values for name, values in state.items() if name != "t"}, names)
-        self.t = t
+        def count(name: str) -> int:
+            try:
+                t = operator.index(state[name])
+            except (KeyError, TypeError):
+                t = -1
+            if not 0 <= t < 1 << 62:
+                raise CheckpointError(f"[load_state_dict] {name} is {state.get(name, 'absent')} (accepted: a count of steps)")
+            return t
+
+        t = count("t")
+        own = {p: f"t.{name}" for name, p in self._by_name(names).items() if f"m.{name}" in state}
+        steps = {p: count(name) if name in state else t for p, name in own.items()}
+        super().load_state_dict({name: values for name, values in state.items() if name not in {"t", *own.values()}}, names)
+        self.t, self.steps = t, steps
 
 
 class Adam(_Moments):
     """g = grad + weight_decay w; m = beta1 m + (1 - beta1) g; v = beta2 v + (1 - beta2) g^2; w -= lr m' / (sqrt(v') + eps).
 
-    m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t) at step t. params: Tensors, or groups ``{"params": [...], "lr": ...,
-    "weight_decay": ...}``. source: Kingma & Ba 2014, arXiv:1412.6980.
+    m' = m / (1 - beta1^t) and v' = v / (1 - beta2^t) at a parameter's t-th step with a gradient. params: Tensors, or groups
+    ``{"params": [...], "lr": ..., "weight_decay": ...}``. source: Kingma & Ba 2014, arXiv:1412.6980.
     """
 
     def __init__(self, params, lr=0.01, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0) -> None:
