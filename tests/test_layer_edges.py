@@ -138,6 +138,30 @@ def test_a_parameter_stays_one_when_it_is_written(device):
         layer.weight += 1.0
 
 
+def test_an_inner_module_keeps_a_part_of_it_in_evaluation(host):
+    """By a train() of its own, as fine-tuning keeps statistics: train() of the module around it switched them on again."""
+
+    class Frozen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.dropout = nn.BatchNorm1d(2, device=host), nn.Dropout()
+
+        def train(self, mode=True):
+            super().train(mode)
+            self.norm.eval()
+            return self
+
+        def forward(self, x):
+            return self.norm(x)
+
+    frozen = Frozen()
+    model = nn.Sequential(nn.Linear(3, 2, device=host), nn.Residual(frozen)).train()
+    assert model[1].training and frozen.training and frozen.dropout.training and not frozen.norm.training
+    model(leaf(np.eye(3), host))
+    np.testing.assert_array_equal(frozen.norm.running_mean.numpy(), 0)
+    assert not model.eval()[1].training and not frozen.dropout.training
+
+
 def test_a_loaded_state_is_a_copy(device):
     one, other = (nn.Linear(2, 2, device=device) for _ in range(2))
     other.load_state_dict(dict(one.named_parameters()))

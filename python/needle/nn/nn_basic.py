@@ -183,12 +183,15 @@ class Module:
         return self.train(False)
 
     def train(self, mode: bool = True) -> Module:
-        """Sets ``training`` here and in every module inside. Returns self. raises: TypeError for what is neither True nor False."""
+        """Sets ``training`` here and, by their own ``train``, in the modules inside: one that defines it may keep a part of it in
+        evaluation. Returns self. raises: TypeError for what is neither True nor False.
+        """
         if not isinstance(mode, bool):
             raise TypeError(f"[{type(self).__name__}] train() was given a {type_name(mode)} (accepted: True or False)")
         self.training = mode
-        for m in self._children():
-            m.training = mode
+        for _, part in _parts(self.__dict__):
+            if isinstance(part, Module):
+                part.train(mode)
         return self
 
     def forward(self, *args, **kwargs):
