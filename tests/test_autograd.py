@@ -385,6 +385,19 @@ def test_backward_through_what_an_optimizer_has_changed_is_refused(host, optimiz
         y.backward()
 
 
+def test_a_state_that_brings_the_graph_of_the_step_before_is_told_of_detach(host):
+    model, x = nn.LSTM(2, 3, device=host), leaf(np.ones((2, 1, 2)), host, requires_grad=False)
+    optimizer, state = SGD(model.parameters(), lr=0.1), None
+    for _ in range(2):
+        out, state = model(x, state)
+        out.sum().backward()
+        optimizer.step()
+        kept, state = state, tuple(t.detach() for t in state)
+    out, _ = model(x, kept)
+    with pytest.raises(GraphError, match=r"changed in place .*detach\(\)"):
+        out.sum().backward()
+
+
 def test_values_of_live_tensors_survive_backward_and_step(host):
     model = nn.Linear(3, 2, device=host)
     out = model(leaf(np.ones((4, 3)), host))

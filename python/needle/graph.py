@@ -266,8 +266,8 @@ def check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
             if part.last_write > node.born:
                 raise GraphError(
                     f"[recompute] input {index} of {node.op and node.op.name}, shape {part.shape}, was changed in place "
-                    "after it was used, and a value computed from it is needed (call backward before changing it, or "
-                    "keep the graph with retain_graph=True)"
+                    "after it was used, and a value computed from it is needed (call backward before changing it, keep the "
+                    "graph with retain_graph=True, or cut off an earlier step's by detach(): a recurrent state, for instance)"
                 )
 
 
