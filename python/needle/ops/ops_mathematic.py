@@ -509,17 +509,18 @@ class Minimum(_Extremum):
         return a.minimum(b)
 
 
-def _tensor_or_number(x: Tensor | float, dtype: str, device: Device) -> Tensor:
-    """A number as a 0-d Tensor, which widens ``dtype`` as in ``+``; a Tensor as it is."""
+def _tensor_or_number(op: str, x: Tensor | float, dtype: str, device: Device) -> Tensor:
+    """A number as a 0-d Tensor, which widens ``dtype`` as in ``+``; a Tensor as it is. raises: as ``dt.checked_number``."""
     if isinstance(x, Tensor):
         return x
-    return Tensor.make_const(_full((), x, dt.with_scalar(dtype, x, device.default_float), device))
+    dtype = dt.with_scalar(dtype, x, device.default_float)
+    return Tensor.make_const(_full((), dt.checked_number(op, x, dtype), dtype, device))
 
 
 def _extremum(op: _Extremum, a: Tensor | float, b: Tensor | float) -> Tensor:
     some: Any = a if isinstance(a, Tensor) else b
     check_tensors(op.name, some)
-    return op(*[_tensor_or_number(x, some.dtype, some.device) for x in (a, b)])
+    return op(*[_tensor_or_number(op.name, x, some.dtype, some.device) for x in (a, b)])
 
 
 def maximum(a: Tensor | float, b: Tensor | float) -> Tensor:
@@ -555,7 +556,7 @@ def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
         raise DTypeError(f"[where] condition is of type {type_name(condition)} (accepted: a Tensor)")
     device = condition.device
     dtype = next((x.dtype for x in (a, b) if isinstance(x, Tensor)), device.default_float)
-    return Where()(condition, *[_tensor_or_number(x, dtype, device) for x in (a, b)])
+    return Where()(condition, *[_tensor_or_number("where", x, dtype, device) for x in (a, b)])
 
 
 class Clip(_InputRead):
