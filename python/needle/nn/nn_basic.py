@@ -113,7 +113,7 @@ class Module:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A Tensor assigned in place of a Parameter or a Buffer becomes one, on the same array: ``parameters()`` and the state have
-        it then; an optimizer that was made before has the old one.
+        it then; an optimizer that was made before has the old one. A Parameter requires a gradient if that Tensor did.
 
         raises: TypeError in the place of either for what is no Tensor, None or Module; in that of a Parameter for what an op made,
         whose history would be lost (after ``del`` it can be assigned, and is no parameter then).
