@@ -117,6 +117,13 @@ def test_what_was_not_taken_has_no_part_in_an_infinite_slope(device, create_grap
     np.testing.assert_array_equal(slope, [0, np.inf])
 
 
+def test_more_equal_maxima_than_float16_counts_to_share_the_gradient(device):
+    """A channel in which ReLU left nothing, of 256 x 256: it got none at all."""
+    x = leaf(np.zeros((1, 1 << 16)), device, "float16")
+    ops.max(x, 1).backward()
+    np.testing.assert_array_equal(x.grad.numpy(), 2.0**-16)
+
+
 def test_large_logits_keep_their_digits(device):
     """Near 10,000 float32 has steps of 0.001: the log-sum-exp itself is rounded to one."""
     x = (np.random.default_rng(0).standard_normal((3, 40)) + 1e4).astype(np.float32)

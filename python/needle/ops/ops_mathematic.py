@@ -672,9 +672,10 @@ class Max(TensorOp):
         axes = normalize_axes(self.axes, a.ndim, "max")
         kept = reduced_shape(a.shape, axes, keepdims=True)
         x = a.realize_cached_data()
-        hit = (x == node.realize_cached_data().reshape(kept)).astype(out_grad.dtype)
-        share = hit / hit.sum(axis=axes or None, keepdims=True)  # a 0-d array has no axis to name
-        return _shared(broadcast_to(reshape(out_grad, kept), a.shape), share)
+        hit = x == node.realize_cached_data().reshape(kept)
+        hits = hit.sum(axis=axes or None, keepdims=True)  # a 0-d array has no axis to name; float16 has no count beyond 65504
+        share = (1.0 / hits.astype(dt.accumulator(out_grad.dtype))).astype(out_grad.dtype, copy=False)
+        return _shared(broadcast_to(reshape(out_grad, kept), a.shape), hit.astype(out_grad.dtype) * share)
 
 
 def max(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
