@@ -243,3 +243,33 @@ def test_the_cpu_is_built_for_where_the_cuda_compiler_is_too_old(gpu_check, tmp_
     for newest, expected in (("999", "no CUDA compiler that works"), ("90", "needle: CUDA backend by")):
         code, said = configure(check, tmp_path, f"-DNEEDLE_CUDA_ARCHITECTURES=80-real;{newest}", source=tmp_path)
         assert code == 0 and expected in said, said
+
+
+@pytest.mark.parametrize("name", ["needle (1)", "R&D", "its owner's", "a$HOME b"])
+def test_openblas_is_copied_beside_the_module_in_a_folder_of_any_name(gpu_check, tmp_path, name):
+    check = make(gpu_check, device="cpu", no_build=False)
+    source, wheel, folder = (tmp_path / part for part in ("source", "wheel", name))
+    source.mkdir()
+    (source / "module.cc").write_text("")
+    (source / "CMakeLists.txt").write_text(f"""
+cmake_minimum_required(VERSION 3.20)
+project(module LANGUAGES CXX)
+set(Python_EXECUTABLE "{sys.executable}")
+set(NEEDLE_OPENBLAS ON)
+include("{ROOT}/cmake/openblas.cmake")
+add_library(stub SHARED module.cc)
+set_target_properties(stub PROPERTIES LIBRARY_OUTPUT_DIRECTORY "{wheel}")
+add_library(module MODULE module.cc)
+add_dependencies(module stub)
+needle_use_openblas(module)
+""")
+    (wheel / "scipy_openblas32-1.dist-info").mkdir(parents=True)
+    (wheel / "scipy_openblas32-1.dist-info" / "LICENSE.txt").write_text("its licence")
+    paths = {"get_lib_dir": wheel, "get_library": "libstub.so", "get_include_dir": wheel / "package" / "include"}
+    functions = "".join(f"def {function}(*_): return {str(path)!r}\n" for function, path in paths.items())
+    (wheel / "scipy_openblas32.py").write_text(functions)
+    code, said = configure(check, folder, source=source, PYTHONPATH=str(wheel))
+    assert code == 0, said
+    code, said = check.run([check.tool("cmake"), "--build", folder / "build"], 60)
+    assert code == 0, said
+    assert (folder / "libstub.so").is_file() and (folder / "LICENSE.openblas.txt").read_text() == "its licence"
