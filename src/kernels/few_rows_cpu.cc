@@ -81,7 +81,9 @@ __attribute__((noinline)) void add_group(int64_t m, int64_t depth, int64_t width
 template <class T, class A = accum_t<T>>
 void multiply(int64_t m, int64_t k, int64_t width, const T* a, int64_t a_row, int64_t a_col,
               const T* b, int64_t ldb, A* sums, int64_t ld_sums) {
-  const int64_t piece = std::max(kCache, kWidest / m);
+  // Whole vectors: without multiply-adds in the processor, columns that are left over round
+  // differently.
+  const int64_t piece = std::max(kCache, round_up(kWidest / m, kLanes<A>));
   const int64_t group = ceil_div(m, ceil_div(m, kRowGroup));  // groups of equal size
   const int64_t rows = depth_for(group);
   for (int64_t i = 0; i < m; ++i) std::fill_n(sums + i * ld_sums, width, A(0));
