@@ -864,7 +864,11 @@ def test_what_is_said_on_a_terminal_is_neither_wrapped_nor_taken_for_markup(text
 
 
 def test_a_run_whose_terminal_is_closed_saves_before_it_ends(text, tmp_path):
-    terminal = Terminal(command(text, "--max_steps", 10**6, "--save_every", 0, "--checkpoint_dir", tmp_path), "xterm")
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the app would inherit that it is ignored, where tests run under nohup
+    try:
+        terminal = Terminal(command(text, "--max_steps", 10**6, "--save_every", 0, "--checkpoint_dir", tmp_path), "xterm")
+    finally:
+        signal.signal(signal.SIGHUP, before)
     assert terminal.until(b"tokens/s")
     terminal.close()
     terminal.process.send_signal(signal.SIGHUP)
