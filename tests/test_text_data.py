@@ -382,6 +382,14 @@ def test_other_bad_input(folder, tmp_path, monkeypatch):
         load_text(str(folder), vocab_size=300, cache_dir=tmp_path)
 
 
+def test_a_cache_that_takes_no_files_is_found_before_the_work_and_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "train_tokenizer", lambda *_: pytest.fail("trained in vain"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("NEEDLE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(DataError, match=r"\[NEEDLE_CACHE\] cannot write .*cache: Not a directory \(room in a writable folder\)$"):
+        load_text(str(folder), vocab_size=300)
+
+
 @pytest.fixture
 def closed(tmp_path):
     folder = tmp_path / "text" / "closed"

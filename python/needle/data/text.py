@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 
 from .. import config
 from ..errors import DataError
-from ..files import home
+from ..files import home, writing
 from .shuffle import shuffled
 from .text_corpus import HELD_OUT_FRACTION, Corpus, load_corpus
 from .text_tokenizer import (
@@ -105,6 +106,10 @@ def load_text(
     corpus = load_corpus(dataset, data_dir=data_dir, cache_dir=cache)
     key = hashlib.sha256(f"{_FORMAT} {corpus.key} {tokenizer_key}".encode()).hexdigest()[:16]
     folder = cache / "tokens" / f"{corpus.name[:50]}-{key}"  # a name has at most 255 bytes, four for a character
+    if not (folder / "held_out.bin").is_file():  # the last to be written: a folder that takes no files is found before the work
+        with writing(cache, "NEEDLE_CACHE" if cache_dir is None else "files"):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder.parent).close()
     trained_path = folder / TOKENIZER
     cached = True
     if tokenizer is None:
