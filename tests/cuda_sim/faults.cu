@@ -75,6 +75,18 @@ __global__ void recursion_kernel(int* out, int depth) {
   *out += local[depth % 4096];
 }
 
+// A frame that would end in the stack of the thread before.
+__device__ [[gnu::noinline]] int large_frame(int i) {
+  volatile int local[75 * 1024];
+  local[i] = i;
+  return local[i];
+}
+__global__ void large_frame_kernel(int* out) {
+  __syncthreads();
+  if (threadIdx.x == 31) *out = large_frame(0);
+  __syncthreads();
+}
+
 __global__ void trap_kernel() {
   if (threadIdx.x == 2) __trap();
 }
@@ -113,6 +125,7 @@ const std::map<std::string, Case> kCases = {
     {"null_pointer", [](int*) { launch<null_kernel>({2, 32}, static_cast<int*>(nullptr)); }},
     {"division_by_zero", [](int* p) { launch<division_kernel>({1, 1}, p, 0); }},
     {"stack_overflow", [](int* p) { launch<recursion_kernel>({1, 1}, p, 1000); }},
+    {"large_frame", [](int* p) { launch<large_frame_kernel>({1, 32}, p); }},
     {"trap", [](int*) { launch<trap_kernel>({1, 32}); }},
     {"misaligned_copy",
      [](int* p) { launch<misaligned_copy_kernel>({1, 1}, reinterpret_cast<const char*>(p)); }},

@@ -32,6 +32,7 @@ FAULTS = {
     "null_pointer": ["invalid address", "faults.cu:", "block (1,0,0), thread (5,0,0)"],
     "division_by_zero": ["integer division by zero at", "faults.cu:"],
     "stack_overflow": ["stack overflow", "128 KB"],
+    "large_frame": ["stack overflow", "128 KB", "faults.cu:", "thread (31,0,0)"],
     "trap": ["__trap() was called", "thread (2,0,0)", "faults.cu:"],
     "misaligned_copy": ["misaligned address: cp.async of 16 bytes", "faults.cu:"],
 }

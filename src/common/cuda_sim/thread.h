@@ -16,11 +16,12 @@ namespace needle::sim {
 constexpr int kWarpSize = 32;
 constexpr int kMaxBlockThreads = 1024;
 constexpr int kMaxWorkers = 16;
-// A fiber's piece of address space: the lower half is closed, so that even a frame of many
-// kilobytes that overflows ends there, the upper half is its stack.
-constexpr int kStackShift = 18;
+// A fiber's piece of address space: its top is the stack, what is below is closed. That is more
+// than the 512 KB of local variables that a CUDA thread may have, so that what overflows ends there
+// and not in the stack of a neighbour.
+constexpr int kStackShift = 20;
 constexpr size_t kSlotBytes = size_t(1) << kStackShift;
-constexpr size_t kStackBytes = kSlotBytes / 2;
+constexpr size_t kStackBytes = 128 * 1024;
 
 // A place in the source. Default arguments fill it in at the call: unlike a return address it
 // survives loop unrolling and jump threading, which copy a barrier's call instruction.
