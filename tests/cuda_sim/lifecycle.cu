@@ -94,6 +94,14 @@ void refused_memory() {
   CHECK(cudaGetLastError() == cudaErrorInvalidDevice && cudaGetLastError() == cudaSuccess);
 }
 
+void refused_copies() {
+  Buffer<int> x(std::vector<int>(64, 1));
+  const auto kind = cudaMemcpyDeviceToDevice;
+  CHECK(cudaMemcpy(x.get(), x.get() + 31, 128, kind) == cudaErrorInvalidValue);
+  CHECK(cudaGetLastError() == cudaErrorInvalidValue);
+  CHECK(cudaMemcpy(x.get(), x.get() + 32, 128, kind) == cudaSuccess);
+}
+
 __global__ void wait_kernel(int rounds) {
   for (int i = 0; i < rounds; ++i) __syncthreads();
 }
@@ -141,6 +149,7 @@ int main() {
   faults_among_workers();
   lazy_faults();
   refused_memory();
+  refused_copies();
   costs();
   std::puts("ok");
 }
