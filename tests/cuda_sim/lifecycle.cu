@@ -83,6 +83,30 @@ void lazy_faults() {
   CHECK(cudaDeviceSynchronize() == cudaSuccess);
 }
 
+__global__ void store_kernel(int* out, int value) { *out = value; }
+
+// A lazy stream's work is not done when its event is asked for, but a loop that asks comes to an
+// end.
+void lazy_queries() {
+  setenv("NEEDLE_SIM_STREAMS", "lazy", 1);
+  int* out = nullptr;
+  CHECK(cudaMallocHost(reinterpret_cast<void**>(&out), sizeof(int)) == cudaSuccess);
+  cudaEvent_t event;
+  cudaEventCreate(&event);
+  for (int round = 1; round <= 2; ++round) {
+    *out = 0;
+    launch<store_kernel>({1, 1}, out, round);
+    cudaEventRecord(event);
+    CHECK(cudaEventQuery(event) == cudaErrorNotReady && *out == 0);
+    while (cudaEventQuery(event) == cudaErrorNotReady) {
+    }
+    CHECK(*out == round);
+  }
+  cudaEventDestroy(event);
+  cudaFreeHost(out);
+  setenv("NEEDLE_SIM_STREAMS", "eager", 1);
+}
+
 void refused_memory() {
   void* p = nullptr;
   CHECK(cudaMalloc(&p, size_t(1) << 50) == cudaErrorMemoryAllocation && p == nullptr);
@@ -148,6 +172,7 @@ int main() {
   launches_after_fork();
   faults_among_workers();
   lazy_faults();
+  lazy_queries();
   refused_memory();
   refused_copies();
   costs();

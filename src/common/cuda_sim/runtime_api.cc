@@ -38,6 +38,7 @@ struct Event {
   Stream* stream = nullptr;
   uint64_t sequence = 0;  // of the last record
   bool done = true;
+  bool asked = false;  // in vain, since then
 };
 
 namespace {
@@ -257,7 +258,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   std::lock_guard<std::recursive_mutex> lock(host_mutex);
   event->stream = &stream_or_default(stream);
-  event->done = false;
+  event->done = event->asked = false;
   const uint64_t mine = event->sequence = enqueued + 1;
   return do_or_enqueue(stream, [event, mine] {
     if (event->sequence > mine) return;  // recorded again since
@@ -267,8 +268,11 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return event->done ? cudaSuccess : wait_for(*event->stream, event->sequence);
 }
+// Who asks again waits: a loop that asks until the event has happened must end.
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-  return event->done ? cudaSuccess : cudaErrorNotReady;
+  if (event->done || event->asked) return cudaEventSynchronize(event);
+  event->asked = true;
+  return cudaErrorNotReady;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   std::lock_guard<std::recursive_mutex> lock(host_mutex);
