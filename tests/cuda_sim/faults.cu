@@ -123,6 +123,8 @@ const std::map<std::string, Case> kCases = {
     {"before_shared", [](int*) { launch<outside_shared_kernel>({1, 32}, -32); }},
     {"beyond_dynamic_shared", [](int*) { launch<outside_dynamic_shared_kernel>({1, 32, 128}, 1); }},
     {"null_pointer", [](int*) { launch<null_kernel>({2, 32}, static_cast<int*>(nullptr)); }},
+    {"impossible_pointer",
+     [](int*) { launch<null_kernel>({2, 32}, reinterpret_cast<int*>(uintptr_t(1) << 60)); }},
     {"division_by_zero", [](int* p) { launch<division_kernel>({1, 1}, p, 0); }},
     {"stack_overflow", [](int* p) { launch<recursion_kernel>({1, 1}, p, 1000); }},
     {"large_frame", [](int* p) { launch<large_frame_kernel>({1, 32}, p); }},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ FAULTS = {
     "before_shared": ["a write before shared memory `first`: block (0,0,0)"],
     "beyond_dynamic_shared": ["outside_dynamic_shared_kernel", "a write beyond shared memory `dynamic shared memory`"],
     "null_pointer": ["invalid address", "faults.cu:", "block (1,0,0), thread (5,0,0)"],
+    "impossible_pointer": [
+        "invalid address 0x1" if platform.machine() == "aarch64" else "misaligned or impossible address at",
+        "faults.cu:",
+    ],
     "division_by_zero": ["integer division by zero at", "faults.cu:"],
     "stack_overflow": ["stack overflow", "128 KB"],
     "large_frame": ["stack overflow", "128 KB", "faults.cu:", "thread (31,0,0)"],

@@ -24,6 +24,7 @@ struct sigaction previous[3];
 // worker: no two write one.
 struct Found {
   int signal;
+  bool addressed;  // on x86-64, what is misaligned or beyond 48 bits comes without its address
   void* address;
   void* pc;
 };
@@ -69,6 +70,8 @@ uintptr_t* stack_pointer(ucontext_t* context) {
   else if (offset < kSlotBytes - kStackBytes)
     std::snprintf(text, sizeof text, "stack overflow: local variables exceed %zu KB",
                   kStackBytes / 1024);
+  else if (!what.addressed)
+    std::snprintf(text, sizeof text, "misaligned or impossible address");
   else
     std::snprintf(text, sizeof text, "invalid address %p", what.address);
   static_cast<Block*>(thread.block)
@@ -80,7 +83,8 @@ void on_signal(int signal, siginfo_t* info, void* raw) {
   const uintptr_t stack = stack_pointer(context) ? *stack_pointer(context) : 0;
   if (stack != 0 && on_fiber_stack(reinterpret_cast<void*>(stack))) {
     const size_t index = (stack - reinterpret_cast<uintptr_t>(stack_region)) >> kStackShift;
-    found[index / kMaxBlockThreads] = {signal, info->si_addr, *instruction_pointer(context)};
+    found[index / kMaxBlockThreads] = {signal, info->si_code != SI_KERNEL, info->si_addr,
+                                       *instruction_pointer(context)};
     const uintptr_t top = reinterpret_cast<uintptr_t>(stack_region) + ((index + 1) << kStackShift);
     *stack_pointer(context) = top - 64 - kEntryMisalignment;
     *instruction_pointer(context) = reinterpret_cast<void*>(report_fault);
