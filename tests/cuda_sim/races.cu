@@ -49,6 +49,16 @@ __global__ void atomic_kernel(int* count, bool plain) {
   if (plain && blockIdx.x == 1) *count = 0;
 }
 
+// Thread 0's own atomic addition does not hide that its plain write comes at any time.
+__global__ void counter_kernel(int* out, bool sync) {
+  NEEDLE_SHARED(int, counter);
+  if (threadIdx.x == 0) counter = 0;
+  if (sync) __syncthreads();
+  atomicAdd(&counter, 1);
+  __syncthreads();
+  if (threadIdx.x == 0) *out = counter;
+}
+
 // Three readers and then a writer, which only the farthest reader is not ordered with.
 __global__ void readers_kernel(float* out, bool apart) {
   NEEDLE_SHARED(float, value);
@@ -136,6 +146,8 @@ int main() {
   report("blocks_meet", [&] { launch<blocks_kernel>({2, 64}, o, false); });
   report("atomic", [&] { launch<atomic_kernel>({2, 64}, count.get(), false); });
   report("atomic_and_plain", [&] { launch<atomic_kernel>({2, 64}, count.get(), true); });
+  report("counter", [&] { launch<counter_kernel>({1, 64}, count.get(), true); });
+  report("counter_too_soon", [&] { launch<counter_kernel>({1, 64}, count.get(), false); });
   report("readers", [&] { launch<readers_kernel>({1, 64}, o, true); });
   report("readers_and_writer", [&] { launch<readers_kernel>({1, 64}, o, false); });
   report("copy", [&] { launch<copy_kernel>({1, 32}, x.get(), o, true); });

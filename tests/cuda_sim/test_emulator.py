@@ -51,6 +51,7 @@ RACES = {
     "half_warp_reaches_out": ["shared memory `tile`"],
     "blocks_meet": ["global memory", "write", "block (0,0,0), thread (0,0,0)", "block (1,0,0), thread (0,0,0)"],
     "atomic_and_plain": ["global memory", "atomic write"],
+    "counter_too_soon": ["shared memory `counter`", "atomic write", "earlier write"],
     "readers_and_writer": ["shared memory `value`", "write", "earlier read"],
     "copy_waits_after_barrier": ["shared memory `tile`"],
     "struct_meets": ["global memory", "thread (0,0,0)", "thread (1,0,0)"],

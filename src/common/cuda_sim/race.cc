@@ -37,10 +37,11 @@ struct Access {
   bool atomic = false;
 };
 
-// The last write and two readers. A reader is dropped only for one that it is ordered before, or
-// for one further away.
+// The last plain write, the last atomic one, which stands beside it as it races with other accesses
+// than the plain one before it does, and two readers. A reader is dropped only for one that it is
+// ordered before, or for one further away.
 struct Cell {
-  Access write, read[2];
+  Access write, atomic_write, read[2];
 };
 
 constexpr size_t kPageBytes = 1024;
@@ -50,7 +51,7 @@ struct Page {
 
 // Pages are kept from launch to launch, whose number tells which entries are stale, until they are
 // so many (about 300 MB) that memory might run out.
-constexpr size_t kMostPages = 4096;
+constexpr size_t kMostPages = 3072;
 uint32_t launch_number = 0;
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uintptr_t last_page_number = ~uintptr_t(0);
@@ -142,14 +143,16 @@ void access(const void* start, size_t bytes, bool write, bool atomic, const void
     const auto races = [&](const Access& earlier) {
       return !(earlier.atomic && atomic) && !ordered(earlier, now, shared);
     };
-    if (races(cell.write)) report(block, thread, address, cell.write, true, now, write);
+    for (const Access* writer : {&cell.write, &cell.atomic_write})
+      if (races(*writer)) report(block, thread, address, *writer, true, now, write);
     if (write) {
       for (const Access& reader : cell.read)
         if (races(reader)) report(block, thread, address, reader, false, now, true);
-      cell.write = now;
+      (atomic ? cell.atomic_write : cell.write) = now;
     } else {
       remember_reader(cell, now, shared);
-      initialized |= cell.write.launch == now.launch && cell.write.block == now.block;
+      for (const Access* writer : {&cell.write, &cell.atomic_write})
+        initialized |= writer->launch == now.launch && writer->block == now.block;
     }
   }
   if (!initialized) report_uninitialized(block, thread, start, now);
