@@ -83,6 +83,29 @@ __global__ void copy_kernel(const float* x, float* out, bool wait) {
   out[threadIdx.x] = tile[threadIdx.x * 4 ^ 64];
 }
 
+// A two-stage pipeline. Without its second barrier a copy may overtake the threads that still read
+// the stage; if fewer copies are waited for than must be, a stage has what it had before.
+__global__ void pipeline_kernel(const float* x, float* out, bool second, bool wait) {
+  NEEDLE_SHARED(float, stage, 2, 64);
+  const int t = threadIdx.x;
+  float sum = 0;
+  for (int i = 0; i < 2; ++i) stage[i][t] = 0;
+  __syncthreads();
+  for (int i = 0; i < 5; ++i) {
+    if (i < 4) ptx::cp_async<4>(&stage[i % 2][t], x + i * 64 + t);
+    ptx::cp_async_commit();
+    if (i == 0) continue;
+    if (wait)
+      ptx::cp_async_wait<1>();
+    else
+      ptx::cp_async_wait<2>();
+    __syncthreads();
+    sum += stage[(i - 1) % 2][63 - t];
+    if (second) __syncthreads();
+  }
+  out[t] = sum;
+}
+
 __global__ void tail_kernel(float* out, int written) {
   NEEDLE_SHARED(float, tile, 32);
   if (int(threadIdx.x) < written) tile[threadIdx.x] = 1.0f;
@@ -152,6 +175,9 @@ int main() {
   report("readers_and_writer", [&] { launch<readers_kernel>({1, 64}, o, false); });
   report("copy", [&] { launch<copy_kernel>({1, 32}, x.get(), o, true); });
   report("copy_waits_after_barrier", [&] { launch<copy_kernel>({1, 32}, x.get(), o, false); });
+  report("pipeline", [&] { launch<pipeline_kernel>({1, 64}, x.get(), o, true, true); });
+  report("copy_overtakes", [&] { launch<pipeline_kernel>({1, 64}, x.get(), o, false, true); });
+  report("stale_stage", [&] { launch<pipeline_kernel>({1, 64}, x.get(), o, true, false); });
   report("tail", [&] { launch<tail_kernel>({1, 32}, o, 32); });
   report("uninitialized", [&] { launch<tail_kernel>({1, 32}, o, 31); });
   report("no_wait", [&] { launch<no_wait_kernel>({1, 32}, x.get(), o); });

@@ -54,6 +54,8 @@ RACES = {
     "counter_too_soon": ["shared memory `counter`", "atomic write", "earlier write"],
     "readers_and_writer": ["shared memory `value`", "write", "earlier read"],
     "copy_waits_after_barrier": ["shared memory `tile`"],
+    "copy_overtakes": ["shared memory `stage`", "read (", "cp.async ("],
+    "stale_stage": ["shared memory `stage`", "read (", "an earlier cp.async (", "that may still be under way"],
     "struct_meets": ["global memory", "thread (0,0,0)", "thread (1,0,0)"],
 }
 # Reads of shared memory that the block has not written, found by the same detector.
@@ -158,9 +160,9 @@ def test_no_report_without_an_overrun(programs):
     assert done.returncode == 0 and "end" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("order", ORDERS[:3])
-def test_races_are_found_and_nothing_else(programs, order):
-    done = programs.run("races", "race", NEEDLE_SIM_ORDER=order)
+@pytest.mark.parametrize(("order", "cp_async"), [*[(order, "late") for order in ORDERS[:3]], ("forward", "early")])
+def test_races_are_found_and_nothing_else(programs, order, cp_async):
+    done = programs.run("races", "race", NEEDLE_SIM_ORDER=order, NEEDLE_SIM_CP_ASYNC=cp_async)
     assert done.returncode == 0, done.stdout + done.stderr
     messages = lines_of(done.stdout)
     planted = RACES | UNINITIALIZED

@@ -1,7 +1,6 @@
 // cp.async: copies that are under way until their thread waits for them. NEEDLE_SIM_CP_ASYNC=late
 // (the default) makes them as late as the hardware may, so that a missing wait leaves the old
 // bytes; =early as soon as it may.
-#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -13,6 +12,7 @@ struct Copy {
   void* to;
   const void* from;
   int bytes, source_bytes;
+  bool moved;             // already
   const void* issued_at;  // code address, for the race detector
 };
 
@@ -23,17 +23,24 @@ struct CopyQueue {
 
 namespace {
 
-void perform(const Copy& copy) {
-  const auto note = [&](const void* address, int bytes, bool write) {
-    if (race_hooks) race_hooks->access(address, static_cast<size_t>(bytes), write, copy.issued_at);
-  };
-  note(copy.to, copy.bytes, true);
-  if (copy.source_bytes > 0) {
-    note(copy.from, copy.source_bytes, false);
+void move(const Copy& copy) {
+  if (copy.source_bytes > 0)
     std::memcpy(copy.to, copy.from, static_cast<size_t>(copy.source_bytes));
-  }
   std::memset(static_cast<char*>(copy.to) + copy.source_bytes, 0,
               static_cast<size_t>(copy.bytes - copy.source_bytes));
+}
+
+void note_source(const Copy& copy) {
+  if (copy.source_bytes > 0)
+    race_hooks->access(copy.from, static_cast<size_t>(copy.source_bytes), false, copy.issued_at);
+}
+
+void finish(const Copy& copy) {
+  if (race_hooks) {
+    note_source(copy);
+    race_hooks->end_copy(copy.to, static_cast<size_t>(copy.bytes), copy.issued_at);
+  }
+  if (!copy.moved) move(copy);
 }
 
 CopyQueue& queue_of(Thread& thread) {
@@ -54,11 +61,14 @@ void async_copy(void* shared, const void* global, int bytes, int source_bytes, S
     fault("cp.async of " + std::to_string(source_bytes) + " source bytes into " +
               std::to_string(bytes),
           site);
-  const Copy copy{shared, global, bytes, source_bytes, __builtin_return_address(0)};
-  if (async_copies_are_early())
-    perform(copy);
-  else
-    queue_of(self()).open.push_back(copy);
+  const Copy copy{
+      shared, global, bytes, source_bytes, async_copies_are_early(), __builtin_return_address(0)};
+  if (race_hooks) {
+    note_source(copy);
+    race_hooks->begin_copy(copy.to, static_cast<size_t>(copy.bytes), copy.issued_at);
+  }
+  if (copy.moved) move(copy);
+  queue_of(self()).open.push_back(copy);
 }
 
 void async_commit() {
@@ -73,7 +83,7 @@ void async_wait(int groups_left) {
   if (queue.groups.size() <= left) return;
   const auto end = queue.groups.end() - groups_left;
   for (auto group = queue.groups.begin(); group != end; ++group)
-    for (const Copy& copy : *group) perform(copy);
+    for (const Copy& copy : *group) finish(copy);
   queue.groups.erase(queue.groups.begin(), end);
 }
 
@@ -81,22 +91,6 @@ void drop_async_copies(Thread& thread) {
   if (!thread.copies) return;
   thread.copies->groups.clear();
   thread.copies->open.clear();
-}
-
-bool async_copy_under_way(const Block& block, const void* address) {
-  const auto writes = [address](const Copy& copy) {
-    const char* to = static_cast<const char*>(copy.to);
-    return address >= to && address < to + copy.bytes;
-  };
-  for (const Warp& warp : block.warps)
-    for (const Thread* thread : warp.lane) {
-      if (!thread || !thread->copies) continue;
-      const CopyQueue& queue = *thread->copies;
-      if (std::any_of(queue.open.begin(), queue.open.end(), writes)) return true;
-      for (const auto& group : queue.groups)
-        if (std::any_of(group.begin(), group.end(), writes)) return true;
-    }
-  return false;
 }
 
 }  // namespace needle::sim

@@ -39,9 +39,10 @@ struct Access {
 
 // The last plain write, the last atomic one, which stands beside it as it races with other accesses
 // than the plain one before it does, and two readers. A reader is dropped only for one that it is
-// ordered before, or for one further away.
+// ordered before, or for one further away. And the cp.async that is under way to the byte: until
+// its thread has waited for it, no other access is ordered with it.
 struct Cell {
-  Access write, atomic_write, read[2];
+  Access write, atomic_write, copy, read[2];
 };
 
 constexpr size_t kPageBytes = 1024;
@@ -51,7 +52,7 @@ struct Page {
 
 // Pages are kept from launch to launch, whose number tells which entries are stale, until they are
 // so many (about 300 MB) that memory might run out.
-constexpr size_t kMostPages = 3072;
+constexpr size_t kMostPages = 2500;
 uint32_t launch_number = 0;
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uintptr_t last_page_number = ~uintptr_t(0);
@@ -84,28 +85,31 @@ bool ordered(const Access& earlier, const Access& now, bool shared) {
          clocks[warp][now.thread % kWarpSize][earlier.thread % kWarpSize] >= earlier.warp_clock;
 }
 
-std::string name_of(const Access& access, bool write) {
-  return std::string(access.atomic ? "atomic " : "") + (write ? "write" : "read") + " (" +
+enum class Kind { kRead, kWrite, kCopy };
+
+std::string name_of(const Access& access, Kind kind) {
+  const char* name = kind == Kind::kRead ? "read" : kind == Kind::kWrite ? "write" : "cp.async";
+  return std::string(access.atomic ? "atomic " : "") + name + " (" +
          describe_code_address(kAnchor + access.code) + ")";
 }
 
 [[noreturn]] void report(Block& block, Thread& thread, uintptr_t address, const Access& earlier,
-                         bool earlier_writes, const Access& now, bool now_writes) {
+                         Kind earlier_kind, const Access& now, Kind kind) {
   block.fault(thread,
               "data race on " + block.describe(reinterpret_cast<const void*>(address)) + ": " +
-                  name_of(now, now_writes) + " and an earlier " + name_of(earlier, earlier_writes) +
+                  name_of(now, kind) + " and an earlier " + name_of(earlier, earlier_kind) +
                   " by " + block.place_of(earlier.block, earlier.thread) +
-                  " with no synchronisation between",
+                  (earlier_kind == Kind::kCopy ? " that may still be under way"
+                                               : " with no synchronisation between"),
               {"", 0});
 }
 
 [[noreturn]] void report_uninitialized(Block& block, Thread& thread, const void* address,
-                                       const Access& now) {
+                                       const Access& now, bool copied) {
   block.fault(thread,
-              "uninitialized " + block.describe(address) + ": " + name_of(now, false) +
-                  (async_copy_under_way(block, address)
-                       ? " of what a cp.async writes that has not been waited for"
-                       : " of what no thread of the block has written"),
+              "uninitialized " + block.describe(address) + ": " + name_of(now, Kind::kRead) +
+                  (copied ? " of what a cp.async writes that has not been waited for"
+                          : " of what no thread of the block has written"),
               {"", 0});
 }
 
@@ -121,7 +125,7 @@ void remember_reader(Cell& cell, const Access& now, bool shared) {
   if (near(cell.read[0], cell.read[1])) cell.read[1] = now;
 }
 
-void access(const void* start, size_t bytes, bool write, bool atomic, const void* pc) {
+void access(const void* start, size_t bytes, Kind kind, bool atomic, const void* pc) {
   if (!on_fiber_stack(__builtin_frame_address(0)) || on_fiber_stack(start)) return;
   Thread& thread = self();
   Block& block = *static_cast<Block*>(thread.block);
@@ -136,7 +140,10 @@ void access(const void* start, size_t bytes, bool write, bool atomic, const void
   now.thread = static_cast<uint16_t>(thread.rank);
   now.atomic = atomic;
   const bool shared = block.in_shared(start);
+  const bool write = kind != Kind::kRead;
   bool initialized = write || !shared;
+  Access copy;  // that the access reaches into
+  uintptr_t copied = 0;
   const auto first = reinterpret_cast<uintptr_t>(start);
   for (uintptr_t address = first; address < first + bytes; ++address) {
     Cell& cell = cell_of(address);
@@ -144,18 +151,23 @@ void access(const void* start, size_t bytes, bool write, bool atomic, const void
       return !(earlier.atomic && atomic) && !ordered(earlier, now, shared);
     };
     for (const Access* writer : {&cell.write, &cell.atomic_write})
-      if (races(*writer)) report(block, thread, address, *writer, true, now, write);
+      if (races(*writer)) report(block, thread, address, *writer, Kind::kWrite, now, kind);
+    if (!copied && cell.copy.launch == now.launch && cell.copy.block == now.block) {
+      copy = cell.copy;
+      copied = address;
+    }
     if (write) {
       for (const Access& reader : cell.read)
-        if (races(reader)) report(block, thread, address, reader, false, now, true);
-      (atomic ? cell.atomic_write : cell.write) = now;
+        if (races(reader)) report(block, thread, address, reader, Kind::kRead, now, kind);
+      (kind == Kind::kCopy ? cell.copy : atomic ? cell.atomic_write : cell.write) = now;
     } else {
       remember_reader(cell, now, shared);
       for (const Access* writer : {&cell.write, &cell.atomic_write})
         initialized |= writer->launch == now.launch && writer->block == now.block;
     }
   }
-  if (!initialized) report_uninitialized(block, thread, start, now);
+  if (!initialized) report_uninitialized(block, thread, start, now, copied != 0);
+  if (copied) report(block, thread, copied, copy, Kind::kCopy, now, kind);
 }
 
 // --- what the scheduler tells --------------------------------------------------------------------
@@ -189,10 +201,19 @@ void sync_warp(Thread& thread, uint32_t mask) {
 }
 
 void runtime_access(const void* start, size_t bytes, bool write, const void* pc) {
-  access(start, bytes, write, false, pc);
+  access(start, bytes, write ? Kind::kWrite : Kind::kRead, false, pc);
 }
 
-const RaceHooks hooks{begin_launch, begin_block, sync_warp, runtime_access};
+void begin_copy(const void* to, size_t bytes, const void* pc) {
+  access(to, bytes, Kind::kCopy, false, pc);
+}
+
+void end_copy(const void* to, size_t bytes, const void* pc) {
+  for (size_t i = 0; i < bytes; ++i) cell_of(reinterpret_cast<uintptr_t>(to) + i).copy = Access();
+  access(to, bytes, Kind::kWrite, false, pc);
+}
+
+const RaceHooks hooks{begin_launch, begin_block, sync_warp, runtime_access, begin_copy, end_copy};
 const bool installed = (race_hooks = &hooks) != nullptr;
 
 }  // namespace
@@ -205,19 +226,20 @@ const bool installed = (race_hooks = &hooks) != nullptr;
 #define HOOK extern "C" __attribute__((visibility("hidden")))
 
 using needle::sim::access;
+using needle::sim::Kind;
 
 // clang-format off
 #define SIZED(n)                                                                     \
-  HOOK void __tsan_read##n(void* p) { access(p, n, false, false, PC); }              \
-  HOOK void __tsan_write##n(void* p) { access(p, n, true, false, PC); }              \
-  HOOK void __tsan_unaligned_read##n(void* p) { access(p, n, false, false, PC); }    \
-  HOOK void __tsan_unaligned_write##n(void* p) { access(p, n, true, false, PC); }    \
-  HOOK void __tsan_volatile_read##n(void* p) { access(p, n, false, false, PC); }     \
-  HOOK void __tsan_volatile_write##n(void* p) { access(p, n, true, false, PC); }
+  HOOK void __tsan_read##n(void* p) { access(p, n, Kind::kRead, false, PC); }              \
+  HOOK void __tsan_write##n(void* p) { access(p, n, Kind::kWrite, false, PC); }              \
+  HOOK void __tsan_unaligned_read##n(void* p) { access(p, n, Kind::kRead, false, PC); }    \
+  HOOK void __tsan_unaligned_write##n(void* p) { access(p, n, Kind::kWrite, false, PC); }    \
+  HOOK void __tsan_volatile_read##n(void* p) { access(p, n, Kind::kRead, false, PC); }     \
+  HOOK void __tsan_volatile_write##n(void* p) { access(p, n, Kind::kWrite, false, PC); }
 SIZED(1) SIZED(2) SIZED(4) SIZED(8) SIZED(16)
 
-HOOK void __tsan_read_range(void* p, size_t bytes) { access(p, bytes, false, false, PC); }
-HOOK void __tsan_write_range(void* p, size_t bytes) { access(p, bytes, true, false, PC); }
+HOOK void __tsan_read_range(void* p, size_t bytes) { access(p, bytes, Kind::kRead, false, PC); }
+HOOK void __tsan_write_range(void* p, size_t bytes) { access(p, bytes, Kind::kWrite, false, PC); }
 HOOK void __tsan_init() {}
 HOOK void __tsan_func_entry(void*) {}
 HOOK void __tsan_func_exit() {}
@@ -229,13 +251,13 @@ HOOK void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_C
 #define FETCH(bits, op)                                                                \
   HOOK uint##bits##_t __tsan_atomic##bits##_fetch_##op(uint##bits##_t* p,              \
                                                        uint##bits##_t v, int) {        \
-    access(p, bits / 8, true, true, PC);                                               \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
     return __atomic_fetch_##op(p, v, __ATOMIC_SEQ_CST);                                \
   }
 #define EXCHANGE(bits, strength)                                                       \
   HOOK int __tsan_atomic##bits##_compare_exchange_##strength(                          \
       uint##bits##_t* p, uint##bits##_t* expected, uint##bits##_t v, int, int) {       \
-    access(p, bits / 8, true, true, PC);                                               \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
     return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST,        \
                                        __ATOMIC_SEQ_CST);                              \
   }
@@ -244,21 +266,21 @@ HOOK void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_C
   FETCH(bits, or) FETCH(bits, xor) FETCH(bits, nand)                                   \
   EXCHANGE(bits, strong) EXCHANGE(bits, weak)                                          \
   HOOK uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {       \
-    access(p, bits / 8, false, true, PC);                                              \
+    access(p, bits / 8, Kind::kRead, true, PC);                                              \
     return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                       \
   }                                                                                    \
   HOOK void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {    \
-    access(p, bits / 8, true, true, PC);                                               \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
     __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                          \
   }                                                                                    \
   HOOK uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p,                \
                                                      uint##bits##_t v, int) {          \
-    access(p, bits / 8, true, true, PC);                                               \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
     return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                \
   }                                                                                    \
   HOOK uint##bits##_t __tsan_atomic##bits##_compare_exchange_val(                      \
       uint##bits##_t* p, uint##bits##_t expected, uint##bits##_t v, int, int) {        \
-    access(p, bits / 8, true, true, PC);                                               \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
     __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST,              \
                                 __ATOMIC_SEQ_CST);                                     \
     return expected;                                                                   \

@@ -100,8 +100,6 @@ class Block : public BlockIndex {
 
 // Drops copies that nobody waited for; the stack's next thread starts with none.
 void drop_async_copies(Thread& thread);
-// Whether a thread of the block has issued a copy to `address` that it has not waited for.
-bool async_copy_under_way(const Block& block, const void* address);
 
 // Held by the host thread that runs a grid or what waits in a stream; recursive, since work that
 // waits for another stream runs that stream's work.
@@ -113,6 +111,9 @@ struct RaceHooks {
   void (*begin_block)();
   void (*sync_warp)(Thread& thread, uint32_t mask);  // once per __syncwarp, by its last lane
   void (*access)(const void* address, size_t bytes, bool write, const void* pc);
+  // Between the two, a cp.async may write at any time.
+  void (*begin_copy)(const void* to, size_t bytes, const void* pc);
+  void (*end_copy)(const void* to, size_t bytes, const void* pc);
 };
 extern const RaceHooks* race_hooks;
 
