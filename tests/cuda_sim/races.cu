@@ -106,6 +106,23 @@ __global__ void pipeline_kernel(const float* x, float* out, bool second, bool wa
   out[t] = sum;
 }
 
+__global__ void matrix_kernel(uint32_t* out, bool sync) {
+  NEEDLE_SHARED(uint16_t, rows, 8, 8);
+  const int lane = threadIdx.x;
+  rows[lane / 4][lane % 4 * 2] = rows[lane / 4][lane % 4 * 2 + 1] = 1;
+  if (sync) __syncwarp();
+  uint32_t r[1];
+  ptx::ldmatrix(r, rows[lane % 8]);
+  out[lane] = r[0];
+}
+
+__global__ void halves_kernel(float* out, bool sync) {
+  NEEDLE_SHARED(__half, halves, 64);
+  halves[threadIdx.x] = __float2half(1.0f);
+  if (sync) __syncthreads();
+  out[threadIdx.x] = float(halves[63 - threadIdx.x]) + float(__ldg(&halves[63 - threadIdx.x]));
+}
+
 __global__ void tail_kernel(float* out, int written) {
   NEEDLE_SHARED(float, tile, 32);
   if (int(threadIdx.x) < written) tile[threadIdx.x] = 1.0f;
@@ -156,6 +173,7 @@ int main() {
   Buffer<int> count(std::vector<int>{0});
   Buffer<float4> vectors(64);
   Buffer<int64_t> positions(32);
+  Buffer<uint32_t> words(32);
   float* o = out.get();
   report("block_sum", [&] { launch<block_sum_kernel>({2, 64}, x.get(), o + 0, true, true); });
   report("block_sum_one_block", [&] { launch<block_sum_kernel>({1, 64}, x.get(), o, true, true); });
@@ -178,6 +196,10 @@ int main() {
   report("pipeline", [&] { launch<pipeline_kernel>({1, 64}, x.get(), o, true, true); });
   report("copy_overtakes", [&] { launch<pipeline_kernel>({1, 64}, x.get(), o, false, true); });
   report("stale_stage", [&] { launch<pipeline_kernel>({1, 64}, x.get(), o, true, false); });
+  report("matrix", [&] { launch<matrix_kernel>({1, 32}, words.get(), true); });
+  report("matrix_too_soon", [&] { launch<matrix_kernel>({1, 32}, words.get(), false); });
+  report("halves", [&] { launch<halves_kernel>({1, 64}, o, true); });
+  report("halves_too_soon", [&] { launch<halves_kernel>({1, 64}, o, false); });
   report("tail", [&] { launch<tail_kernel>({1, 32}, o, 32); });
   report("uninitialized", [&] { launch<tail_kernel>({1, 32}, o, 31); });
   report("no_wait", [&] { launch<no_wait_kernel>({1, 32}, x.get(), o); });

@@ -1,5 +1,6 @@
 // atomicAdd and its relatives. They order nothing, as on the GPU: relaxed, with __threadfence for
-// more.
+// more. Inlined at every level of optimization: the race detector knows the place of an access by
+// its code address.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +12,7 @@ namespace needle::sim {
 
 // Any read-modify-write on 2, 4 or 8 bytes; returns the old value.
 template <class T, class F>
-T atomic_update(T* address, F&& next) {
+__forceinline__ T atomic_update(T* address, F&& next) {
   using Word = std::conditional_t<sizeof(T) == 2, uint16_t,
                                   std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
   static_assert(sizeof(Word) == sizeof(T));
@@ -39,52 +40,53 @@ using no_deduce = typename Identity<T>::type;
 }  // namespace needle::sim
 
 template <class T>
-T atomicAdd(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicAdd(T* address, needle::sim::no_deduce<T> value) {
   if constexpr (std::is_integral_v<T>)
     return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
   else
     return needle::sim::atomic_update(address, [=](T old) { return T(old + value); });
 }
 template <class T>
-T atomicSub(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicSub(T* address, needle::sim::no_deduce<T> value) {
   return __atomic_fetch_sub(address, value, __ATOMIC_RELAXED);
 }
 template <class T>
-T atomicAnd(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicAnd(T* address, needle::sim::no_deduce<T> value) {
   return __atomic_fetch_and(address, value, __ATOMIC_RELAXED);
 }
 template <class T>
-T atomicOr(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicOr(T* address, needle::sim::no_deduce<T> value) {
   return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
 }
 template <class T>
-T atomicXor(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicXor(T* address, needle::sim::no_deduce<T> value) {
   return __atomic_fetch_xor(address, value, __ATOMIC_RELAXED);
 }
 template <class T>
-T atomicExch(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicExch(T* address, needle::sim::no_deduce<T> value) {
   return needle::sim::atomic_update(address, [=](T) { return value; });
 }
 template <class T>
-T atomicMin(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicMin(T* address, needle::sim::no_deduce<T> value) {
   static_assert(std::is_integral_v<T>, "CUDA has atomicMin for integers only");
   return needle::sim::atomic_update(address, [=](T old) { return old < value ? old : value; });
 }
 template <class T>
-T atomicMax(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicMax(T* address, needle::sim::no_deduce<T> value) {
   static_assert(std::is_integral_v<T>, "CUDA has atomicMax for integers only");
   return needle::sim::atomic_update(address, [=](T old) { return old < value ? value : old; });
 }
-inline unsigned atomicInc(unsigned* address, unsigned limit) {
+__forceinline__ unsigned atomicInc(unsigned* address, unsigned limit) {
   return needle::sim::atomic_update(address,
                                     [=](unsigned old) { return old >= limit ? 0u : old + 1; });
 }
-inline unsigned atomicDec(unsigned* address, unsigned limit) {
+__forceinline__ unsigned atomicDec(unsigned* address, unsigned limit) {
   return needle::sim::atomic_update(
       address, [=](unsigned old) { return old == 0 || old > limit ? limit : old - 1; });
 }
 template <class T>
-T atomicCAS(T* address, needle::sim::no_deduce<T> compare, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicCAS(T* address, needle::sim::no_deduce<T> compare,
+                            needle::sim::no_deduce<T> value) {
   static_assert(std::is_integral_v<T> && sizeof(T) >= 2,
                 "CUDA has atomicCAS for integers of 2 to 8 bytes");
   __atomic_compare_exchange_n(address, &compare, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);

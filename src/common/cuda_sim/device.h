@@ -59,23 +59,23 @@ std::common_type_t<A, B> max(A a, B b) {
 }
 
 template <class T>
-T __ldg(const T* p) {
+__forceinline__ T __ldg(const T* p) {
   return *p;
 }
 template <class T>
-T __ldcg(const T* p) {
+__forceinline__ T __ldcg(const T* p) {
   return *p;
 }
 template <class T>
-T __ldcs(const T* p) {
+__forceinline__ T __ldcs(const T* p) {
   return *p;
 }
 template <class T>
-void __stcg(T* p, T value) {
+__forceinline__ void __stcg(T* p, T value) {
   *p = value;
 }
 template <class T>
-void __stcs(T* p, T value) {
+__forceinline__ void __stcs(T* p, T value) {
   *p = value;
 }
 

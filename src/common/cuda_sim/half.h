@@ -22,15 +22,15 @@ struct Small {
     s.bits = b;
     return s;
   }
-  operator float() const {
+  __forceinline__ operator float() const {
     Format f;
     f.bits = bits;
     return f;
   }
-  Small& operator+=(Small b) { return *this = *this + b; }
-  Small& operator-=(Small b) { return *this = *this - b; }
-  Small& operator*=(Small b) { return *this = *this * b; }
-  Small& operator/=(Small b) { return *this = *this / b; }
+  __forceinline__ Small& operator+=(Small b) { return *this = *this + b; }
+  __forceinline__ Small& operator-=(Small b) { return *this = *this - b; }
+  __forceinline__ Small& operator*=(Small b) { return *this = *this * b; }
+  __forceinline__ Small& operator/=(Small b) { return *this = *this / b; }
 
   friend Small operator-(Small a) { return from_bits(a.bits ^ 0x8000u); }
   // clang-format off

@@ -102,7 +102,7 @@ void load_matrix_lanes(Lanes& lanes) {
 }
 
 template <int N, bool Transposed>
-void load_matrices(uint32_t (&r)[N], const void* row, Site site) {
+__forceinline__ void load_matrices(uint32_t (&r)[N], const void* row, Site site) {
   static_assert(N == 1 || N == 2 || N == 4, "ldmatrix: 1, 2 or 4 matrices");
   static constexpr Collective op{Transposed ? "ldmatrix.trans" : "ldmatrix",
                                  load_matrix_lanes<N, Transposed>};
