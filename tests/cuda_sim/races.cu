@@ -130,6 +130,14 @@ __global__ void tail_kernel(float* out, int written) {
   out[threadIdx.x] = tile[31 - threadIdx.x];
 }
 
+__global__ void reach_kernel(float* out, int reach) {
+  NEEDLE_SHARED(float, tile, 32);
+  const float* p = tile;
+  tile[threadIdx.x] = 1.0f;
+  __syncthreads();
+  out[threadIdx.x] = p[int(threadIdx.x) + reach];
+}
+
 __global__ void no_wait_kernel(const float* x, float* out) {
   NEEDLE_SHARED(float, tile, 128);
   ptx::cp_async<16>(&tile[threadIdx.x * 4], x + threadIdx.x * 4);
@@ -202,6 +210,9 @@ int main() {
   report("halves_too_soon", [&] { launch<halves_kernel>({1, 64}, o, false); });
   report("tail", [&] { launch<tail_kernel>({1, 32}, o, 32); });
   report("uninitialized", [&] { launch<tail_kernel>({1, 32}, o, 31); });
+  report("within", [&] { launch<reach_kernel>({1, 32}, o, 0); });
+  report("beyond", [&] { launch<reach_kernel>({1, 32}, o, 1); });
+  report("before", [&] { launch<reach_kernel>({1, 32}, o, -1); });
   report("no_wait", [&] { launch<no_wait_kernel>({1, 32}, x.get(), o); });
   report("padded", [&] { launch<padded_kernel>({1, 32}, positions.get()); });
   report("struct", [&] { launch<struct_kernel>({1, 64}, vectors.get(), true); });

@@ -354,12 +354,15 @@ bool Block::in_shared(const void* address) const {
 }
 
 std::string Block::describe(const void* address) const {
+  std::string beside = "shared memory before its variables";
   for (const SharedVariable& variable : shared_) {
     const std::ptrdiff_t offset = static_cast<const char*>(address) - variable.address;
     if (offset >= 0 && static_cast<size_t>(offset) < variable.bytes)
       return std::string("shared memory `") + variable.name + "` + " + std::to_string(offset) +
              " bytes";
+    if (offset >= 0) beside = std::string("shared memory beyond `") + variable.name + "`";
   }
+  if (in_shared(address)) return beside;
   std::ostringstream out;
   out << "global memory " << address;
   return out.str();
