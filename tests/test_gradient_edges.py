@@ -343,6 +343,53 @@ def test_arguments_of_ops(device):
         (x * 2).backward(leaf(np.ones(x.shape), ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()))
 
 
+def test_shapes_that_kernels_cannot_take(device):
+    """A kernel takes its sizes from one of its arrays: it would read beyond another, or leave a part of it out."""
+
+    def rotary(x, cos, sin):
+        return ops.rotary(x, cos.cached_data, sin.cached_data)
+
+    def attention(layout):
+        return lambda q, k, v: ops.attention(q, k, v, layout)
+
+    def loss(hidden, weight):
+        return ops.linear_cross_entropy(hidden, weight, leaf([0, 1], device))
+
+    one, two = BlockLayout(np.ones((2, 3)), 16), BlockLayout(np.ones((2, 2, 3)), 16)
+    q, columns, blocks = (1, 3, 32, 4), (1, 3, 48, 4), (1, 6, 16, 16)
+    for name, op, *shapes in (
+        ("softmax", ops.softmax, ()), ("log_softmax", ops.logsoftmax, ()),
+        ("layer_norm", ops.layer_norm, (2, 3), (2,), (3,)), ("layer_norm", ops.layer_norm, (2, 3), (3,), (2,)),
+        ("lstm", ops.lstm, (2, 1, 4), (1, 3), (1, 2), (4, 12), (3, 12), (12,)), ("lstm", ops.lstm, (2, 4), (1, 3), (1, 3), (4, 12), (3, 12), (12,)),
+        ("lstm", ops.lstm, (0, 1, 4), (1, 3), (1, 3), (4, 12), (3, 12), (12,)), ("lstm", ops.lstm, (2, 1, 4), (), (1, 3), (4, 12), (3, 12), (12,)),
+        ("rotary", rotary, (1, 2, 5, 4), (5, 2), (5, 1)), ("rotary", rotary, (1, 2, 5, 4), (5, 3), (5, 3)),
+        ("rotary", rotary, (1, 2, 5, 4), (4, 2), (4, 2)), ("embedding", ops.embedding, (4,), (1,)),
+        ("rotary_qkv", lambda x, cos: ops.rotary_qkv(x, *[cos.cached_data] * 2), (1, 5, 2, 2, 4), (5, 2)),
+        ("linear_cross_entropy", loss, (2, 3), (4, 5)), ("linear_cross_entropy", loss, (2, 3), (3, 5, 1)),
+        ("attention", ops.attention, q, q, columns), ("attention", ops.attention, q, (1, 2, 32, 4), (1, 2, 32, 4)),
+        ("attention", ops.attention, q, (1, 3, 32, 5), (1, 3, 32, 5)), ("attention", attention(one), q, q, q),
+        ("attention", attention(two), q, columns, columns),
+        ("blocksparse_sdd", lambda a, b: ops.sdd(a, b, one), (2, 32, 5), (1, 5, 48)), ("blocksparse_sdd", lambda a, b: ops.sdd(a, b, one), (1, 32, 5), (1, 4, 48)),
+        ("blocksparse_sdd", lambda a, b: ops.sdd(a, b, one), (1, 32, 5), (1, 5, 47)), ("blocksparse_sdd", lambda a, b: ops.sdd(a, b, two), (3, 32, 5), (3, 5, 48)),
+        ("blocksparse_dsd", lambda s, b: ops.dsd(s, b, one), blocks, (1, 47, 2)), ("blocksparse_dsd", lambda s, b: ops.dsd(s, b, one), blocks, (2, 48, 2)),
+        ("blocksparse_dsd", lambda s, b: ops.dsd(s, b, one), (1, 5, 16, 16), (1, 48, 2)), ("blocksparse_dsd", lambda s, b: ops.dsd(s, b, two), blocks, (1, 48, 2)),
+        ("blocksparse_dds", lambda a, s: ops.dds(a, s, one), (1, 2, 33), blocks), ("blocksparse_dds", lambda a, s: ops.dds(a, s, one), (2, 2, 32), blocks),
+    ):  # fmt: skip
+        with pytest.raises(ShapeError, match=rf"^\[{name}\] "):
+            op(*[leaf(np.ones(shape), device) for shape in shapes])
+
+
+def test_dtypes_that_kernels_cannot_take(device):
+    """A kernel takes its dtype from its first array."""
+    x, row, whole = leaf(np.ones((2, 2)), device), leaf(np.ones(2), device), leaf([[1]], device, "int32", requires_grad=False)
+    for op in (ops.softmax, ops.logsoftmax, ops.logsumexp, lambda x: ops.dropout(x, 0.5, 1)):
+        with pytest.raises(DTypeError, match=r"^\[\w+\] needs floating arrays, got int32"):
+            op(whole)
+    for wrong in (leaf([1, 1], device, "float64"), leaf([1, 1], device, "float16")):
+        with pytest.raises(DTypeError, match=rf"^\[layer_norm\] dtypes differ: float32 and {wrong.dtype}"):
+            ops.layer_norm(x, row, wrong)
+
+
 def test_cells_take_states_of_one_shape(device):
     x, ones = leaf(np.ones((2, 5)), device), lambda *shape: leaf(np.ones(shape), device)
     lstm, rnn = nn.LSTMCell(5, 3, device=device), nn.RNNCell(5, 3, device=device)
