@@ -108,10 +108,10 @@ def test_a_key_of_no_weight_is_like_one_that_is_not_there(device):
 
 
 def test_the_kernel_refuses_what_does_not_fit(device):
-    def call(positions, S=20, layout=None):
-        x, cache = (NDArray(np.ones(shape), device=device) for shape in ((2, 1, 1, 8), (2, 1, S, 8)))
+    def call(positions, S=20, layout=None, values=20, D=8):
+        x, cache, other = (NDArray(np.ones((2, 1, n, D)), device=device) for n in (1, S, values))
         at = NDArray(np.array(positions), device=device, dtype="int32")
-        kernels.attention_decode(x, x, x, cache, cache.copy(), at, layout or dense_layout(S, S, 64), 1.0)
+        kernels.attention_decode(x, x, x, cache, other, at, layout or dense_layout(S, S, 64), 1.0)
         device.sync()
 
     with pytest.raises(IndexError, match=r"\[attention_decode\] position 20 of sequence 1 is outside the cache \(0..19\)"):
@@ -120,6 +120,13 @@ def test_the_kernel_refuses_what_does_not_fit(device):
         call([0, 1], layout=dense_layout(200, 200, 64))
     with pytest.raises(ShapeError, match="does not fit"):
         call([0, 1], layout=dense_layout(20, 20, 64, causal=False))
+    for layout in (dense_layout(20, 20, 64, q_start=1), BlockLayout(np.ones((2, 1, 1)), 64, causal=True)):
+        with pytest.raises(ShapeError, match="does not fit 20 positions of 1 heads"):
+            call([0, 1], layout=layout)
+    with pytest.raises(ShapeError, match=r"and \(2, 1, 19, 8\), positions"):
+        call([0, 1], values=19)
+    with pytest.raises(ShapeError, match=r"\[attention_decode\] heads of 257 features"):
+        call([0, 1], D=257)
     with pytest.raises(ShapeError, match=r"positions \(3,\)"):
         call([0, 1, 2])
 
