@@ -112,6 +112,20 @@ def test_block_sparse_linear(host):
     assert -bound <= layer.weight.numpy().min() < -0.9 * bound and 0.9 * bound < layer.weight.numpy().max() <= bound
 
 
+def test_a_causal_layout_has_the_blocks_of_which_a_part_is_past():
+    """And masks single elements where a part is not, wherever the first query stands."""
+    given = np.ones((2, 3), bool)
+    for q_start in range(-20, 40):
+        layout, past = BlockLayout(given, 16, True, q_start), np.arange(48) <= q_start + np.arange(32)[:, None]
+        blocks = past.reshape(2, 16, 3, 16).swapaxes(1, 2)
+        np.testing.assert_array_equal(layout.dense_mask()[0], past)
+        np.testing.assert_array_equal(layout.mask[0], blocks.any(axis=(2, 3)))
+        np.testing.assert_array_equal(layout._index["partial"], ~blocks.all(axis=(2, 3))[layout.mask[0]])
+    assert given.all()  # it is the caller's
+    nothing = BlockLayout(given, 16, True, q_start=-32)
+    assert (nothing.nnz, nothing.density) == (0, 0) and ops.sdd(*[ndl.ones(1, *n) for n in ((32, 4), (4, 48))], nothing).size == 0
+
+
 def test_layouts_say_what_is_wrong(host):
     for block in (24, 144, 16.0, "16"):
         with pytest.raises(ShapeError, match=f"block size {block!r} "):
@@ -119,6 +133,9 @@ def test_layouts_say_what_is_wrong(host):
     for q_start in (8.0, None):
         with pytest.raises(ShapeError, match=f"q_start is {q_start!r} "):
             BlockLayout(np.ones((2, 2)), 16, True, q_start)
+    for mask in (np.ones(2), np.ones((0, 2, 2)), np.ones((1, 1, 2, 2))):
+        with pytest.raises(ShapeError, match=r"mask has shape .* \(accepted: \(rows, cols\) or"):
+            BlockLayout(mask, 16)
     q = random((1, 1, 100, 8), host)
     with pytest.raises(ShapeError, match="does not fit 100 queries"):
         ops.attention(q, q, q, dense_layout(64, 64))
