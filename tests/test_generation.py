@@ -87,7 +87,9 @@ def test_the_kernel_equals_attention(device, dtype, block, heads, D, S):
     for b in range(B):  # the kernel itself must put the new rows there
         for cache in caches:
             cache[b : b + 1, :, positions[b] : positions[b] + 1] = 100.0
+    before = caches[1].last_write
     found = kernels.attention_decode(*views, *caches, NDArray(positions, device=device, dtype="int32"), layout, 0.3).numpy()
+    assert min(cache.last_write for cache in caches) > before
     q, k, v = (NDArray(x, device=ndl.cpu_numpy(), dtype=dtype) for x in full)
     expected, _ = kernels.attention(q, k, v, layout, 0.3)
     expected = expected.numpy()[np.arange(B), :, positions][:, :, None]
