@@ -209,6 +209,9 @@ def test_empty_and_zero_dimensional(device):
     e = NDArray(np.zeros((0, 3)), device=device)
     assert (e + 1).shape == (0, 3) and e.sum().item() == 0 and e.sum(axis=1).shape == (0,)
     np.testing.assert_array_equal(e.sum(axis=0).numpy(), np.zeros(3))
+    np.testing.assert_array_equal(e.prod(axis=0).numpy(), np.ones(3))
+    np.testing.assert_array_equal(kernels.sumsq(e, 0).numpy(), np.zeros(3))
+    assert e.flip((0, 1)).shape == (0, 3) and e[1:, ::-1].compact().shape == (0, 3)
     with pytest.raises(ShapeError, match="no elements"):
         e.max()
     s = NDArray(2.5, device=device)
@@ -252,6 +255,8 @@ def test_interchange(host):
     if np.lib.NumpyVersion(np.__version__) >= "2.1.0":  # before, numpy reads no DLPack that says it may be written to
         shared[0, 0, 1] = 98.0
         assert a[1, 0, 1].item() == 98
+        capsules = [str(a.__dlpack__(max_version=version)).split('"')[1] for version in ((0, 8), (1, 0))]
+        assert capsules == ["dltensor", "dltensor_versioned"]
     theirs = np.arange(6, dtype=np.int64).reshape(2, 3)
     ours = from_dlpack(theirs)
     assert ours.dtype == "int64" and ours.device == ndl.cpu()
@@ -261,6 +266,7 @@ def test_interchange(host):
     assert not tensor.requires_grad and np.shares_memory(np.from_dlpack(tensor), theirs)
     assert tensor.__dlpack_device__() == ours.__dlpack_device__() == (1, 0)
     assert asarray(np.float64(3)).dtype == "float64" and asarray(theirs).dtype == "int64"
+    assert asarray(a) is asarray(a, host) is a and asarray(a, ndl.meta()).device == ndl.meta()
     half = NDArray(X, device=host, dtype="bfloat16")
     assert half.numpy().dtype.name == "bfloat16"
 
@@ -291,6 +297,15 @@ def test_errors_name_what_was_wrong(host):
         b @ b
     with pytest.raises(ShapeError, match="sizes differ"):
         a.reshape((7, 7))
+    for shape in ((-1, -1), (-1, -1, -1), (-1, 0), (-1, 7)):
+        with pytest.raises(ShapeError, match="cannot reshape"):
+            a.reshape(shape)
+    for widths in (((1, 1),), ((1, 1),) * 4):
+        with pytest.raises(ShapeError, match="one pair of non-negative widths per axis"):
+            a.pad(widths)
+    for given in ({"dtype": "float64"}, {"out": np.zeros(())}):
+        with pytest.raises(DTypeError, match=r"\[sum\] dtype or out is given"):
+            np.sum(a, **given)
     with pytest.raises(DTypeError, match="complex"):
         NDArray(np.zeros(3, complex), device=host)
     with pytest.raises(DTypeError, match="accepted: float32"):
@@ -322,7 +337,9 @@ def test_errors_name_what_was_wrong(host):
         a.to("gpu")
     with pytest.raises(TypeError, match="not pickled"):
         pickle.dumps(a)
-    for op in (operator.add, operator.matmul):
+    with pytest.raises(DTypeError, match="no product of bool arrays"):
+        matmul(b.astype("bool"), b.T.astype("bool"))
+    for op in (operator.add, operator.matmul, lambda a, b: where(a, b, 0.0), lambda a, b: where(a, 0.0, b)):
         with pytest.raises(DeviceError, match="different devices"):
             op(NDArray([1.0], device=ndl.cpu()), NDArray([1.0], device=ndl.cpu_numpy()))
 

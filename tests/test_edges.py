@@ -161,6 +161,28 @@ def test_a_product_goes_where_its_operands_are(device, n):
         assert a.last_write > before  # as after every other write in place
 
 
+def test_a_broadcast_array_is_not_written(device):
+    """One element in memory stands for several of its own."""
+    wide = array([1, 2], device).broadcast_to((3, 2))
+    for write in (lambda: wide.fill(5), lambda: wide.__setitem__(0, 5.0)):
+        with pytest.raises(ShapeError, match=r"\[write\] the array is broadcast: \(3, 2\) with strides \(0, 1\)"):
+            write()
+    one = array([1, 2], device)[None]  # its first stride is 0, too
+    before = one.last_write
+    one.fill(5)
+    assert one.numpy().tolist() == [[5, 5]] and one.last_write > before
+
+
+def test_what_is_no_index(device):
+    a = array(range(6), device).reshape((2, 3))
+    for wrong in (True, np.True_, 1.0, "a", [0]):
+        with pytest.raises(IndexError, match=rf"unsupported index of type {type(wrong).__name__} "):
+            a[wrong]
+    for index in ((0, 0, 0), (..., 0, 0, 0)):
+        with pytest.raises(IndexError, match=r"too many indices for shape \(2, 3\)"):
+            a[index]
+
+
 def test_iterating_over_a_view(device):
     x = np.arange(6.0).reshape(2, 3)
     for view, wanted in ((array(x, device).permute((1, 0)), x.T), (array(x, device)[:, ::-2], x[:, ::-2])):
@@ -342,6 +364,9 @@ def test_integer_powers(device):
         assert found.numpy().tolist() == [0, 1, 1, -1, 0, -27, 3**19, 1, 0]
     both = array([3, 2], device, "int64") ** array([39, -1], device, "int64")
     assert both.numpy().tolist() == [3**39, 0]
+    for power in (-1, np.int64(-1)):  # a number that is negative makes floats
+        found = array([2, -4], device, "int32") ** power
+        assert found.dtype == device.default_float and found.numpy().tolist() == [0.5, -0.25]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -380,6 +405,7 @@ def test_functions_of_a_0_d_array(device, op):
     assert op(leaf(0.5, device)).shape == slope.shape == ()
     np.testing.assert_allclose(slope, gradients(op, device, [0.5])[0][0], rtol=1e-6)
     np.testing.assert_array_equal(abs(array([True, False], device, "bool")).numpy(), [True, False])
+    np.testing.assert_array_equal((-array([True, False], device, "bool")).numpy(), [-1, 0])
 
 
 # --- exchange ---
