@@ -1,5 +1,6 @@
 """What lies at the edges of ops and their gradients, on every device: infinite slopes, empty products, arguments that are none."""
 
+import contextlib
 import threading
 
 import numpy as np
@@ -142,9 +143,47 @@ def test_large_logits_keep_their_digits(device):
 
 def test_logsumexp_where_all_is_minus_infinity(device):
     x = [[-np.inf, -np.inf], [0, -np.inf]]
-    np.testing.assert_array_equal(gradients(lambda x: ops.logsumexp(x, axes=(1,)), device, x)[0], [[0, 0], [1, 0]])
+    for create_graph in (False, True):
+        slopes = gradients(lambda x: ops.logsumexp(x, axes=(1,)), device, x, create_graph=create_graph)[0]
+        np.testing.assert_array_equal(slopes, [[0, 0], [1, 0]])
     empty = ops.logsumexp(leaf(np.zeros((2, 0, 3)), device), axes=(1, 2))
     np.testing.assert_array_equal(empty.numpy(), [-np.inf, -np.inf])
+
+
+def test_gradients_with_a_graph_of_rows_that_do_not_count(device):
+    targets, x, w = leaf([1, -100, 0], device), np.arange(6.0).reshape(3, 2), np.arange(8.0).reshape(2, 4)
+    for loss, values in (
+        (lambda x: ops.cross_entropy(x, targets), [x]),
+        (lambda x, w: ops.linear_cross_entropy(x, w, targets), [x, w]),
+    ):
+        for plain, with_graph in zip(gradients(loss, device, *values), gradients(loss, device, *values, create_graph=True)):
+            np.testing.assert_allclose(with_graph, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_with_a_graph_have_the_same_eps(device):
+    values = [np.random.default_rng(0).standard_normal(shape) for shape in ((5, 4), 4, 4)]
+    for norm in (lambda x, w, b: ops.layer_norm(x, w, b, 0.5) ** 2, lambda x, w, b: ops.batch_norm(x, w, b, 0.5)[0] ** 2):
+        for plain, with_graph in zip(gradients(norm, device, *values), gradients(norm, device, *values, create_graph=True)):
+            np.testing.assert_allclose(with_graph, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_a_part_of_qkv_that_nothing_uses_has_no_gradient(device):
+    x, tables = leaf(np.ones((1, 5, 2, 3, 4)), device), [array(np.ones((5, 2)), device)] * 2
+    for used in range(3):
+        array(np.full(x.shape, np.nan), device)  # in the memory that the gradient gets
+        ops.rotary_qkv(x, *tables)[used].backward()
+        found = x.grad.numpy() != 0
+        assert [found[:, :, :, i].any() for i in range(3)] == [i == used for i in range(3)]
+
+
+def test_a_loss_without_a_graph_makes_no_gradients(host):
+    hidden, weight, targets = leaf(np.ones((4, 64)), host), leaf(np.ones((64, 1000)), host), leaf([0, 1, 2, 3], host)
+    for inputs, enabled in (((hidden, weight), False), ((hidden.detach(), weight.detach()), True)):
+        live = host.memory_stats()["live"]
+        host.reset_peak()
+        with contextlib.nullcontext() if enabled else ndl.no_grad():
+            ops.linear_cross_entropy(*inputs, targets)
+        assert host.memory_stats()["peak"] - live < 64_000  # a gradient of the weight takes 256,000
 
 
 EMPTY_PRODUCTS = [((2, 3, 0), (0, 4)), ((2, 3, 4), (4, 0)), ((0, 3, 4), (4, 2)), ((3, 0), (0, 2)), ((0, 2), (2, 3))]
@@ -185,6 +224,13 @@ def test_a_convolution_whose_windows_are_copied_in_parts(device, monkeypatch, mo
     monkeypatch.setattr(ops_conv, "_WINDOWS_BYTES", most)
     for a, b in zip(results(), whole):
         np.testing.assert_array_equal(a, b)
+
+
+def test_the_gradient_of_a_kernel_adds_up_what_16_bits_would_lose(device, monkeypatch):
+    monkeypatch.setattr(ops_conv, "_WINDOWS_BYTES", 1)  # 600 products of one window each
+    kernel = leaf(np.ones((2, 1, 1, 1)), device, "bfloat16")
+    ops.conv(leaf(np.ones((1, 601, 1, 1)), device, "bfloat16"), kernel, padding=0).backward()
+    np.testing.assert_array_equal(kernel.grad.numpy(), 600)
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])

@@ -34,6 +34,19 @@ def test_second_derivative_equals_finite_differences(case, host):
     check_second_derivative(case, host)
 
 
+@by_name
+def test_a_graph_that_is_kept_gives_its_gradients_again(case, host):
+    """What comes after may use up what forward saved."""
+    inputs = [ndl.Tensor(v, device=host) for v in case.inputs()]
+    y, found = case.run(*inputs), []
+    for kept in (True, True, False):
+        y.backward(retain_graph=kept)
+        found.append([x.grad.numpy() for x in inputs])
+    for first, again, last in zip(*found):
+        np.testing.assert_array_equal(again, first)
+        assert_close(last, first, TOLERANCES["float32"][1] * max(case.looser, 1), case.name)
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"), [pytest.param(case, dtype, id=f"{case.name}-{dtype}") for case in CASES for dtype in case.dtypes]
 )

@@ -29,6 +29,13 @@ def test_sparse_equals_dense_under_the_same_mask(device, pattern):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_queries_of_fewer_positions_than_keys_are_the_last(device):
+    q, k, v = (random((1, 2, n, 4), device, n) for n in (3, 7, 7))
+    seen = np.arange(7) <= 4 + np.arange(3)[:, None]
+    p = np.where(seen, np.exp(q.numpy() @ k.numpy().swapaxes(2, 3) / 2), 0)
+    np.testing.assert_allclose(ops.attention(q, k, v).numpy(), p / p.sum(-1, keepdims=True) @ v.numpy(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("index", [(slice(None), slice(None, None, -1), slice(None, None, -1)), (..., slice(None, None, -1))])
 def test_attention_of_reversed_views(device, index):
     x, dy = random((2, 3, 20, 8), device), random((2, 3, 20, 8), device, 1, requires_grad=False)
