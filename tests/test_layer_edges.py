@@ -125,6 +125,9 @@ def test_a_parameter_stays_one_when_it_is_written(device):
     (p * 2).sum().backward()
     SGD([p], lr=1.0).step()
     np.testing.assert_array_equal(p.numpy(), [3, 0])
+    frozen = nn.Parameter(leaf([1, 2], device), requires_grad=False)
+    frozen[0] = 5.0
+    np.testing.assert_array_equal(frozen.numpy(), [5, 2])
     layer = nn.Linear(2, 2, bias=False, device=device)
     before, weight = layer.weight.numpy(), layer.weight
     with ndl.no_grad():
@@ -289,6 +292,7 @@ def test_batch_norm_of_sums_and_squares_beyond_float16(device, spread, weight_dt
     assert y.dtype == weight_dtype
     np.testing.assert_allclose(y.numpy(), (x - x.mean(axis=0)) / x.std(axis=0), rtol=0.01, atol=0.01)
     np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * x.var(axis=0), rtol=0.01)
+    assert norm.eval()(leaf(x, device, "float16")).dtype == weight_dtype
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -448,7 +452,17 @@ def test_a_sequential_is_a_sequence():
 
 
 def test_dropout_of_everything(device):
-    np.testing.assert_array_equal(nn.Dropout(1.0)(leaf([1, 2], device)).numpy(), [0, 0])
+    x = leaf([1, 2], device)
+    np.testing.assert_array_equal(nn.Dropout(1.0)(x).numpy(), [0, 0])
+    with nn.nn_basic.no_dropout():
+        np.testing.assert_array_equal(nn.Dropout(1.0)(x).numpy(), [1, 2])
+    model = nn.Sequential(nn.Residual(nn.Sequential(nn.Dropout(1.0))))
+    for mode, wanted in ((True, [1, 2]), (False, [2, 4]), (True, [1, 2])):
+        np.testing.assert_array_equal(model.train(mode)(x).numpy(), wanted)
+    seeded = nn.SeededDropout(0.5, seed=1)
+    for size, drawn in ((2, 1), (5, 3)):
+        seeded(leaf(np.ones(size), device))
+        assert seeded.drawn == drawn  # two masks share no numbers
     for layer, more in ((nn.Dropout, {}), (nn.SeededDropout, {"seed": 1})):
         for p in (-0.1, 1.5):
             with pytest.raises(ValueError, match=rf"^\[{layer.__name__}\] p is .* \(accepted: 0 to 1\)"):
@@ -465,6 +479,9 @@ def test_shapes_of_sequences_and_images(device):
         model(leaf(X, device), wrap(leaf(np.ones((2, 2, 4)), device)))
         with pytest.raises(ShapeError, match="num_layers is 0"):
             layer(3, 4, num_layers=0)
+    for norm in (nn.BatchNorm1d(2, device=device), nn.BatchNorm1d(2, device=device).eval()):
+        with pytest.raises(ShapeError, match=r"batch_norm\] x is \(3, 1\)"):
+            norm(leaf(np.ones((3, 1)), device))
     with pytest.raises(ShapeError, match="batch_norm"):
         nn.BatchNorm2d(2, device=device)(leaf(np.ones((1, 2, 3)), device))
     for shapes in ((2, 1), (1, 2)):
@@ -547,6 +564,21 @@ def test_labels_that_do_not_fit_the_logits(device):
     for labels in (0, [0], [[0], [1], [2]], [0, 1]):
         with pytest.raises(ShapeError, match="SoftmaxLoss"):
             nn.SoftmaxLoss()(logits, leaf(labels, device))
+    with pytest.raises(IndexError, match="target -100 at position 1"):  # what ops.cross_entropy leaves out
+        nn.SoftmaxLoss()(logits, leaf([0, -100, 1], device)).numpy()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_first_states_do_not_widen_what_comes_in(host, dtype):
+    x = leaf(np.ones((2, 3, 4)), host, dtype)
+    for layer, cell in ((nn.RNN, nn.RNNCell), (nn.LSTM, nn.LSTMCell)):
+        y, last = layer(4, 5, device=host, dtype=dtype)(x)
+        after = cell(4, 5, device=host, dtype=dtype)(x[0])
+        parts = [last, after] if layer is nn.RNN else [*last, *after]
+        assert {part.dtype for part in (y, *parts)} == {dtype}
+    narrow = nn.LSTM(4, 5, device=host, dtype="float32")
+    assert narrow(x)[0].dtype == ("float64" if dtype == "float64" else "float32")
+    assert nn.LayerNorm(4, device=host)(x).dtype == "float32"
 
 
 # --- data ---
