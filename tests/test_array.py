@@ -63,6 +63,8 @@ def test_every_pair_of_dtypes_converts_and_adds(device, a, b):
 def test_scalars_do_not_widen(host):
     assert (NDArray([1], device=host, dtype="float16") * 2.5).dtype == "float16"
     assert (NDArray([1], device=host, dtype="int32") + 1).dtype == "int32"
+    assert (NDArray([1], device=host, dtype="bool") + 1).dtype == "int64"
+    assert where(NDArray([1], device=host), NDArray([1], device=host, dtype="int32"), np.True_).dtype == "int32"
     assert (NDArray([1], device=host, dtype="int32") * 0.5).dtype == "float32"
     assert (NDArray([3], device=host, dtype="int32") / 2).item() == 1.5
     big = NDArray([2**53 + 1], device=host, dtype="int64")
@@ -172,6 +174,9 @@ def test_sums_in_place(device):
     before = y.last_write
     y.mul_in_place(2)
     assert y.numpy().tolist() == [0, 2, 4, 6] and y.last_write > before
+    before = y.last_write
+    kernels.unscale([y], 1.0)
+    assert y.numpy().tolist() == [0, 2, 4, 6] and y.last_write > before
     for part in (y[2:], y[::2], y[:1].broadcast_to((4,))):
         for change in (part.add_in_place, part.mul_in_place):
             with pytest.raises(ShapeError, match="part of its memory"):
@@ -266,6 +271,12 @@ def test_interchange(host):
     assert not tensor.requires_grad and np.shares_memory(np.from_dlpack(tensor), theirs)
     assert tensor.__dlpack_device__() == ours.__dlpack_device__() == (1, 0)
     assert asarray(np.float64(3)).dtype == "float64" and asarray(theirs).dtype == "int64"
+    for values, dtype in (
+        (np.uint32([2**32 - 1]), "int64"),
+        (np.longdouble([0.5]), "float64"),
+        (np.array([0.5, 1], object), "float64"),
+    ):
+        assert asarray(values).dtype == dtype and asarray(values).numpy().tolist() == values.tolist()
     assert asarray(a) is asarray(a, host) is a and asarray(a, ndl.meta()).device == ndl.meta()
     half = NDArray(X, device=host, dtype="bfloat16")
     assert half.numpy().dtype.name == "bfloat16"

@@ -344,7 +344,7 @@ def test_init(device):
             np.testing.assert_allclose(found, u * 3 - 2 if width is None else u * 2 * width - width, rtol=1e-5, atol=1e-6)
         assert np.random.rand() != u.flat[0]
     for maker, std in (
-        (lambda: init.randn(3, 5, mean=1, std=2, device=device), 2), (lambda: init.xavier_normal(3, 5, device=device), np.sqrt(2 / 8)),
+        (lambda: init.randn(3, 5, mean=1, std=2, device=device), 2), (lambda: init.xavier_normal(3, 5, 3.0, device=device), 3 * np.sqrt(2 / 8)),
         (lambda: init.kaiming_normal(3, 5, device=device), np.sqrt(2 / 3)),
     ):  # fmt: skip
         np.random.seed(5)
@@ -356,6 +356,15 @@ def test_init(device):
         init.kaiming_uniform(9, 4, "relu", device=device).shape == (9, 4)
         and init.constant(2, c=3.0, device=device).numpy().sum() == 6
     )
+    for initializer in (init.kaiming_uniform, init.kaiming_normal, init.xavier_uniform, init.xavier_normal):
+        assert initializer(0, 0, device=device).shape == (0, 0)
+    for made, number in (
+        (init.rand(3, low=2, high=2, device=device), 2), (init.randn(3, mean=2, std=0, device=device), 2),
+        (init.randb(3, p=0, device=device), 0), (init.randb(3, p=1, device=device), 1),
+    ):  # fmt: skip
+        np.testing.assert_array_equal(made.numpy(), number)
+    for like in (init.zeros_like, init.ones_like):
+        assert like(init.zeros(2, device=device, dtype="float64")).dtype == "float64"
     for initializer in (init.kaiming_uniform, init.kaiming_normal):
         with pytest.raises(AssertionError):
             initializer(3, 3, nonlinearity="tanh")

@@ -186,6 +186,46 @@ def test_a_loss_without_a_graph_makes_no_gradients(host):
         assert host.memory_stats()["peak"] - live < 64_000  # a gradient of the weight takes 256,000
 
 
+def test_gradients_of_a_loss_of_no_rows(device):
+    weight = np.ones((3, 500))
+    for _ in range(2):
+        array(np.full(weight.shape, np.nan), device)  # in the memory that the gradient gets
+        found = gradients(lambda x, w: ops.linear_cross_entropy(x, w, leaf(np.zeros(0), device)), device, np.ones((0, 3)), weight)
+        assert found[0].shape == (0, 3) and not found[1].any()
+
+
+def test_gradients_of_axes_that_count_from_the_end(device):
+    x, y, slopes = np.ones((2, 3)), np.ones((2, 1)), leaf(np.arange(8.0).reshape(2, 4), device)
+    turned = lambda x, y: ops.permute(ops.concatenate((x, y), -1), (-1, 0)) * ops.transpose(slopes)  # noqa: E731
+    for found, wanted in zip(gradients(turned, device, x, y), np.split(slopes.numpy(), [3], axis=1)):
+        np.testing.assert_array_equal(found, wanted)
+    for axes in ((0, 1, 0), (0,)):
+        with pytest.raises(ShapeError, match=r"\[transpose\] swaps exactly two axes"):
+            ops.transpose(slopes, axes)
+
+
+def test_a_bias_that_is_a_part_of_another(device):
+    bias = leaf([[1, 2, 3, 4]], device)
+    y = ops.linear(leaf(np.ones((3, 2)), device), leaf(np.zeros((2, 2)), device), bias[:, ::2])
+    np.testing.assert_array_equal(y.numpy(), [[1, 3]] * 3)
+    y.backward()
+    np.testing.assert_array_equal(bias.grad.numpy(), [[3, 0, 3, 0]])
+
+
+def test_a_value_written_where_no_gradient_is_wanted_has_one(device):
+    a, value = leaf(np.zeros(3), device, requires_grad=False), leaf([2], device)
+    a[1:2] = value * 3
+    (a * 5).sum().backward()
+    np.testing.assert_array_equal(value.grad.numpy(), [15])
+
+
+def test_a_number_beside_the_other_part_of_where(device):
+    condition = leaf([1, 0], device)
+    whole, fine = leaf([5, 6], device, "int32", requires_grad=False), leaf([5, 6], device, "float64")
+    assert ops.where(condition, whole, 2).dtype == ops.where(condition, 2, whole).dtype == "int32"
+    np.testing.assert_array_equal(ops.where(condition, fine, 0.1).numpy(), [5, 0.1])
+
+
 EMPTY_PRODUCTS = [((2, 3, 0), (0, 4)), ((2, 3, 4), (4, 0)), ((0, 3, 4), (4, 2)), ((3, 0), (0, 2)), ((0, 2), (2, 3))]
 
 
@@ -354,7 +394,11 @@ def test_arguments_of_ops(device):
     for seed, offset in ((-1, 0), (2**64, 0), (1, -1)):
         with pytest.raises(ValueError, match=r"\[dropout\] seed is"):
             ops.dropout(x, 0.5, seed, offset)
-    assert ops.make_tuple(x, x * 2)[np.int64(-1)].numpy()[0, 0, 0, 0] == 2
+    pair = ops.make_tuple(x, x * 2)
+    assert pair[np.int64(-1)].numpy()[0, 0, 0, 0] == 2
+    for wrong in (2, -3, 0.0, "0"):
+        with pytest.raises(IndexError, match=rf"\[tuple_get_item\] index {wrong} is out of range for 2 items"):
+            pair[wrong]
     with pytest.raises(DTypeError, match="condition is of type numpy"):
         ops.where(np.ones(1), x, 0.0)
     with pytest.raises(DTypeError, match="complex"):

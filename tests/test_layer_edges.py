@@ -559,6 +559,22 @@ def test_each_bias_of_a_recurrent_network_counts_without_the_other(host, kind):
         setattr(other, first, before)
 
 
+def test_attention_of_the_last_positions_and_of_other_keys(device):
+    x = lambda *shape: leaf(np.random.default_rng(len(shape)).standard_normal(shape), device)  # noqa: E731
+    q, k = x(1, 2, 5, 4)[:, :, -3:], x(1, 2, 5, 4)
+    found = nn.MultiHeadAttention(causal=True)(q, k, k)[0]
+    np.testing.assert_allclose(found.numpy(), ops.attention(q, k, k).numpy(), rtol=1e-4, atol=1e-5)
+    layer, other = nn.AttentionLayer(4, 2, 3, device=device), x(2, 5, 4) * 2
+    np.testing.assert_array_equal(layer(x(2, 5, 4), other).numpy(), layer(x(2, 5, 4), other, x(2, 5, 4)).numpy())
+
+
+def test_what_attention_gives_is_dropped_too(device):
+    layer = nn.TransformerLayer(4, 2, 3, 8, dropout=1.0, device=device)
+    layer.attention.attn.dropout.p = 0
+    x = leaf(np.random.default_rng(0).standard_normal((2, 5, 4)), device)
+    np.testing.assert_array_equal(layer(x).numpy(), x.numpy())
+
+
 def test_labels_that_do_not_fit_the_logits(device):
     logits = leaf(np.ones((3, 3)), device)
     for labels in (0, [0], [[0], [1], [2]], [0, 1]):

@@ -115,6 +115,12 @@ def test_block_sparse_linear(host):
     y.backward()
     np.testing.assert_allclose(x.grad.numpy(), np.ones((3, 5, 48)) @ dense.T, rtol=1e-4, atol=1e-5)
     assert layer.weight.grad.shape == layer.weight.shape
+    layer.bias.data = random(48, host)
+    np.testing.assert_allclose(layer(x).numpy(), y.numpy() + layer.bias.numpy(), rtol=1e-4, atol=1e-5)
+    assert nn.BlockSparseLinear(64, 48, BlockLayout(mask, 16), bias=False, device=host).bias is None
+    for layout in (BlockLayout(mask.T, 16), BlockLayout([mask, mask], 16)):
+        with pytest.raises(ShapeError, match=r"does not fit \(64, 48\)"):
+            nn.BlockSparseLinear(64, 48, layout)
     bound = np.sqrt(6 / (64 * 5 / 12))
     assert -bound <= layer.weight.numpy().min() < -0.9 * bound and 0.9 * bound < layer.weight.numpy().max() <= bound
 
@@ -168,4 +174,8 @@ def test_layouts_say_what_is_wrong(host):
     for too_many in (lambda: causal_pattern("local", 62_500, 16), lambda: dense_layout(10**6, 10**6, 16)):
         with pytest.raises(ShapeError, match=r"62,500 x 62,500 blocks of 16 positions are too many .* or 131,072 positions"):
             too_many()
+    column = np.arange(7)
+    wanted = [(column % 3 == 0) & (column < i) | (column == i) for i in range(7)]
+    np.testing.assert_array_equal(causal_pattern("global", 7, 16, stride=3).mask[0], wanted)
+    assert causal_pattern("local", 3, 16, window=10**30).density == 1
     assert causal_pattern("local", 8, 64).density == 15 / 36 and causal_pattern("global", 4, 16, stride=1).density == 1
