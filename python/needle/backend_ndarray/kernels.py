@@ -572,7 +572,7 @@ def _stored_form(x: NDArray) -> tuple[Any, bool]:
 def _check_blocks(op: str, blocks: NDArray, layout: BlockLayout) -> int:
     _check_layout(op, layout)
     expected = (layout.nnz, layout.block, layout.block)
-    if blocks.ndim != 4 or blocks._shape[1:] != expected:
+    if blocks._shape[1:] != expected:
         raise ShapeError(f"[{op}] blocks are {blocks._shape} (accepted: (batch, {', '.join(map(str, expected))}))")
     if blocks._shape[0] % layout.heads:
         raise ShapeError(f"[{op}] a batch of {blocks._shape[0]} is no multiple of the layout's {layout.heads} heads")

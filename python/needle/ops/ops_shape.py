@@ -11,7 +11,7 @@ from ..autograd import Tensor, TensorTuple, TensorTupleOp
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_ndarray.ndarray import check_one_device as _check_one_device
 from ..backend_ndarray.ndarray import empty as _empty
-from ..backend_ndarray.shapes import frozen, normalize_axes, normalize_axis
+from ..backend_ndarray.shapes import frozen, normalize_axis
 from ..errors import ShapeError
 from ._reads import _NoRead
 from .ops_tuple import make_tuple
@@ -86,7 +86,7 @@ class Flip(_NoRead):
         self.axes = frozen(axes)
 
     def compute(self, a):
-        return a.flip(normalize_axes(self.axes, a.ndim, "flip"))
+        return a.flip(self.axes)
 
     def gradient(self, out_grad, node):
         return flip(out_grad, self.axes)
