@@ -346,6 +346,10 @@ def test_errors_name_what_was_wrong(host):
         a.permute(1)
     with pytest.raises(DeviceError, match=r"'gpu' \(accepted: a device, or its name: cpu, cuda"):
         a.to("gpu")
+    absent = device_module.BackendDevice("absent", None)
+    for wrong in (lambda: empty(2, device=absent), lambda: kernels.arange(2, "float32", absent), lambda: a.to(absent)):
+        with pytest.raises(DeviceError, match=r"absent\(\) cannot be used: it was made without a module"):
+            wrong()
     with pytest.raises(TypeError, match="not pickled"):
         pickle.dumps(a)
     with pytest.raises(DTypeError, match="no product of bool arrays"):

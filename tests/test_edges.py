@@ -1,6 +1,8 @@
 """What lies at the edges of arrays, on every device: impossible shapes, numbers outside a dtype, overlapping and empty arrays,
 infinities. Each is done right or is one clear error."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from needle import dtype as dt
 from needle.backend_ndarray import kernels, ndarray
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import NDArray, from_dlpack, full, matmul, where
-from needle.errors import DTypeError, OutOfMemoryError, ShapeError
+from needle.errors import DeviceError, DTypeError, OutOfMemoryError, ShapeError
 
 # --- what a value looks like, and what stands beside it ---
 
@@ -463,6 +465,9 @@ def test_memory_of_others_that_cannot_be_shared():
         from_dlpack(odd)
     with pytest.raises(ValueError, match="negative stride"):
         from_dlpack(np.arange(3.0)[::-1])
+    elsewhere = SimpleNamespace(__dlpack_device__=lambda: (10, 0))
+    with pytest.raises(DeviceError, match=r"memory of DLPack device type 10 \(accepted: CPU, CUDA\)"):
+        from_dlpack(elsewhere)
     assert from_dlpack(np.arange(3.0)[::-1][:1]).item() == 2  # which numpy takes for contiguous
 
 
