@@ -344,6 +344,12 @@ def test_errors_name_what_was_wrong(host):
             wrong()
     with pytest.raises(ShapeError, match="not an order of the axes"):
         a.permute(1)
+    for axes in ((0, 0, 1), (0, 1), (0, 1, 2, 2)):
+        with pytest.raises(ShapeError, match="not an order of the axes"):
+            a.permute(axes)
+    for other in (NDArray(np.zeros((4, 5, 0)), device=host), NDArray(np.zeros((0, 1, 1)), device=host)):
+        with pytest.raises(ShapeError, match="do not broadcast"):
+            a + other
     with pytest.raises(DeviceError, match=r"'gpu' \(accepted: a device, or its name: cpu, cuda"):
         a.to("gpu")
     absent = device_module.BackendDevice("absent", None)

@@ -358,6 +358,13 @@ def test_arguments_of_ops(device):
     for stride, padding in ((0, 1), (-1, 1), (1, -1), ((2, 2), 1), (2.0, 1), (1, None)):
         with pytest.raises(ShapeError, match=r"\[conv\] stride is"):
             ops.conv(x, leaf(np.ones((3, 3, 1, 1)), device), stride, padding)
+    for kernel in ((7, 3), (3, 7)):
+        with pytest.raises(ShapeError, match=r"\[conv\] kernel \d x \d is larger than the padded image 6 x 6"):
+            ops.conv(x, leaf(np.ones((*kernel, 1, 1)), device))
+    for q, k in ((x[0], x), (x, x[0])):
+        with pytest.raises(ShapeError, match=r"\[attention\] q is .* \(accepted: \(batch, heads, positions, features\)\)"):
+            ops.attention(q, k, k)
+    assert [ops.stack([x, x], axis).shape.index(2) for axis in (-1, 4, 0, -5)] == [4, 4, 0, 0]
     for f in (ops.dilate, ops.undilate):
         with pytest.raises(ShapeError, match="dilation"):
             f(x, (1,), -1)
@@ -536,7 +543,7 @@ def test_numbers_that_ops_and_clipping_cannot_use(device):
     for numbers in ((1.5, 0), (0, -1), (2**64, 0)):
         with pytest.raises(ValueError, match=r"\[dropout\] seed is .* \(accepted: whole numbers, 0 to 2\*\*64 - 1\)"):
             ops.dropout(x, 0.5, *numbers)
-    assert np.array_equal(ops.dropout(x, 0, 1).numpy(), x.numpy())
+    assert np.array_equal(ops.dropout(x, 0, 1).numpy(), x.numpy()) and not ops.dropout(x, 1, 1).numpy().any()
     with pytest.raises(ValueError, match=r"\[dropout\] p is 1.5"):
         ops.dropout(x, 1.5, 1)
     for kind in (SGD, AdamW):

@@ -11,7 +11,7 @@ import pytest
 import needle as ndl
 from devices import usable
 from making import leaf
-from needle import data, memory, nn, ops
+from needle import data, init, memory, nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, OutOfMemoryError, ShapeError
 from needle.optim import SGD, Adam, AdamW
@@ -182,6 +182,8 @@ def test_a_state_that_does_not_fit_changes_nothing(device, wrong):
     for name in before:
         with pytest.raises((CheckpointError, DTypeError, ShapeError)):
             norm.load_state_dict({**{key: [3, 4] for key in before}, name: wrong})
+        with pytest.raises(CheckpointError, match=r"missing \[\], unexpected \['more'\]"):
+            norm.load_state_dict({**{key: [3, 4] for key in before}, "more": [1]})
         assert all(np.array_equal(before[name], values) for name, values in norm.state_dict().items())
 
 
@@ -221,6 +223,9 @@ def test_what_is_assigned_in_the_place_of_a_parameter(device):
     del model.weight
     model.weight = before * 0.5  # PyTorch's way to say that it is a parameter no more
     assert model.parameters() == [] and type(model.weight) is ndl.Tensor
+    model = nn.Linear(2, 3, device=device)
+    model.weight = nn.Identity()
+    assert model.parameters() == [model.bias]
     norm = nn.BatchNorm1d(2, device=device)
     with pytest.raises(TypeError, match=r"\[BatchNorm1d\] running_mean would be .* in place of a Buffer"):
         norm.running_mean = np.zeros(2)
@@ -568,11 +573,23 @@ def test_attention_of_the_last_positions_and_of_other_keys(device):
     np.testing.assert_array_equal(layer(x(2, 5, 4), other).numpy(), layer(x(2, 5, 4), other, x(2, 5, 4)).numpy())
 
 
-def test_what_attention_gives_is_dropped_too(device):
-    layer = nn.TransformerLayer(4, 2, 3, 8, dropout=1.0, device=device)
-    layer.attention.attn.dropout.p = 0
-    x = leaf(np.random.default_rng(0).standard_normal((2, 5, 4)), device)
-    np.testing.assert_array_equal(layer(x).numpy(), x.numpy())
+def test_where_a_transformer_drops(host, monkeypatch):
+    shapes, draw = [], init.randb
+    monkeypatch.setattr(init, "randb", lambda *shape, **kwargs: shapes.append(shape) or draw(*shape, **kwargs))
+    x = leaf(np.ones((2, 5, 4)), host, "float16")
+    y = nn.TransformerLayer(4, 2, 3, 8, dropout=0.5, causal=False, device=host, dtype="float16")(x)
+    assert shapes == [(2, 2, 5, 5), (2, 5, 4), (10, 8), (10, 4)] and y.dtype == "float16"
+    whole = nn.Transformer(4, 8, 1, num_head=2, dim_head=3, sequence_len=5, batch_first=True, device=host)
+    assert whole(leaf(np.ones((2, 5, 4)), host))[0].shape == (2, 5, 4)
+
+
+def test_attention_of_features_that_differ(device):
+    layer = nn.AttentionLayer(4, 2, 3, k_features=5, v_features=6, out_features=7, device=device)
+    x = [leaf(np.random.default_rng(n).standard_normal((2, 3, n)), device) for n in (4, 5, 6)]
+    assert layer(*x).shape == (2, 3, 7)
+    names = ("prenorm_q", "prenorm_k", "prenorm_v", "q_projection", "k_projection", "v_projection", "out_projection")
+    assert [getattr(layer, name).weight.shape for name in names] == [(4,), (5,), (6,), (4, 6), (5, 6), (6, 6), (6, 7)]
+    assert [nn.AttentionLayer(4, 1, 3, k_features=5).v_projection.weight.shape[0], layer.out_features] == [4, 7]
 
 
 def test_labels_that_do_not_fit_the_logits(device):

@@ -90,6 +90,8 @@ def test_block_sparse_attention(host):
     both_ways = layout.mask[0] | layout.mask[0].T  # the module leaves the future out
     for pattern in ("local", layout, both_ways, BlockLayout(both_ways, 16)):
         np.testing.assert_array_equal(nn.BlockSparseAttention(pattern, block=16)(q, k, v).numpy(), expected)
+    expected = ops.attention(q, k, v, causal_pattern("local", 4, 16, window=3)).numpy()
+    np.testing.assert_array_equal(nn.BlockSparseAttention("local", block=16, window=3)(q, k, v).numpy(), expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
