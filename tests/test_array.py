@@ -163,6 +163,14 @@ def test_products_into_an_array_that_is_there(device, shapes):
         matmul(x, y, out=full((9, 9), 0.0, device=device))
 
 
+def test_products_of_what_one_element_in_memory_stands_for(device):
+    row, column, x = NDArray([1, 2, 3, 4], device=device), NDArray([[1], [2], [3]], device=device), X[0, :4]
+    for a, b in ((row.broadcast_to((3, 4)), x), (column.broadcast_to((3, 4)), x), (row.broadcast_to((2, 3, 4)), x)):
+        np.testing.assert_allclose(matmul(a, NDArray(b, device=device)).numpy(), a.numpy() @ b, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(matmul(NDArray(b.T, device=device), a.permute((*range(a.ndim - 2), -1, -2))).numpy(),
+                                   b.T @ a.numpy().swapaxes(-1, -2), rtol=1e-5, atol=1e-6)  # fmt: skip
+
+
 def test_sums_in_place(device):
     a = np.arange(90000, dtype=np.float32).reshape(300, 300) % 1000
     x = NDArray(a, device=device)
