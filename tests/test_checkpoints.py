@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,6 +177,16 @@ def test_tensors_are_written_as_they_are(tmp_path, cpu):
     for found in (ndl.checkpoints.read_tensors(tmp_path / "layer"), read_folder(tmp_path)):
         np.testing.assert_array_equal(found["weight"], layer.weight.numpy())
         np.testing.assert_array_equal(found["bias"], layer.bias.numpy())
+    with pytest.raises(FileExistsError):
+        ndl.checkpoints.write_tensors(tmp_path / "layer", {})
+
+
+def test_no_array_is_copied_as_a_whole(tmp_path, cpu):
+    weight = ndl.ones(4096, 1024, device=cpu)  # 16 MiB
+    tracemalloc.start()
+    write_tensors(tmp_path / "file", {"weight": weight})
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
 
 
 def test_what_is_no_array_is_not_written(tmp_path):
@@ -212,6 +223,8 @@ def test_random_numbers_go_on():
     ):  # fmt: skip
         with pytest.raises(CheckpointError, match=r"\[random_state\]"):
             set_random_state(other, wrong)
+    np.random.seed(0)  # of all its numbers none is left or used
+    set_random_state(other, random_state(model))
 
 
 # ---- which checkpoints are kept
@@ -220,7 +233,7 @@ def test_random_numbers_go_on():
 def test_the_last_k_and_the_best_are_kept(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=3)
     assert folder.newest() is None and folder.best() is None and folder.names() == []
-    losses = [5.0, 3.0, 4.0, 4.5, 3.5, 6.0, 3.25, 7.0]
+    losses = [5.0, 3.0, 4.0, 4.5, 3.5, 6.0, 3.25, 7.0, 2.0]  # the last takes the place of a best that is none of the newest
     for step, loss in enumerate(losses):
         saved = folder.save(step, write(step))
         assert folder.newest() == (saved, [])
@@ -253,8 +266,11 @@ def test_the_same_step_twice_and_an_older_one_later(tmp_path):
     assert value(folder.newest()[0]) == 3
     (tmp_path / "checkpoints.json").unlink()
     assert folder.names() == ["step-000005", "step-000007-2"]  # by their names
+    (tmp_path / "step-000009").mkdir()  # whose files are gone
+    assert folder.names() == ["step-000005", "step-000007-2"]
     folder.save(8, write(4))
     assert [value(tmp_path / name) for name in folder.names()] == [2, 4]
+    assert value(tmp_path / "step-000005") == 3  # an index that is new does not know the best: nothing is removed
     many = CheckpointFolder(tmp_path / "many", keep_last=20)
     for step in (1_000_000, *[7] * 10, 999_999):
         many.save(step, write(step))
@@ -263,6 +279,16 @@ def test_the_same_step_twice_and_an_older_one_later(tmp_path):
     assert many.names() == [*sevens, "step-999999", "step-1000000"]
     with pytest.raises(CheckpointError, match="keep_last"):
         CheckpointFolder(tmp_path, keep_last=0)
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_the_index_names_it(tmp_path, monkeypatch):
+    done, flush, replace = [], files.flush, os.replace
+    monkeypatch.setattr(files, "flush", lambda path: (done.append(path.name), flush(path)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(f"-> {new.name}"), replace(old, new)))
+    saved = CheckpointFolder(tmp_path / "run").save(1, lambda path: (write(1)(path), (path / "empty").touch()))
+    sealed = ["-> checksums.json", ".step-000001.partial", "-> step-000001", "run", "-> checkpoints.json", "run"]
+    assert sorted(done[:-6]) == ["empty", "value"] and done[-6:] == sealed
+    verify(saved)
 
 
 def test_a_checkpoint_takes_the_place_of_one_that_was_removed(tmp_path):
@@ -320,6 +346,7 @@ def test_a_damaged_one_takes_no_place_of_a_whole_one(two):
     two.mark(two.path / "step-000002", 0.5)
     flip(two.path / "step-000002" / "value")
     folder = CheckpointFolder(two.path, keep_last=2)
+    folder.go_on_from(two.path / "step-000009")  # which the index does not name
     folder.go_on_from(folder.newest()[0])
     assert folder.names() == ["step-000001", "step-000002"]  # until there is another
     folder.save(3, write(333333))
@@ -334,7 +361,8 @@ def test_a_damaged_one_takes_no_place_of_a_whole_one(two):
     "text",
     ["", "[]", "{}", "\0", '{"checkpoints": 3}', '{"checkpoints": [{"name": "../x", "held_out_loss": null}]}',
      '{"checkpoints": [{"name": "step-000001", "held_out_loss": "3"}]}', '{"checkpoints": [{"name": "step-000001", "held_out_loss": 1e400}]}',
-     '{"checkpoints": [{"name": 1, "held_out_loss": null}]}', '{"checkpoints": ["step-000001"]}', "[" * 9999],
+     '{"checkpoints": [{"name": 1, "held_out_loss": null}]}', '{"checkpoints": ["step-000001"]}',
+     '{"checkpoints": [{"name": "step-000001"}]}', "[" * 9999],
 )  # fmt: skip
 def test_a_damaged_index(two, text):
     (two.path / "checkpoints.json").write_text(text)
@@ -367,6 +395,11 @@ def test_pipes_that_nobody_writes_into(two):
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"no weights in .*nowhere: nothing that holds any"):
         read_folder(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "nowhere", tmp_path / "file"):
+        assert CheckpointFolder(path).newest() is None
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .*: checksums\.json is missing"):
+            verify(path)
 
 
 def test_checksums_do_not_lead_out(two):
