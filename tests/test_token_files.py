@@ -105,7 +105,7 @@ def test_a_writer_goes_on_from_its_last_flush(tmp_path):
     first.write(np.array([1, 2, 3]), [2])
     state = json.loads(json.dumps(first.flush()))
     assert [(folder / name).stat().st_size for name in ("tokens", "lengths", "documents")] == [6, 4, 8]
-    first.write(np.array([70, 80]), [1])  # lost, as if killed here
+    first.write(np.array([70, 80] * 9), [1, 2, 3, 4])  # lost, as if killed here: more than what comes in its place
     first.close()
     second = TokenWriter(folder, 1000, state)
     assert second.tokens == 3 and second.documents == 1
@@ -180,6 +180,7 @@ def test_every_integer_dtype_of_megatron(tmp_path, code, dtype):
     assert file.tokens.dtype == np.dtype(dtype) and file.tokens.tolist() == [1, 2, 3, 100, 127]
     assert [file[i].tolist() for i in range(3)] == [[1, 2, 3], [], [100, 127]]
     assert [file.sequence_at(t) for t in (0, 1, 3, 4)] == [0, 3, 3, 5]
+    assert read_token_file(write_pair(tmp_path / "y", [[1, 2, 3], [4]])).sequence_at(1) == 3  # where the last one begins
 
 
 def test_files_without_an_index(tmp_path):
@@ -190,6 +191,8 @@ def test_files_without_an_index(tmp_path):
         assert file.tokens.dtype == np.dtype(dtype), (dtype, vocab_size)
         np.testing.assert_array_equal(file.tokens, ids)
         np.testing.assert_array_equal(file[0], ids)
+    path.write_bytes(np.array([1, 0, 2], "<u2").tobytes())  # its first four bytes are an id of 32 bits, too
+    assert read_token_file(path, 300).tokens.tolist() == [1, 0, 2]
     for magic, version, dtype in ((20240520, 1, "<u2"), (20240801, 7, "<u4")):  # llm.c: GPT-2 and Llama 3
         header = np.zeros(256, "<i4")
         header[:3] = magic, version, len(ids)
@@ -267,6 +270,15 @@ def test_damaged_pairs(tmp_path, spoil, message):
     with pytest.raises(DataError, match=message) as info:
         read_token_file(path)
     assert "\n" not in str(info.value)
+
+
+def test_documents_that_are_empty_and_pieces_that_go_back(tmp_path, monkeypatch):
+    path = write_pair(tmp_path / "x", [[1, 2, 3], [4, 5], [6]], documents=[0, 1, 1, 2, 3])
+    assert read_token_file(path).tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    monkeypatch.setattr(token_files, "_ENTRIES", 2)
+    write_pair(tmp_path / "x", [[1, 2, 3], [4, 5], [6]], documents=[0, 2, 1, 3])
+    with pytest.raises(DataError, match=r"\[x.idx\] damaged: the documents are not in order"):
+        read_token_file(path)
 
 
 def test_an_index_that_names_no_documents(tmp_path):
@@ -347,6 +359,12 @@ def test_sequences_that_were_cut_as_windows_stay_windows(tmp_path):
         TokenBatches(text.train, 5, 8, shuffle=False).load_state_dict(batches.state_dict())
 
 
+def test_no_more_is_held_out_than_the_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "_MOST_HELD_OUT_TOKENS", 3)
+    text = load_text(str(write_pair(tmp_path / "x", [range(50), range(50)])), vocab_size=50)
+    assert (len(text.train), len(text.held_out)) == (97, 3)
+
+
 def test_samples_cover_short_files_and_spread_over_long_ones(monkeypatch):
     monkeypatch.setattr(token_files, "_SAMPLE_TOKENS", 10)
     tokens = np.arange(95)
@@ -422,7 +440,7 @@ def test_prefetched_batches_are_the_same_and_so_is_their_position(depth):
         expected = next(plain)
         same(next(ahead), expected)
         ahead.load_state_dict(state)
-        assert threads() == []
+        assert threads() == [] and ahead.state_dict() == state
         same(next(ahead), expected)
         ahead.close()
         assert ahead.source.state_dict() == ahead.state_dict() == plain.state_dict()
