@@ -1,5 +1,6 @@
 """Text to tokens to batches: what is held out, what is cached, what a batch holds, and what bad input says."""
 
+import itertools
 import json
 import math
 import os
@@ -60,6 +61,7 @@ def test_stdlib_is_this_pythons_source_without_tests_and_holds_out_whole_files(t
     assert all(piece.start == 0 and piece.stop == piece.path.stat().st_size for piece in corpus.train + corpus.held_out)
     assert not any({"test", "tests", "idle_test", "site-packages"} & set(path.parts) for path in train | held_out)
     assert any(path.name == "argparse.py" for path in train | held_out)
+    assert not any(path.name.startswith("_sysconfigdata") for path in train | held_out)  # full of a machine's paths
     held, total = size(corpus.held_out), size(corpus.train + corpus.held_out)
     assert total > 5e6 and 0.03 < held / total < 0.08
     assert max(piece.stop for piece in corpus.held_out) < 0.3 * held
@@ -71,6 +73,11 @@ def test_folder_holds_out_whole_files_and_never_a_copy_of_one(folder, tmp_path):
         (folder / f"copy-of-{file.name}").write_bytes(file.read_bytes())
     (folder / "picture.png").write_bytes(b"\x89PNG\0\0")
     (folder / "empty.txt").write_text("")
+    for hidden in (folder / ".git" / "x.txt", folder / ".x.txt"):
+        hidden.parent.mkdir(exist_ok=True)
+        hidden.write_text("secret\n")
+    (folder / "broken").symlink_to("nowhere")
+    os.mkfifo(folder / "pipe")
     corpus = load_corpus(str(folder), cache_dir=tmp_path)
     assert len(corpus.train) + len(corpus.held_out) == 40
     assert corpus.skipped == (folder / "picture.png",)
@@ -130,6 +137,8 @@ def test_pieces_are_read_in_parts_without_loss(tmp_path):
     corpus = load_corpus(str(tmp_path / "big.txt"), cache_dir=tmp_path)
     assert len(list(corpus.train[0].texts("x"))) > 2
     assert whole_text(corpus.train + corpus.held_out) == text[1:].replace("\r\n", "\n")
+    (tmp_path / "big.txt").write_text("abc")  # shorter than it was
+    assert list(itertools.islice(corpus.train[0].texts("x"), 3)) == ["abc", ""]
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.jsonl.gz"])
@@ -239,6 +248,9 @@ def test_tokens_are_kept_for_a_tokenizer_however_its_file_is_written(folder, tmp
     for each in (path, spread):
         load_text(str(folder), tokenizer=each, cache_dir=tmp_path / "d")
     assert len(list((tmp_path / "d").rglob("train.bin"))) == 1
+    path.with_name("tokenizer_config.json").write_text('{"eos_token": "a"}')  # then other ids end the documents
+    text = load_text(str(folder), tokenizer=path, cache_dir=tmp_path / "d")
+    assert text.train[-1] == text.tokenizer.end_of_text == text.tokenizer.encode("a")[0]
 
 
 def test_token_files_of_another_tokenizer(folder, tmp_path):
@@ -339,6 +351,7 @@ def test_token_files_hold_large_ids(tmp_path):
     back = read_tokens(tmp_path / "x.bin")
     assert back.dtype == np.uint32
     np.testing.assert_array_equal(back, ids)
+    assert len(write_tokens(tmp_path / "none.bin", [], 300)) == 0  # which cannot be mapped
 
 
 # ---- bad input
@@ -496,12 +509,25 @@ def test_a_saved_position_goes_on_with_the_next_window(resumed_batch_size):
         TokenBatches(TOKENS, 8, 10, seed=4).load_state_dict(state)
     with pytest.raises(DataError, match=r"saved position is in other data: crc32"):  # as many ids of a tokenizer made anew
         TokenBatches(TOKENS[::-1], 8, 10, seed=3).load_state_dict(state)
+    with pytest.raises(DataError, match="shuffle was 1, is 0"):
+        TokenBatches(TOKENS, 8, 10, seed=3, shuffle=False).load_state_dict(state)
+    with pytest.raises(DataError, match="order was 1, is 2"):  # of a version that had another for the same seed
+        resumed.load_state_dict({**state, "order": 1})
     for position in (-1, 1.5, "8", 1 << 70):
         with pytest.raises(DataError, match="saved position is no position"):
             resumed.load_state_dict({**state, "position_windows": position})
     resumed.load_state_dict({name: value for name, value in state.items() if name != "crc32"})  # of an older version
     with pytest.raises(DataError, match="seq_len was 10, is 20"):
         TokenBatches(TOKENS, 8, 20, seed=3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("changed", [5, -5])
+def test_a_position_in_long_text_is_of_text_with_the_same_ends(monkeypatch, changed):
+    monkeypatch.setattr(text_module, "_CHECKED_TOKENS", 10)
+    other = TOKENS.copy()
+    other[changed] = 1
+    with pytest.raises(DataError, match=r"saved position is in other data: crc32"):
+        TokenBatches(other, 8, 10).load_state_dict(TokenBatches(TOKENS, 8, 10).state_dict())
 
 
 def test_max_tokens_and_bad_sizes():
@@ -542,5 +568,7 @@ def test_unigram_entropy_is_add_one_smoothed_cross_entropy():
     assert unigram_entropy(uniform, uniform, 100) == pytest.approx(math.log(100), rel=1e-12)
     with pytest.raises(DataError, match=r"outside the vocabulary: ids 0 to 2 \(0 to 1\)"):
         unigram_entropy(train, held_out, 2)
+    with pytest.raises(DataError, match=r"outside the vocabulary: ids -1 to 0 \(0 to 2\)"):
+        unigram_entropy(train, np.array([0, -1]), 3)
     with pytest.raises(DataError, match="no held-out tokens"):
         unigram_entropy(train, held_out[:0], 3)
