@@ -82,6 +82,13 @@ def test_nor_does_it_where_a_decoder_leaves_out_the_first_space():
     assert "".join(pieces) + rest == " ".join(map(str, range(300))) and max(seen) <= 40
 
 
+def test_tokens_that_stand_for_no_text():
+    decode = lambda ids: bytes_decoder([i for i in ids if i < 256])  # noqa: E731
+    ids = [*b"a" * 20, 0xF0, *[300] * 40, *b"b"]
+    pieces, rest = stream(ids, decode)
+    assert "".join(pieces) + rest == decode(ids) == "a" * 20 + "\ufffdb"
+
+
 def test_a_real_tokenizer(tmp_path):
     pytest.importorskip("tokenizers")
     from needle.data.text_tokenizer import train_tokenizer
