@@ -162,6 +162,12 @@ def test_peaks_overlap(cpu):
     assert memory.stats(cpu).peak == live
     second.__exit__()
     assert (first.above_start, second.above_start) == (20_000, 8000)
+    high = empty((1 << 22,), device=cpu)
+    with memory.peak(cpu):
+        del high
+    memory.empty_cache(cpu)
+    memory.reset_peak(cpu)
+    assert memory.stats(cpu).peak_reserved == memory.stats(cpu).reserved
 
 
 def test_the_parts_of_the_process_add_up(cpu):
@@ -200,6 +206,15 @@ def test_an_emptied_cache_leaves_nothing_between_small_arrays(cpu):
     del arrays[1::2]
     memory.empty_cache(cpu)
     assert memory.process(cpu)["rss"] - before < 50e6  # of 100 MB
+
+
+def test_an_emptied_cache_has_none_of_what_is_kept_between_calls(cpu):
+    memory.empty_cache(cpu)
+    before = memory.stats(cpu).live
+    Pythia(TINY, device=cpu).rotary_tables(8)
+    assert memory.stats(cpu).live > before
+    memory.empty_cache(cpu)
+    assert memory.stats(cpu).live == before
 
 
 def test_amounts_of_memory_are_read():
