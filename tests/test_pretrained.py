@@ -123,6 +123,14 @@ def test_saving_again_replaces_every_file(folder, golden):
         assert len(stored(folder)) == sum(len(read_tensors(path)) for path in folder.glob("*.safetensors")) == 28
 
 
+def test_what_is_saved_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    done, flush, replace = [], ndl.files.flush, os.replace
+    monkeypatch.setattr(ndl.files, "flush", lambda path: (done.append(path.name), flush(path)))
+    monkeypatch.setattr(os, "replace", lambda old, new: (done.append(f"-> {new.name}"), replace(old, new)))
+    Pythia(TINY, seed=3).save_pretrained(tmp_path / "model")
+    assert done == ["config.json", "model.safetensors", "-> config.json", "-> model.safetensors", "model"]
+
+
 def test_names_of_folders_may_be_texts(folder, tmp_path):
     write_folder(str(tmp_path), read_folder(str(folder)), 10**9)
     assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -594,6 +602,11 @@ def link_out(places, folder):
     shard.symlink_to(outside)
 
 
+def no_table(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
+
+
 def pickled(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -614,6 +627,7 @@ NORM = "gpt_neox.final_layer_norm.weight"
 HOSTILE = {
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
     "pickled weights": (pickled, "pickled and could run code"),
+    "a pickled model": (lambda f: (f / "model.safetensors").rename(f / "model.pt"), "only model.pt, which is pickled"),
     "truncated weights": (lambda folder: os.truncate(folder / "model.safetensors", 50_000), "not fully covered|IncompleteBuffer"),
     "a tensor is missing": (change_tensors(lambda a: a.pop(NORM)), "missing .*final_layer_norm"),
     "a tensor more": (change_tensors(lambda a: a.update(evil=np.zeros(3))), "unexpected .*evil"),
@@ -658,6 +672,7 @@ HOSTILE = {
     "index names a folder": (change_index(lambda p, f: first(p, f, "..")), "leads out of the folder"),
     "index names nothing": (change_index(lambda p, f: first(p, f, "")), "leads out of the folder"),
     "index names a number": (change_index(lambda p, f: first(p, f, 3)), "no table of file names"),
+    "index is no table": (no_table, "no table of file names"),
     "index is missing a file": (change_index(lambda p, f: first(p, f, "absent.safetensors")), "missing: .*absent"),
     "index names another file": (change_index(lambda p, f: first(p, f, "model-00002-of-00003.safetensors")), "which is"),
     "index lacks a tensor": (change_index(lambda p, f: p.popitem()), "says None"),
