@@ -237,6 +237,7 @@ def test_stop_tokens_and_padding(cpu):
         assert (row[end:] == 7).all()
     one = model.generate(PROMPTS[:1], max_new_tokens=12, eos_token_id=stop)
     assert one.shape == (1, 20 + first[0] + 1) and one[0, -1] == stop
+    assert [GenerationConfig(eos_token_id=end).pad_id for end in (None, 9, [8, 9])] == [0, 9, 8]
 
 
 def test_streaming_gives_the_same_tokens_as_they_come(cpu):
@@ -281,6 +282,8 @@ def test_what_may_be_drawn_is_worked_out_by_hand():
     assert set(probabilities(top_p=share * 1.01)) == {0, 1}
     assert set(probabilities(top_p=1e-9)) == {0}
     assert sum(probabilities(top_p=0.9, top_k=4).values()) == pytest.approx(1)
+    equal = generation.distribution(np.zeros(4), GenerationConfig(do_sample=True, top_p=0.5))
+    assert [x.tolist() for x in equal] == [[0, 1], [0.5, 0.5]]  # two reach it
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 50.0])
@@ -328,6 +331,14 @@ def test_the_largest_and_the_smallest_values_overflow_nothing():
         config = GenerationConfig(do_sample=True, temperature=temperature, repetition_penalty=penalty)
         assert generation.choose(logits, seen, config, rng) in range(4)
     assert generation.choose(logits, seen, GenerationConfig(repetition_penalty=1e100), rng) == 2
+
+
+def test_the_largest_draw_is_of_an_id():
+    """Probabilities that are added up one by one may give less than their sum."""
+    config, largest = GenerationConfig(do_sample=True, top_k=0), SimpleNamespace(random=lambda: 1 - 2**-53)
+    for seed in range(20):
+        logits = np.random.default_rng(seed).normal(size=50_000).astype(np.float32)
+        assert generation.choose(logits, np.zeros(50_000, bool), config, largest) < 50_000
 
 
 def test_draws_follow_the_distribution():
@@ -403,7 +414,7 @@ def test_numbers_of_numpy_are_numbers():
     assert config == GenerationConfig(temperature=0.5, top_p=0.5, repetition_penalty=2.0)
 
 
-@pytest.mark.parametrize("prompts", [[], [[]], [1, 2], 5, [[[1]]], [[0.5]]], ids=str)
+@pytest.mark.parametrize("prompts", [[], [[]], [1, 2], 5, [[[1]]], [[0.5]], [np.arange(0)]], ids=str)
 def test_bad_prompts(cpu, prompts):
     with pytest.raises(ShapeError, match=r"\[generate\] prompts are"):
         small(device=cpu).generate(prompts)
@@ -412,8 +423,12 @@ def test_bad_prompts(cpu, prompts):
 def test_ids_outside_the_vocabulary(cpu):
     with pytest.raises(IndexError, match=r"id 61 in a prompt is outside the vocabulary \(0..60\)"):
         small(device=cpu).generate([[1, 61]])
+    with pytest.raises(IndexError, match="id -1 in a prompt"):
+        small(device=cpu).generate([[1, -1]])
     with pytest.raises(IndexError, match="eos_token_id 100 is outside"):
         small(device=cpu).generate([[1]], eos_token_id=100)
+    with pytest.raises(IndexError, match="pad_token_id 61 is outside"):
+        small(device=cpu).generate([[1]], pad_token_id=61)
 
 
 def test_broken_weights_are_said(cpu):
