@@ -8,7 +8,7 @@ import pytest
 import needle as ndl
 from needle.errors import ShapeError
 from needle.models import Pythia, PythiaConfig, score_endings, score_text
-from needle.models.evaluation import TextScore, windows
+from needle.models.evaluation import TextScore, WordScore, windows
 
 VOCABULARY = 61
 
@@ -58,6 +58,9 @@ def test_every_token_but_the_first_is_asked_for_once(tokens, window, stride):
 def test_the_default_window_is_the_models(model):
     ids = np.random.default_rng(1).integers(0, VOCABULARY, 70)
     assert score_text(model, ids).nats == score_text(model, ids, 32, 32).nats != score_text(model, ids, 70).nats
+    done = []
+    score_text(model, ids, batch_size=2, progress=done.append)
+    assert done == [64, 69]
 
 
 def test_endings_by_hand(model):
@@ -109,6 +112,12 @@ def test_bad_arguments(model):
             score_text(model, *wrong)
     with pytest.raises(ShapeError, match="0 examples"):
         score_endings(model, [])
+    for name in ("window", "batch_size"):
+        with pytest.raises(ShapeError, match=f"{name} 0"):
+            score_endings(model, [(ids, ids)], **{name: 0})
+    with pytest.raises(ShapeError, match="example 0 has 10 context and 10 ending ids"):
+        score_endings(model, [(ids, ids)], window=9)
+    assert score_endings(model, [(ids, ids)], window=10).words == 1
     with pytest.raises(ShapeError, match="example 1 has 0 context"):
         score_endings(model, [(ids, ids), (ids[:0], ids)])
     for wrong in ((ids + 0.5, ids), (ids, [True]), (ids, [[1]])):
@@ -119,6 +128,7 @@ def test_bad_arguments(model):
 def test_figures_of_a_score():
     score = TextScore(nats=8 * math.log(2), tokens=4)
     assert score.loss == pytest.approx(2 * math.log(2)) and score.perplexity == pytest.approx(4) and score.bits_per_byte(8) == 1
+    assert TextScore(nats=1e9, tokens=1).perplexity == WordScore(1, 0, nats=1e9).perplexity == math.exp(700)  # no OverflowError
 
 
 def test_equals_transformers_on_the_same_weights(tmp_path):
