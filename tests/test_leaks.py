@@ -467,6 +467,22 @@ def test_the_search_for_leaks_takes_no_variable_from_the_program(with_layer):
         sys.settrace(before)
 
 
+def test_a_search_waits_until_what_survives_has_doubled(monkeypatch):
+    module = sys.modules[memory.LeakCheck.__module__]
+    searched, find, kept, x = [], module.find, [], ndl.Tensor([1.0])
+    monkeypatch.setattr(module, "find", lambda nodes, ends: (searched.append(len(nodes)), find(nodes, ends))[1])
+    with memory.LeakCheck(warn=False) as check:
+        for _ in range(12):
+            kept.append(x * 2)
+            check.step()
+        assert searched == [1, 3, 7]
+        kept.clear()
+        for _ in range(2):  # then the next leak is a first one
+            kept.append(x * 2)
+            check.step()
+        assert searched == [1, 3, 7, 1]
+
+
 def test_graphs_of_another_thread_are_its_own(with_layer):
     """Its step may be a long one; and a LeakCheck of its own finds its leaks."""
     made, over, found = threading.Event(), threading.Event(), []
