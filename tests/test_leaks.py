@@ -467,6 +467,26 @@ def test_the_search_for_leaks_takes_no_variable_from_the_program(with_layer):
         sys.settrace(before)
 
 
+def test_the_largest_leak_comes_first_and_says_where_the_latest_of_its_tensors_was_made(with_layer):
+    small, large = [], []
+    with memory.LeakCheck(warn=False) as check:
+        small.append(ndl.Tensor([1.0]) * 2)
+        large.append(ops.relu(layer.weight))
+        check.step()
+        large.append(layer.weight * 2)
+        place = f"test_leaks.py:{sys._getframe().f_lineno - 1}"
+        check.step()
+        found = memory.leaks()
+    assert [leak.name for leak in found] == ["large", "small"] and found[0].place == place
+    assert "keeps the graph of 1 step alive" in str(memory.Leak("x", "", 1, 0, 1))
+
+
+def test_a_tensor_that_could_not_be_made_ends_no_search():
+    with pytest.raises(TypeError) as error:
+        ndl.Tensor([1.0], dtype="nonsense")
+    assert memory.leaks() == [] and error
+
+
 def test_a_search_waits_until_what_survives_has_doubled(monkeypatch):
     module = sys.modules[memory.LeakCheck.__module__]
     searched, find, kept, x = [], module.find, [], ndl.Tensor([1.0])
@@ -504,6 +524,7 @@ def test_graphs_of_another_thread_are_its_own(with_layer):
         for _ in range(4):
             good_step()
             check.step()
+        assert memory.leaks() == []
         over.set()
         thread.join()
     assert not check.found and found == ["running"]

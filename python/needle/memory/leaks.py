@@ -124,8 +124,8 @@ def find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
     ends: the ticks of the write clock at which the first step began, and then those at which steps ended.
     """
     nodes = None if among is None else {r() for r in among}
-    # By type alone: isinstance would ask each object of the program for its class. An op that failed has left a handle without a
-    # node, which its traceback may keep.
+    # By type alone: isinstance would ask each object of the program for its class. A Tensor that could not be made is a handle
+    # without a node, which a traceback may keep.
     values = [x for x in gc.get_objects() if issubclass(type(x), Value) and hasattr(x, "_node")]
     handles = [x for x in values if x.op is not None]
     casts = {cast._as_node() for cast in kept_casts()}  # a region around the whole loop has them by right, one per parameter
