@@ -237,7 +237,10 @@ def test_transformers_agrees_in_both_directions(tmp_path):
 @pytest.mark.parametrize(
     "said, expected",
     [
-        ({"eos_token_id": [5, 7], "pad_token_id": None, "max_length": 20, "_from_model_config": True}, {"eos_token_id": [5, 7]}),
+        (
+            {"eos_token_id": [5, 7], "pad_token_id": None, "temperature": None, "max_length": 20, "_from_model_config": True},
+            {"eos_token_id": [5, 7]},
+        ),
         ({"do_sample": True, "top_k": 3, "seed": 4}, {"do_sample": True, "top_k": 3}),
         ({"temperature": "hot"}, r"generation_config.json: \[generate\] temperature is 'hot'"),
         ({"eos_token_id": ["<|endoftext|>"]}, r"generation_config.json: \[generate\] eos_token_id is "),
@@ -666,6 +669,9 @@ HOSTILE = {
     "rotary of three features": (change_config(rope_parameters={"partial_rotary_factor": 0.4}), "head's 8 features, not 3"),
     "rotary beyond the head": (change_config(rope_parameters={"partial_rotary_factor": 4}), "rotary_pct"),
     "a wrong pattern": (change_config(needle_attention={"pattern": "evil", "block": 16, "window": 1}), "needle_attention"),
+    "a pattern alone": (change_config(needle_attention={"pattern": "local"}), "needle_attention"),
+    "a window of text": (change_config(needle_attention={"pattern": "local", "block": 16, "window": "1"}), "window is '1'"),
+    "a model of a megabyte": (change_config(model_type="x" * 10**6), "model_type is 'xxx"),
     "a wrong block": (change_config(needle_attention={"pattern": "local", "block": 10**6, "window": 1}), "block"),
     "index leads up": (change_index(lambda p, f: first(p, f, "../outside.safetensors")), "leads out of the folder"),
     "index is absolute": (change_index(lambda p, f: first(p, f, "/etc/passwd")), "leads out of the folder"),
