@@ -109,11 +109,15 @@ def leftovers(folder):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_tokens_are_those_of_the_whole_documents(tmp_path, tokenizer, small, workers):
-    texts = write_inputs(tmp_path / "in put")
-    done = prepare([tmp_path / "in put"], tmp_path / "out" / "x", tokenizer=tokenizer, workers=workers)
+    texts, read = write_inputs(tmp_path / "in put"), []
+    report = lambda now: read.append((now.done_bytes, now.all_bytes))  # noqa: E731
+    done = prepare([tmp_path / "in put"], tmp_path / "out" / "x", tokenizer=tokenizer, workers=workers, report=report)
+    assert read == sorted(read) and read[-1] == (sum(path.stat().st_size for path in (tmp_path / "in put").iterdir()),) * 2
     assert found(tmp_path / "out" / "x") == expected(tokenizer, texts)
     assert done.totals.documents == 6 and done.totals.empty == 2 and done.totals.cut == 0 and done.skipped == []
     assert done.totals.tokens == sum(map(len, expected(tokenizer, texts)))
+    raw = {path: path.read_bytes() for path in (tmp_path / "in put").iterdir()}
+    assert done.totals.text_bytes == sum(len(gzip.decompress(b) if p.suffix == ".gz" else b) for p, b in raw.items())
     assert pair(tmp_path / "out" / "x")[2] == tokenizer.read_bytes() and leftovers(tmp_path / "out") == []
     plain = prepare([tmp_path / "in put"], tmp_path / "plain", tokenizer=tokenizer, end_of_text=None)
     assert found(plain.prefix) == expected(tokenizer, texts, ())
