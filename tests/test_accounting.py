@@ -8,7 +8,7 @@ import pytest
 
 import needle as ndl
 from devices import usable
-from needle import memory, nn, ops
+from needle import amp, memory, nn, ops
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import ShapeError
 from needle.memory import accounting
@@ -307,6 +307,13 @@ def test_a_trace_names_who_holds_what(device):
     )
     assert sum(sum(row.values()) for row in t.by_module().values()) == t.peak_bytes == sum(t.by_category().values())
     del model
+
+
+def test_a_trace_names_casts_as_such(cpu):
+    x, w = (ndl.Tensor(np.ones((4, 4)), device=cpu) for _ in range(2))
+    with memory.trace(cpu) as t, amp.autocast(cpu, "bfloat16"):
+        y = x @ w
+    assert [row["op"] for row in t.timeline()] == ["AsType", "AsType", "MatMul"] and y.shape == (4, 4)
 
 
 def test_a_trace_changes_no_lifetime(cpu):

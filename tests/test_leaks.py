@@ -402,6 +402,14 @@ def test_what_an_autocast_region_around_the_loop_keeps_is_no_leak(with_layer, re
         assert [*check.found] == ["history"]
 
 
+def test_a_trace_inside_of_a_leak_check_ends_nothing(with_layer, cpu):
+    with memory.LeakCheck(warn=False) as check:
+        with memory.trace(cpu):
+            good_step()
+        leak_list(check)
+    assert set(check.found) == {"history"}
+
+
 def test_a_leak_check_out_of_its_context_says_so():
     check = memory.LeakCheck()
     for _ in range(2):
