@@ -202,12 +202,14 @@ def test_sites_of_modules_that_have_gone_are_forgotten(limited):
     """Those that a forward makes for itself come by the thousand."""
     memory.set_limit(memory.stats(limited).live + (1 << 20), limited)
     x, kept = ndl.ones(64, 64, device=limited, requires_grad=False), nn.Linear(64, 64, device=limited)
-    first = kept(x)
+    first, second = kept(x), nn.ReLU()(x)
     for _ in range(3000):
         nn.ReLU()(x)
     assert len(sites._sites) < 2200
     (made,) = [h for h in holders(limited) if h.site.op == "Linear"]
     assert made.module == "weight" and first.shape == (64, 64)  # of the layer that is alone
+    (made,) = [h for h in holders(limited) if h.site.op == "ReLU"]  # whose memory is there yet
+    assert made.serial == second.realize_cached_data().serial
 
 
 def test_a_failure_while_gradients_are_added_does_not_wait_for_a_plan_that_adds_some(limited, monkeypatch):
