@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import gc
 import math
 import os
 import re
@@ -230,6 +231,32 @@ def test_what_an_earlier_plan_has_left_changes_no_plan():
     for _ in range(2):
         assert memory.peak_bytes(trainer.build) == memory.plan(trainer.build).peak_bytes == measured
     assert trainer.loss.device == ndl.meta() and memory.stats(ndl.meta()).live == 0
+
+
+def test_what_is_kept_between_calls_changes_no_plan(cpu):
+    build = plannable(TINY, 2, 32)
+    expected = memory.peak_bytes(build)
+    build(cpu)()  # angles, layouts
+    assert memory.peak_bytes(build, device=cpu) == expected
+
+
+@pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
+def test_the_collector_is_off_while_a_plan_runs(plan):
+    def build(device):
+        assert not gc.isenabled()
+        return Trainer().build(device)
+
+    plan(build)
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError):
+        plan(lambda device: 1 // 0)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        plan(build)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_a_plan_inside_of_a_plan_is_refused():
