@@ -193,8 +193,9 @@ def test_a_byte_order_mark_is_no_text(app, made, tmp_path):
     assert shown["plain"] == shown["marked"] and len(shown["plain"]) == 2
 
 
-def test_line_ends_are_those_of_training(tmp_path):
-    text = "a\rb\r\nc\n" + "x" * ((1 << 20) - 8) + "\r\r\n\r"  # the first MiB ends before a line's end
+@pytest.mark.parametrize("left", [8, 9])
+def test_line_ends_are_those_of_training(tmp_path, left):
+    text = "a\rb\r\nc\n" + "x" * ((1 << 20) - left) + "\r\r\n\r"  # the first MiB ends before a line's end, and within it
     (tmp_path / "text").write_text(text, newline="")
     size = (tmp_path / "text").stat().st_size
     assert "".join(evaluate.read(str(tmp_path / "text"), "text")) == "".join(Piece(tmp_path / "text", 0, size).texts("text"))
