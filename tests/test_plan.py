@@ -21,7 +21,7 @@ from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.errors import GraphError, ShapeError
 from needle.memory.trace import holders
-from needle.models import SIZES, PythiaConfig, checkpointed, plannable
+from needle.models import SIZES, Pythia, PythiaConfig, checkpointed, plannable
 from needle.optim import SGD, Adam
 from tiny_pythia import TINY
 
@@ -152,6 +152,11 @@ def test_networks_of_one_type_have_rows_of_their_own():
 
     rows = memory.plan(build).by_module
     assert rows["Sequential.modules"]["parameter"] == 4 * 11_000 and rows["Sequential2.modules"]["parameter"] == 4 * 110
+
+
+def test_a_network_on_another_device_changes_no_name(cpu):
+    other = Pythia(TINY, device=cpu)
+    assert {"layers.0", "layers.1", "embed_in"} < memory.plan(plannable(TINY, 2, 32)).by_module.keys() and other.device == cpu
 
 
 def test_networks_keep_their_names_when_their_arrays_are_replaced(cpu):
@@ -304,6 +309,23 @@ def test_a_plan_says_where_the_peak_is():
     assert p.by_category["parameter"] == 4 * TINY.parameter_count()
     assert p.step_bytes >= 12 * TINY.parameter_count()
     assert "layers.1" in str(p) and f"{p.peak_bytes:,} bytes" in str(p)
+
+
+def test_the_peak_of_a_gradient_is_where_its_op_was_called(cpu):
+    before = ndl.ones(1000, device=cpu)  # no part of it
+
+    def build(device):
+        w = nn.Parameter(ndl.ones(1000, device=device))
+
+        def step():
+            y = ops.exp(w)
+            y.sum().backward()
+
+        return step
+
+    p = memory.plan(build, device=cpu)
+    assert (p.peak_op, p.peak_place) == ("gradient of Exp", f"test_plan.py:{build.__code__.co_firstlineno + 4}")
+    assert sum(p.by_category.values()) == sum(h.nbytes for h in p.holders) == p.peak_bytes and before.size == 1000
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
