@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -284,6 +285,21 @@ def test_interrupted_and_gone_on_with(tmp_path, tokenizer, small, error):
         except error:
             assert leftovers(tmp_path) == [".parts.partial"] and not (tmp_path / "parts.idx").exists()
     assert runs > 10 and pair(tmp_path / "parts") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
+
+
+def test_stopped_when_the_last_file_had_its_name(tmp_path, tokenizer, small, monkeypatch):
+    write_inputs(tmp_path / "in")
+    whole = prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=tokenizer)
+
+    def stop(*_):
+        raise Stop
+
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(shutil, "rmtree", stop)
+        prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer)
+    again = prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer)
+    assert (again.totals, again.vocab_size) == (whole.totals, whole.vocab_size)
+    assert pair(tmp_path / "x") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
 
 
 def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small):
