@@ -332,13 +332,16 @@ def test_a_trace_changes_no_lifetime(cpu):
 
 
 def test_a_trace_that_is_entered_again_is_of_the_later_region(cpu):
-    t = memory.trace(cpu)
+    t, held = memory.trace(cpu), ndl.init.ones(5, device=cpu)
     for count in (1000, 10, 100):
         with t:
             start = memory.stats(cpu).live
             t.mark("made")
             ndl.init.ones(count, device=cpu)
         assert (t.peak_bytes, len(t.timeline()), t.mark_positions()) == (start + 4 * count, 2, [(0, "made")])
+    with t:  # the most is live as it begins
+        del held
+    assert (t.peak_index, t.peak_bytes) == (0, t.start_bytes)
 
 
 def test_two_traces_of_one_device_are_refused(cpu):

@@ -308,6 +308,7 @@ def test_a_plan_says_where_the_peak_is():
     assert p.peak_step == 2 and p.peak_bytes == sum(p.by_category.values()) == sum(sum(r.values()) for r in p.by_module.values())
     assert p.by_category["parameter"] == 4 * TINY.parameter_count()
     assert p.step_bytes >= 12 * TINY.parameter_count()
+    assert p.reads == []  # train_step is needle's, and reads what it gives
     assert "layers.1" in str(p) and f"{p.peak_bytes:,} bytes" in str(p)
 
 
