@@ -193,6 +193,11 @@ def test_a_byte_order_mark_is_no_text(app, made, tmp_path):
     assert shown["plain"] == shown["marked"] and len(shown["plain"]) == 2
 
 
+def test_the_last_word_of_several_lines(tmp_path):
+    (tmp_path / "lines").write_text(json.dumps({"text": "a\nb \n\n c\n"}))
+    assert evaluate.last_words(str(tmp_path / "lines")) == [(1, "a\nb", " \n\n c")]
+
+
 @pytest.mark.parametrize("left", [8, 9])
 def test_line_ends_are_those_of_training(tmp_path, left):
     text = "a\rb\r\nc\n" + "x" * ((1 << 20) - left) + "\r\r\n\r"  # the first MiB ends before a line's end, and within it
