@@ -9,6 +9,7 @@ import pytest
 import needle as ndl
 from devices import usable
 from needle import amp, memory, nn, ops
+from needle.backend_ndarray.host_memory import DATA
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import ShapeError
 from needle.memory import accounting
@@ -342,6 +343,15 @@ def test_a_trace_that_is_entered_again_is_of_the_later_region(cpu):
     with t:  # the most is live as it begins
         del held
     assert (t.peak_index, t.peak_bytes) == (0, t.start_bytes)
+
+
+def test_the_peak_is_that_of_the_memory_that_made_it(cpu):
+    with memory.trace(cpu) as t:
+        first, last = empty((1000,), device=cpu), empty((10,), device=cpu)
+        first.category = DATA  # another's, and later its own
+        del first
+        last.category = DATA
+    assert (t.peak_index, t.peak_bytes) == (2, t.start_bytes + 4040)
 
 
 def test_two_traces_of_one_device_are_refused(cpu):
