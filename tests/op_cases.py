@@ -49,19 +49,19 @@ def ids(values, device):
     return ndl.Tensor(np.asarray(values), device=device, dtype="int32", requires_grad=False)
 
 
-def tables(T, half, device):
-    angle = np.arange(T)[:, None] / (10.0 ** np.arange(half))[None]
+def tables(T, device):
+    angle = np.arange(T)[:, None] / (10.0 ** np.arange(2))[None]
     return (NDArray(f(angle), device=device, dtype="float32") for f in (np.cos, np.sin))
 
 
 def rotary_qkv(x):
-    cos, sin = tables(x.shape[1], 2, x.device)
+    cos, sin = tables(x.shape[1], x.device)
     q, k, v = ops.rotary_qkv(x, cos, sin)
     return q * k + v
 
 
 def rotary(x):
-    return ops.rotary(x, *tables(x.shape[2], 2, x.device))
+    return ops.rotary(x, *tables(x.shape[2], x.device))
 
 
 SPARSE = BlockLayout(np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]]), 16, causal=True)

@@ -277,10 +277,10 @@ def test_arrays_never_share_what_was_cut(cpu):
 # --- traces ---
 
 
-def one_step(device, batch=2):
+def one_step(device):
     model = Pythia(TINY, device=device)
     optimizer = AdamW(model.parameter_groups())
-    ids = tokens(device, batch)
+    ids = tokens(device)
     for _ in range(2):
         train_step(model, optimizer, iter([(ids, ids)]))
     return model

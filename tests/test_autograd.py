@@ -474,9 +474,9 @@ def test_what_runs_after_its_call_is_not_decorated(decorator):
             decorator(function)
 
 
-def micro_batches(host, count=4):
+def micro_batches(host):
     rng = np.random.default_rng(0)
-    return [leaf(rng.standard_normal((6, 5)), host, requires_grad=False) for _ in range(count)]
+    return [leaf(rng.standard_normal((6, 5)), host, requires_grad=False) for _ in range(4)]
 
 
 def network_loss(x, weights):

@@ -31,7 +31,7 @@ def set_gradients(
     retain_graph: bool,
     accumulate: bool,
     create_graph: bool,
-    source: _GradientSource | None = None,
+    source: _GradientSource | None,
 ) -> None:
     """Sets or adds to ``.grad`` of the leaves under ``tensor``: what ``Tensor.backward`` does. source: what rebuilt ``tensor``."""
     root = tensor._as_node()

@@ -113,7 +113,7 @@ class Block:
     done_bytes: int
 
 
-def find_sources(inputs: str | Path | Sequence[str | Path], made: Sequence[Path] = ()) -> tuple[list[Source], set[int]]:
+def find_sources(inputs: str | Path | Sequence[str | Path], made: Sequence[Path]) -> tuple[list[Source], set[int]]:
     """(the files, the indices of those found in folders). made: the run's own outputs, which are left out in folders."""
     sources: list[Source] = []
     in_folders: set[int] = set()

@@ -156,7 +156,7 @@ def _download_wikitext(wanted: Path, cache_dir: Path) -> Path:
     return folder
 
 
-def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool = False) -> Corpus:
+def _from_files(name: str, files: list[Path], root: Path, skip_binary: bool) -> Corpus:
     """A corpus of files."""
     digests: dict[str, Path] = {}  # by content: a copy of a held-out file must not be trained on
     pieces = {file: Piece(file, 0, file.stat().st_size) for file in files}
