@@ -62,7 +62,7 @@ class Prepared:
 
 
 def prepare(
-    inputs: Sequence[str | Path],
+    inputs: str | Path | Sequence[str | Path],
     output: str | Path,
     *,
     tokenizer: str | Path | None = None,
@@ -79,8 +79,8 @@ def prepare(
     """Tokenizes ``inputs`` into ``output``.bin and .idx (Megatron's format), with the tokenizer and a
     tokenizer_config.json that names ``end_of_text`` beside them.
 
-    inputs: text files, each one document; .jsonl files, in which each line is an object with a document under ``key``; both also as
-    .gz; and folders of these.
+    inputs: one path or several, of text files, each one document; .jsonl files, in which each line is an object with a document
+    under ``key``; both also as .gz; and folders of these.
     tokenizer: a tokenizer.json. Without it byte-level BPE with ``vocab_size`` ids is trained on a sample.
     end_of_text: the token after each document, None for none. workers: threads.
     overwrite: replace an older ``output``. skip_invalid: leave out lines that are no such object instead of stopping.
