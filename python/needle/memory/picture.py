@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..backend_ndarray.host_memory import FREED, MADE, RETAGGED
 from ..files import write_atomically
-from .trace import trace
+from .trace import Holder, trace
 from .units import readable
 
 # From the bottom up, what stays longest first. The colours differ also to eyes that see fewer. source: Okabe & Ito 2008.
@@ -33,37 +33,16 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
     """
     from plotly import graph_objects as go
 
-    names = [name for name in COLOURS if any(h.category == name for h in [*traced.first, *(h for _, h in traced.events)])]
-    now = {name: sum(h.nbytes for h in traced.first if h.category == name) for name in names}
-    series: dict[str, list[float]] = {name: [now[name] / _MIB] for name in names}
-    texts = ["before"]
-    tags = {h.serial: h.category for h in traced.first}
-    for kind, h in traced.events:
-        if h.serial in tags:
-            now[tags.pop(h.serial)] -= h.nbytes
-        if kind != FREED:
-            tags[h.serial] = h.category
-            now[h.category] += h.nbytes
-        for name in names:
-            series[name].append(now[name] / _MIB)
-        word = {MADE: "+", RETAGGED: "becomes", FREED: "-"}[kind]
-        shown = h.site.forward or h.site
-        lines = (
-            f"{word} {readable(h.nbytes)} {h.category}",
-            f"{h.site.what}{f' of {h.module}' if h.module else ''}",
-            f"{shown.place} {shown.code[:90]}",
-        )
-        texts.append("<br>".join(escape(line, quote=False) for line in lines))
-    x = list(range(len(texts)))
+    x = list(range(len(traced.live)))
     figure = go.Figure()
-    for name in names:
+    for name, mib in _over_time(traced).items():
         figure.add_scatter(
-            x=x, y=series[name], name=name, stackgroup="live", line={"width": 0, "shape": "hv"}, fillcolor=COLOURS[name],
+            x=x, y=mib, name=name, stackgroup="live", line={"width": 0, "shape": "hv"}, fillcolor=COLOURS[name],
             hovertemplate="%{y:,.2f} MiB",
         )  # fmt: skip
     figure.add_scatter(
-        x=x, y=[n / _MIB for n in traced.live], name="all", line={"color": _GREY, "width": 1, "shape": "hv"}, customdata=texts,
-        hovertemplate="%{y:,.2f} MiB<br>%{customdata}",
+        x=x, y=[n / _MIB for n in traced.live], name="all", line={"color": _GREY, "width": 1, "shape": "hv"},
+        customdata=["before", *(_described(kind, h) for kind, h in traced.events)], hovertemplate="%{y:,.2f} MiB<br>%{customdata}",
     )  # fmt: skip
     top, what = traced.peak_index, escape(traced.peak_site.what, quote=False)
     figure.add_annotation(
@@ -93,3 +72,32 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
         with write_atomically(target) as file:
             file.write(page)
     return target
+
+
+def _over_time(traced: trace) -> dict[str, list[float]]:
+    """MiB live before the first event and after each, of the categories that there are."""
+    names = [name for name in COLOURS if any(h.category == name for h in [*traced.first, *(h for _, h in traced.events)])]
+    now = {name: sum(h.nbytes for h in traced.first if h.category == name) for name in names}
+    series = {name: [now[name] / _MIB] for name in names}
+    tags = {h.serial: h.category for h in traced.first}
+    for kind, h in traced.events:
+        if h.serial in tags:
+            now[tags.pop(h.serial)] -= h.nbytes
+        if kind != FREED:
+            tags[h.serial] = h.category
+            now[h.category] += h.nbytes
+        for name in names:
+            series[name].append(now[name] / _MIB)
+    return series
+
+
+def _described(kind: int, h: Holder) -> str:
+    """An event, in HTML."""
+    word = {MADE: "+", RETAGGED: "becomes", FREED: "-"}[kind]
+    shown = h.site.forward or h.site
+    lines = (
+        f"{word} {readable(h.nbytes)} {h.category}",
+        f"{h.site.what}{f' of {h.module}' if h.module else ''}",
+        f"{shown.place} {shown.code[:90]}",
+    )
+    return "<br>".join(escape(line, quote=False) for line in lines)
