@@ -352,7 +352,7 @@ class BatchNorm1d(Module):
             self.running_mean = self.running_mean * (1 - m) + mean.detach() * m
             self.running_var = self.running_var * (1 - m) + var.detach() * m
             return y
-        scale = self.weight / ops.power_scalar(self.running_var + self.eps, 0.5)  # so that one pass over x is enough
+        scale = self.weight / ops.sqrt(self.running_var + self.eps)  # so that one pass over x is enough
         y = (ops.astype(x, dt.accumulator(x.dtype)) - self.running_mean) * scale + self.bias
         return ops.astype(y, dt.promote(x.dtype, self.weight.dtype))
 

@@ -604,7 +604,7 @@ class AsType(_NoRead):
     def gradient(self, out_grad, node):
         a = node.inputs[0]
         if dt.is_float(a.dtype) and not dt.is_float(self.dtype):
-            return Tensor.make_const(array_api.full(a.shape, 0, dtype=a.dtype, device=a.device))
+            return Tensor.make_const(_full(a.shape, 0, a.dtype, a.device))
         return AsType(a.dtype)(out_grad)
 
 
