@@ -9,9 +9,11 @@ import pytest
 
 import needle as ndl
 from needle import nn, ops
+from needle.autograd import TensorOp
 from needle.backend_ndarray import BackendDevice, ndarray_backend_cpu, ndarray_backend_numpy
 from needle.backend_ndarray.ndarray import NDArray
-from needle.testing import TOLERANCES, assert_close, check_parity, check_second_derivative, gradcheck
+from needle.errors import NeedleTestError
+from needle.testing import TOLERANCES, OpCase, assert_close, check_parity, check_second_derivative, gradcheck
 from op_cases import CASES
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
@@ -58,6 +60,67 @@ def test_parity(case, device, dtype):
 def test_a_device_of_ones_own(dtype):
     """As docs/architecture.md has it: of the reference's functions under another name."""
     check_parity(CASES[0], BackendDevice("own_of_parity", ndarray_backend_numpy), ndl.cpu_numpy(), dtype)
+
+
+class Cube(TensorOp):
+    """a^3, whose gradient is 3 a^2 dy times ``wrong``; ``constant``: its second derivative knows nothing of a."""
+
+    def __init__(self, wrong=1.0, constant=False):
+        self.wrong, self.constant = wrong, constant
+
+    def compute(self, a):
+        return a * a * a
+
+    def gradient(self, out_grad, node):
+        a = node.inputs[0].detach() if self.constant else node.inputs[0]
+        return out_grad * a * a * (3 * self.wrong)
+
+
+def test_the_checks_refuse_what_is_wrong(host):
+    def case(run):
+        return OpCase("some", run, [(2, 3)])
+
+    gradcheck(case(Cube()), host)
+    check_second_derivative(case(Cube()), host)
+    for check, run, said in (
+        (gradcheck, Cube(1.00001), "some, gradient 0: at "),
+        (gradcheck, lambda x: x * 0 + 1, "the output is constant"),
+        (check_second_derivative, Cube(constant=True), r"some, second derivative \(of constants"),
+        (check_second_derivative, lambda x: Cube(constant=True)(x * x), "some, second derivative: at "),
+    ):
+        with pytest.raises(NeedleTestError, match=said):
+            check(case(run), host)
+    with pytest.raises(NeedleTestError, match="gradient of input 1 is all zero"):
+        gradcheck(OpCase("some", lambda x, y: x + y * 0, [(2, 3)] * 2), host)
+    with pytest.raises(TypeError, match=r"case is of type function \(accepted: an OpCase"):
+        gradcheck(ops.exp, host)
+
+
+def test_parity_refuses_a_kernel_that_is_wrong(cpu):
+    for run, dtype, said in (
+        (lambda x: ops.exp(x) * (1 + (x.device == cpu) / 32), "bfloat16", "bfloat16: at .* accepted 1.60e-02"),
+        (lambda x: ops.exp(x) * (1 + (x.device == cpu) * 1e-11), "float64", "float64: at .* accepted 1.00e-12"),
+        (lambda x: Cube(1 + (x.device == cpu) * 1e-9)(x), "float64", "float64, gradient 0: at .* accepted 1.00e-10"),
+    ):
+        with pytest.raises(NeedleTestError, match=rf"^some on cpu\(\), {said}"):
+            check_parity(OpCase("some", run, [(2, 3)]), cpu, ndl.cpu_numpy(), dtype)
+
+
+@pytest.mark.parametrize(
+    "found, said",
+    [
+        ([1, 2], r"^it: shape \(2,\), expected \(3,\)$"),
+        ([1, np.nan, np.inf], "^it: NaN or infinity in the wrong place$"),
+        ([1, np.inf, -np.inf], "^it: NaN or infinity in the wrong place$"),
+        ([np.nan, 2, np.inf], "^it: NaN or infinity in the wrong place$"),
+        ([1, 2.5, np.inf], r"^it: at \(1,\) 2.5, expected 2 \(error 2.50e-01, accepted 1.25e-01\)$"),
+    ],
+)
+def test_numbers_that_are_not_close(found, said):
+    assert_close([1.25, 2.25, np.inf], [1, 2, np.inf], 0.125)
+    assert_close([np.nan, np.inf], [np.nan, np.inf], 0)
+    with pytest.raises(NeedleTestError, match=said):
+        assert_close(found, [1, 2, np.inf], 0.125, "it")
 
 
 SIZES = (1, 2, 31, 33, 255, 257, 1000)
