@@ -397,8 +397,6 @@ def linear_cross_entropy(
 
 def _check_update(op: str, param: NDArray, grad: NDArray, *states: NDArray) -> None:
     """raises: ShapeError if the sizes differ; DTypeError for a param that is not floating."""
-    if not dt.is_float(param._dtype):
-        raise DTypeError(f"[{op}] param is {param._dtype} (accepted: floating)")
     _check(op, param, others=(grad, *states))
     size = param.size
     if any(array.size != size for array in (grad, *states)):
