@@ -35,11 +35,13 @@ def test_indexing_reads_and_writes_as_numpy(device, index):
     np.testing.assert_array_equal(a.numpy(), expected)
 
 
-def test_tensor_indexing_drops_integer_axes(host):
+def test_tensors_take_indices_and_axes_as_numpy_does(host):
     t = ndl.Tensor(X, device=host)
     for index in (np.s_[1], np.s_[-1, :, 2], np.s_[..., 0], np.s_[None, 2, 1:3, None, -1]):
         np.testing.assert_array_equal(t[index].numpy(), X[index])
     assert [row.shape for row in t] == [(5, 6)] * 4
+    np.testing.assert_array_equal(t.T.numpy(), X.T)
+    np.testing.assert_array_equal(t.permute((1, 2, 0)).numpy(), X.transpose(1, 2, 0))
     with pytest.raises(ShapeError, match="0-d"):
         list(ndl.Tensor(1.0, device=host))
     assert (t[0, 0] * np.array([[2.0]])).shape == (1, 6) and (t[0, 0] * np.array([2.0])).shape == (6,)
@@ -85,6 +87,16 @@ def test_reductions_over_any_axes(device, op, axis):
         found = getattr(a, op)(axis=axis, keepdims=keepdims).numpy()
         assert found.shape == ((1,) if axis is None and not keepdims else expected.shape)
         np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("op", ["argmax", "argmin"])
+def test_places_of_the_largest_and_the_least(device, op):
+    for axis in (None, 0, 1, -1):
+        for keepdims in (False, True):
+            expected = getattr(X, op)(axis=axis, keepdims=keepdims)
+            found = getattr(NDArray(X, device=device), op)(axis=axis, keepdims=keepdims)
+            assert found.shape == ((1,) if axis is None and not keepdims else expected.shape)
+            np.testing.assert_array_equal(found.numpy().reshape(expected.shape), expected)
 
 
 @pytest.mark.parametrize(("dtype", "end"), [("bool", 2), ("uint8", 256), ("int32", 2**31)])
@@ -216,6 +228,12 @@ def test_comparisons_with_nan(device):
         found = getattr(x, op)(y)
         assert found.dtype == "bool"
         np.testing.assert_array_equal(found.numpy(), getattr(np, op)(a, b))
+    a[3], b[3] = np.inf, -np.inf
+    for values in (a, b):
+        for op in ("logical_not", "isnan", "isinf", "isfinite"):
+            found = getattr(NDArray(values, device=device), op)()
+            assert found.dtype == "bool"
+            np.testing.assert_array_equal(found.numpy(), getattr(np, op)(values))
 
 
 def test_empty_and_zero_dimensional(device):

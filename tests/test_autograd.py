@@ -458,6 +458,30 @@ def test_no_grad_detach_and_retain_grad(host):
     assert x.grad.item() == 1
 
 
+def test_a_decorated_function_takes_and_gives_all_that_it_did(host):
+    def affine(x, scale, *, shift=0.0):
+        return x * scale + shift
+
+    x = leaf([2.0], host)
+    without, again = ndl.no_grad()(affine), ndl.no_grad()(ndl.enable_grad()(affine))
+    for function, recorded in ((without, False), (again, True)):
+        y = function(x, 3, shift=1.0)
+        assert y.item() == 7 and (y.op is not None) == recorded and function.__name__ == "affine"
+    assert (x * x).op is not None
+    with pytest.raises(TypeError, match="other"):
+        without(x, 3, other=1.0)
+    assert (x * x).op is not None
+
+
+def test_only_a_leaf_stops_requiring_a_gradient(host):
+    x = leaf([2.0], host)
+    y = x * 3
+    with pytest.raises(GraphError, match="only a leaf can stop"):
+        y.requires_grad = False
+    x.requires_grad = False
+    assert y.requires_grad and (x * 3).op is None
+
+
 @pytest.mark.parametrize("decorator", [ndl.no_grad(), ndl.enable_grad(), ndl.remat, amp.autocast("cpu")])
 def test_what_runs_after_its_call_is_not_decorated(decorator):
     def generator(x):

@@ -594,6 +594,15 @@ def test_optimizers_keep_dtypes_and_gradients(device, make):
     assert p.grad is None and unused.grad is None
 
 
+def test_an_optimizer_takes_a_parameter_whose_values_are_a_view(device):
+    p = nn.Parameter(np.zeros((3, 2)), device=device)
+    values = Tensor(np.arange(6.0).reshape(2, 3), device=device)
+    p.data = values.T
+    p.grad = Tensor(np.arange(6.0).reshape(3, 2), device=device)
+    optim.SGD([p], lr=0.5).step()
+    np.testing.assert_array_equal(p.numpy(), np.arange(6.0).reshape(2, 3).T - 0.5 * np.arange(6.0).reshape(3, 2))
+
+
 # --- data and apps ---
 
 

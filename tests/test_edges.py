@@ -331,6 +331,8 @@ def test_arrays_of_numpy_beside_integers(device):
     np.testing.assert_array_equal((fractions - small).numpy(), [-2.5, -0.5])
     np.testing.assert_array_equal((small + [300, 1]).numpy(), [303, 3])
     np.testing.assert_allclose((np.array([2.0, 3.0]) ** small).numpy(), [8, 9], rtol=1e-6)  # CUDA's powf need not be exact
+    np.testing.assert_allclose((2.0**small).numpy(), [8, 4], rtol=1e-6)
+    np.testing.assert_allclose((np.array([2.0, 3.0]) ** ndl.Tensor([3, 2], device=device)).numpy(), [8, 9], rtol=1e-6)
     assert (array([1.5], device) + np.array([0.5])).dtype == "float32"
     mask = array([1, 0], device, "bool")
     np.testing.assert_array_equal(where(mask, a, 0.5).numpy(), [1, 0.5])

@@ -110,14 +110,17 @@ def test_a_key_of_no_weight_is_like_one_that_is_not_there(device):
 
 
 def test_the_kernel_refuses_what_does_not_fit(device):
-    def call(positions, S=20, layout=None, values=20, D=8):
-        x, cache, other = (NDArray(np.ones((2, 1, n, D)), device=device) for n in (1, S, values))
+    def call(positions, S=20, layout=None, values=20, D=8, new=1):
+        x, cache, other = (NDArray(np.ones((2, 1, n, D)), device=device) for n in (new, S, values))
         at = NDArray(np.array(positions), device=device, dtype="int32")
         kernels.attention_decode(x, x, x, cache, other, at, layout or dense_layout(S, S, 64), 1.0)
         device.sync()
 
     with pytest.raises(IndexError, match=r"\[attention_decode\] position 20 of sequence 1 is outside the cache \(0..19\)"):
         call([0, 20])
+    for wrong in (lambda: call([0]), lambda: call([0, 1], new=2)):
+        with pytest.raises(ShapeError, match=r"\[attention_decode\] q is \(2, 1, ., 8\), .*accepted: \(B, H, 1, D\)"):
+            wrong()
     with pytest.raises(ShapeError, match="does not fit 20 positions"):
         call([0, 1], layout=dense_layout(200, 200, 64))
     with pytest.raises(ShapeError, match="does not fit"):

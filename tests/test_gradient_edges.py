@@ -586,6 +586,8 @@ def test_gradients_that_do_not_fit(device):
             y.backward()
     with pytest.raises(GraphError, match=r"First.gradient gave one of shape \(1,\) for an input of shape \(3,\)"):
         First()(ops.split(x.reshape((1, 3)), 0)[0]).backward()
+    with pytest.raises(GraphError, match=r"Third.gradient gave 2 gradients for 1 inputs"):
+        Third(lambda grad: (grad, grad))(x).backward()
     for given in (ndl.Tensor.realize_cached_data, ndl.Tensor.numpy):
         for y in (Third(given)(x), Third(given)(x * 2)):
             with pytest.raises(GraphError, match=r"Third.gradient gave a .*rray for an input of shape \(3,\)"):

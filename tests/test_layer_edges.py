@@ -726,9 +726,14 @@ def test_files_that_are_no_mnist_or_text(tmp_path):
         return str(tmp_path / "x.gz"), str(tmp_path / "y.gz")
 
     assert len(data.MNISTDataset(*files(28, 4))) == 4
-    for names in (files(14, 4), files(28, 4, lambda content: content[:12] + b"\xff" * 8 + content[20:])):
-        with pytest.raises(DataError, match=r"\[mnist\]"):
-            data.MNISTDataset(*names)
+    for side, count, damage, says in (
+        (14, 4, bytes, "are not images and labels of one MNIST set"),
+        (28, 4, lambda content: content[:12] + b"\xff" * 8 + content[20:], r"cannot read .*x\.gz"),
+        (28, 4, lambda content: gzip.compress(gzip.decompress(content)[:15]), "is truncated"),
+        (28, 4, lambda content: gzip.compress(gzip.decompress(content)[:-1]), "is truncated"),
+    ):
+        with pytest.raises(DataError, match=rf"\[mnist\] .*{says}"):
+            data.MNISTDataset(*files(side, count, damage))
     (tmp_path / "train.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(DataError, match=r"\[ptb\] cannot read"):
         data.Corpus(str(tmp_path))
