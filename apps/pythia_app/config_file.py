@@ -51,8 +51,8 @@ def write(path: Path, options: argparse.Namespace, says: str) -> None:
 
 
 def keep(folder: Path, options: argparse.Namespace, first: int) -> None:
-    """The run's config.yaml. A run that goes on, from step ``first``, leaves it alone, and so does any run one that is the user's:
-    where the flags are others they are written beside it.
+    """Writes the run's config.yaml. One that is the user's, or from which a run goes on at step ``first``, is left alone: flags
+    that differ from it are written beside it.
     """
     path, says = folder / CONFIG, STARTED
     if path.is_file() and (first or _is_the_users(path, options)):
@@ -64,7 +64,7 @@ def keep(folder: Path, options: argparse.Namespace, first: int) -> None:
 
 
 def _is_the_users(path: Path, options: argparse.Namespace) -> bool:
-    """Not what a run has left that was killed before its first checkpoint."""
+    """False for what a run left that was killed before its first checkpoint."""
     given = options.config is not None and path.samefile(files.home(options.config))
     return given or not path.read_bytes().startswith(f"# {STARTED}".encode())
 

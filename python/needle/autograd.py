@@ -1,10 +1,10 @@
 """Tensors, and the ops that make them: the user's side of reverse-mode differentiation.
 
 A ``Tensor`` is the user's handle and owns its array. The graph is made of ``Node`` objects: op, input nodes, and a cell for
-an array that is only a cache. A node keeps its array while some gradient that has declared it will read it has
-not run; whatever else is asked for is recomputed from the inputs. So dropping an array changes no result: it saves memory and
-costs time. Nodes know their live handle through a weak reference: nothing here is in a cycle, and memory
-is back as soon as the last handle goes, without the garbage collector.
+an array that is only a cache. A node keeps its array until all gradients declared as its readers have run; whatever else is
+asked for is recomputed from the inputs. So dropping an array changes no result: it saves memory and costs time. Nodes know
+their live handle through a weak reference: nothing here is in a cycle, and memory is back as soon as the last handle goes,
+without the garbage collector.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
         if g is not None:
             for n, part in run_backward(value._as_node(), g, True, True, stop=frozenset(node.inputs)).items():
                 _add_gradient(grads, n, part, create_graph=True)
-    return [grads.pop(n, None) for n in node.inputs]  # all of a node that is there twice once
+    return [grads.pop(n, None) for n in node.inputs]  # a node that is there twice gets all of it once
 
 
 def _fitting(grad: Tensor, dtype: str) -> Tensor:

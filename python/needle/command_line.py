@@ -48,8 +48,8 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> int:
-    """Runs ``program`` and returns its exit code; or, after one line on stderr, 2 for an expected error and 130 for Ctrl-C, where
-    the line is ``interrupted``, and what the exception says follows; or 1 if stdout is closed early, as in ``... | head``.
+    """Runs ``program`` and returns its exit code. An expected error prints one line on stderr and gives 2; Ctrl-C prints
+    ``interrupted`` and what the exception says, and gives 130; stdout closed early, as in ``... | head``, gives 1.
     """
     try:
         code = program()

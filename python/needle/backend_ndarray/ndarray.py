@@ -227,7 +227,7 @@ class NDArray:
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         """A DLPack capsule that shares this memory, or has a copy of it (CPU devices and cuda).
 
-        max_version: of DLPack, of which the consumer reads no later one; numpy writes only to memory that comes as version 1.
+        max_version: the latest DLPack version that the consumer reads; numpy writes only to memory that comes as version 1.
         """
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
             raise BufferError(f"[dlpack] memory of {self._device} cannot be had as that of DLPack device {tuple(dl_device)}")

@@ -30,8 +30,8 @@ _count_with(_everyones)
 
 @contextmanager
 def own_account() -> Iterator[None]:
-    """What is made inside has an account to itself: what was live before, as a model of an earlier plan, is not in it, nor missing
-    in it where it is let go. raises: GraphError inside of another.
+    """What is made inside has an account to itself: what was live before, as a model of an earlier plan, neither counts in it nor
+    is subtracted from it when freed. raises: GraphError inside of another.
     """
     if _allocator is not _everyones:
         raise GraphError("[plan] asked for by what is itself being planned (accepted: one plan after the other)")

@@ -176,7 +176,7 @@ def _reads_noted(places: dict[str, None]):
 @contextmanager
 def _alone(device: BackendDevice):
     """Nothing kept from before on the device, no collection of garbage in the middle, and numpy's random stream as it was. On meta
-    an account that has no limit, nor asks for sites: reading the stack is a quarter of the time, and a trace sees to it itself.
+    also an account without limit and sites: reading the stack is a quarter of the time, and a trace turns that on itself.
     """
     gc.collect()
     drop_device_caches()
