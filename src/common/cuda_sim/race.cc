@@ -229,12 +229,12 @@ using needle::sim::access;
 using needle::sim::Kind;
 
 // clang-format off
-#define SIZED(n)                                                                     \
-  HOOK void __tsan_read##n(void* p) { access(p, n, Kind::kRead, false, PC); }              \
-  HOOK void __tsan_write##n(void* p) { access(p, n, Kind::kWrite, false, PC); }              \
-  HOOK void __tsan_unaligned_read##n(void* p) { access(p, n, Kind::kRead, false, PC); }    \
-  HOOK void __tsan_unaligned_write##n(void* p) { access(p, n, Kind::kWrite, false, PC); }    \
-  HOOK void __tsan_volatile_read##n(void* p) { access(p, n, Kind::kRead, false, PC); }     \
+#define SIZED(n)                                                                          \
+  HOOK void __tsan_read##n(void* p) { access(p, n, Kind::kRead, false, PC); }             \
+  HOOK void __tsan_write##n(void* p) { access(p, n, Kind::kWrite, false, PC); }           \
+  HOOK void __tsan_unaligned_read##n(void* p) { access(p, n, Kind::kRead, false, PC); }   \
+  HOOK void __tsan_unaligned_write##n(void* p) { access(p, n, Kind::kWrite, false, PC); } \
+  HOOK void __tsan_volatile_read##n(void* p) { access(p, n, Kind::kRead, false, PC); }    \
   HOOK void __tsan_volatile_write##n(void* p) { access(p, n, Kind::kWrite, false, PC); }
 SIZED(1) SIZED(2) SIZED(4) SIZED(8) SIZED(16)
 
@@ -248,42 +248,42 @@ HOOK void __tsan_vptr_read(void**) {}
 HOOK void __tsan_atomic_thread_fence(int) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 HOOK void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_CST); }
 
-#define FETCH(bits, op)                                                                \
-  HOOK uint##bits##_t __tsan_atomic##bits##_fetch_##op(uint##bits##_t* p,              \
-                                                       uint##bits##_t v, int) {        \
-    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
-    return __atomic_fetch_##op(p, v, __ATOMIC_SEQ_CST);                                \
+#define FETCH(bits, op)                                                         \
+  HOOK uint##bits##_t __tsan_atomic##bits##_fetch_##op(uint##bits##_t* p,       \
+                                                       uint##bits##_t v, int) { \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                \
+    return __atomic_fetch_##op(p, v, __ATOMIC_SEQ_CST);                         \
   }
-#define EXCHANGE(bits, strength)                                                       \
-  HOOK int __tsan_atomic##bits##_compare_exchange_##strength(                          \
-      uint##bits##_t* p, uint##bits##_t* expected, uint##bits##_t v, int, int) {       \
-    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
-    return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST,        \
-                                       __ATOMIC_SEQ_CST);                              \
+#define EXCHANGE(bits, strength)                                                 \
+  HOOK int __tsan_atomic##bits##_compare_exchange_##strength(                    \
+      uint##bits##_t* p, uint##bits##_t* expected, uint##bits##_t v, int, int) { \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                 \
+    return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST,  \
+                                       __ATOMIC_SEQ_CST);                        \
   }
-#define ATOMIC(bits)                                                                   \
-  FETCH(bits, add) FETCH(bits, sub) FETCH(bits, and)                                   \
-  FETCH(bits, or) FETCH(bits, xor) FETCH(bits, nand)                                   \
-  EXCHANGE(bits, strong) EXCHANGE(bits, weak)                                          \
-  HOOK uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {       \
-    access(p, bits / 8, Kind::kRead, true, PC);                                              \
-    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                       \
-  }                                                                                    \
-  HOOK void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) {    \
-    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
-    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                          \
-  }                                                                                    \
-  HOOK uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p,                \
-                                                     uint##bits##_t v, int) {          \
-    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
-    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                                \
-  }                                                                                    \
-  HOOK uint##bits##_t __tsan_atomic##bits##_compare_exchange_val(                      \
-      uint##bits##_t* p, uint##bits##_t expected, uint##bits##_t v, int, int) {        \
-    access(p, bits / 8, Kind::kWrite, true, PC);                                               \
-    __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST,              \
-                                __ATOMIC_SEQ_CST);                                     \
-    return expected;                                                                   \
+#define ATOMIC(bits)                                                                \
+  FETCH(bits, add) FETCH(bits, sub) FETCH(bits, and)                                \
+  FETCH(bits, or) FETCH(bits, xor) FETCH(bits, nand)                                \
+  EXCHANGE(bits, strong) EXCHANGE(bits, weak)                                       \
+  HOOK uint##bits##_t __tsan_atomic##bits##_load(const uint##bits##_t* p, int) {    \
+    access(p, bits / 8, Kind::kRead, true, PC);                                     \
+    return __atomic_load_n(p, __ATOMIC_SEQ_CST);                                    \
+  }                                                                                 \
+  HOOK void __tsan_atomic##bits##_store(uint##bits##_t* p, uint##bits##_t v, int) { \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                    \
+    __atomic_store_n(p, v, __ATOMIC_SEQ_CST);                                       \
+  }                                                                                 \
+  HOOK uint##bits##_t __tsan_atomic##bits##_exchange(uint##bits##_t* p,             \
+                                                     uint##bits##_t v, int) {       \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                    \
+    return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST);                             \
+  }                                                                                 \
+  HOOK uint##bits##_t __tsan_atomic##bits##_compare_exchange_val(                   \
+      uint##bits##_t* p, uint##bits##_t expected, uint##bits##_t v, int, int) {     \
+    access(p, bits / 8, Kind::kWrite, true, PC);                                    \
+    __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST,           \
+                                __ATOMIC_SEQ_CST);                                  \
+    return expected;                                                                \
   }
 ATOMIC(8) ATOMIC(16) ATOMIC(32) ATOMIC(64)
 // clang-format on
