@@ -123,6 +123,9 @@ def test_more_equal_maxima_than_float16_counts_to_share_the_gradient(device):
     x = leaf(np.zeros((1, 1 << 16)), device, "float16")
     ops.max(x, 1).backward()
     np.testing.assert_array_equal(x.grad.numpy(), 2.0**-16)
+    whole = leaf([[1, 3, 3], [2, 0, 1]], device, "int32")
+    ops.max(whole, 1).backward()
+    np.testing.assert_array_equal(whole.grad.numpy(), [[0, 0.5, 0.5], [1, 0, 0]])
 
 
 def test_large_logits_keep_their_digits(device):

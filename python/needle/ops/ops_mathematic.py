@@ -673,9 +673,10 @@ class Max(TensorOp):
         kept = reduced_shape(a.shape, axes, keepdims=True)
         x = a.realize_cached_data()
         hit = x == node.realize_cached_data().reshape(kept)
-        hits = hit.sum(axis=axes or None, keepdims=True)  # a 0-d array has no axis to name; float16 has no count beyond 65504
-        share = (1.0 / hits.astype(dt.accumulator(out_grad.dtype))).astype(out_grad.dtype, copy=False)
-        return _shared(broadcast_to(reshape(out_grad, kept), a.shape), hit.astype(out_grad.dtype) * share)
+        hits = hit.sum(axis=axes or None, keepdims=True)  # a 0-d array has no axis to name
+        dtype = out_grad.dtype if dt.is_float(out_grad.dtype) else a.device.default_float
+        share = (1.0 / hits.astype(dt.accumulator(dtype))).astype(dtype, copy=False)  # float16 has no count beyond 65504
+        return _shared(broadcast_to(reshape(out_grad, kept), a.shape), hit.astype(dtype) * share)
 
 
 def max(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
