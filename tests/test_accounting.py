@@ -11,7 +11,7 @@ from devices import usable
 from needle import amp, memory, nn, ops
 from needle.backend_ndarray.host_memory import DATA
 from needle.backend_ndarray.ndarray import empty
-from needle.errors import ShapeError
+from needle.errors import GraphError, ShapeError
 from needle.memory import accounting
 from needle.models import Pythia, train_step
 from needle.optim import SGD, Adam, AdamW
@@ -343,6 +343,25 @@ def test_a_trace_that_is_entered_again_is_of_the_later_region(cpu):
     with t:  # the most is live as it begins
         del held
     assert (t.peak_index, t.peak_bytes) == (0, t.start_bytes)
+
+
+def test_a_region_that_has_not_ended_has_no_figures_yet(cpu):
+    t = memory.trace(cpu)
+    for _ in range(2):  # nor those of the one before
+        with t:
+            x = empty((1000,), device=cpu)
+            for asked in (
+                lambda: t.peak_bytes,
+                lambda: t.start_bytes,
+                t.holders,
+                t.timeline,
+                t.table,
+                lambda: memory.picture(t, "x"),
+            ):
+                with pytest.raises(GraphError, match=r"\[memory.trace\] the region on cpu\(\) has not ended"):
+                    asked()
+        assert t.peak_bytes == t.start_bytes + 4 * x.size
+        del x
 
 
 def test_the_peak_is_that_of_the_memory_that_made_it(cpu):

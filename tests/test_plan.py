@@ -154,6 +154,14 @@ def test_networks_of_one_type_have_rows_of_their_own():
     assert rows["Sequential.modules"]["parameter"] == 4 * 11_000 and rows["Sequential2.modules"]["parameter"] == 4 * 110
 
 
+def test_a_buffer_is_its_modules():
+    def build(device):
+        model, x = nn.Sequential(nn.BatchNorm1d(100, device=device)).eval(), ndl.init.ones(4, 100, device=device)
+        return lambda: model(x).sum().backward()
+
+    assert sum(h.nbytes for h in memory.plan(build).holders if h.module == "modules.0" and h.site.op == "") == 4 * 400
+
+
 def test_a_network_on_another_device_changes_no_name(cpu):
     other = Pythia(TINY, device=cpu)
     assert {"layers.0", "layers.1", "embed_in"} < memory.plan(plannable(TINY, 2, 32)).by_module.keys() and other.device == cpu

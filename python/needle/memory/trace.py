@@ -12,7 +12,7 @@ from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
 from ..backend_selection import as_device
 from ..errors import GraphError
-from ..nn.nn_basic import Module, _parts
+from ..nn.nn_basic import Module, _named, _parts
 from . import sites
 from .sites import NOWHERE, Reference, Site
 from .units import readable, table
@@ -35,7 +35,7 @@ class Holder:
 
 
 class ModuleNames:
-    """Names for memory on a device: dotted paths of the live modules and parameters, from the outermost modules on.
+    """Names for memory on a device: dotted paths of the live modules, parameters and buffers, from the outermost modules on.
 
     If there are several outermost modules, a path begins with the type of its own; the second and later ones of a type are
     numbered in the order in which they were made.
@@ -58,9 +58,9 @@ class ModuleNames:
             prefix = name + "." if len(roots) > 1 else ""
             for path, module in _walk(root, ""):
                 self.modules.setdefault(Reference(module), (prefix + path).rstrip(".") or name)
-            for path, p in root.named_parameters():
-                self.parameters.setdefault(Reference(p), prefix + path)
-                self.serials.setdefault(p.realize_cached_data().serial, prefix + path)
+            for path, t in _named(root):
+                self.parameters.setdefault(Reference(t), prefix + path)
+                self.serials.setdefault(t.realize_cached_data().serial, prefix + path)
 
     def of(self, serial: int, site: Site) -> str:
         """The module that memory belongs to; for a parameter of the outermost module the parameter's own name; "" if unknown."""
@@ -103,19 +103,22 @@ class trace:
     """Records every allocation of ``device`` in a region, with the line, op and module that asked for it.
 
     ``with trace() as t: ...``, then ``t.peak_bytes``, ``t.holders()`` (who was live at the peak), ``t.by_module()``,
-    ``t.timeline()``. One at a time per device. While it is on an allocation takes longer; results and lifetimes are unchanged.
+    ``t.timeline()``; before the region has ended these raise GraphError. One at a time per device. While it is on an allocation
+    takes longer; results and lifetimes are unchanged.
     """
 
     def __init__(self, device: BackendDevice | None = None):
         self.device = as_device(device)
         self.marks: list[tuple[int, str]] = []  # (allocations before it, text)
-        self.events: list[tuple[int, Holder]] = []  # (MADE, RETAGGED or FREED, whose memory)
+        self._seen: tuple[list[Holder], list[tuple[int, Holder]]] | None = None
 
     def __enter__(self) -> trace:
         if self.device in _active:
             raise GraphError(f"[memory.trace] {self.device} is being traced already (accepted: one trace at a time)")
         mod = self.device.require()
-        self.marks = []
+        self.marks, self._seen = [], None
+        self.__dict__.pop("live", None)  # of a region before this one
+        self.__dict__.pop("peak_index", None)
         sites.trace_all(self.device, True)
         _active[self.device] = self
         self._first = mod.memory_holders()
@@ -131,18 +134,31 @@ class trace:
         del _active[self.device]
         sites.trace_all(self.device, False)
         names = ModuleNames(self.device)
-        self.__dict__.pop("live", None)  # of a region before this one
-        self.__dict__.pop("peak_index", None)
-        self.events = []
-        self.first = [_holder(event, names) for event in self._first]
+        first, events = [_holder(event, names) for event in self._first], []
         made: dict[int, int] = {}
         for i, event in enumerate(log):
             if event[0] == MADE:
                 made[event[1]] = i
-            self.events.append((event[0], _holder(event, names, made.get(event[1], -1))))
+            events.append((event[0], _holder(event, names, made.get(event[1], -1))))
+        self._seen = first, events
         del self._first
 
     # --- what was seen ---
+
+    def _all_seen(self) -> tuple[list[Holder], list[tuple[int, Holder]]]:
+        if self._seen is None:
+            raise GraphError(f"[memory.trace] the region on {self.device} has not ended (accepted: figures of one that has)")
+        return self._seen
+
+    @property
+    def first(self) -> list[Holder]:
+        """Who was live as the trace began."""
+        return self._all_seen()[0]
+
+    @property
+    def events(self) -> list[tuple[int, Holder]]:
+        """(MADE, RETAGGED or FREED, whose memory) of each event."""
+        return self._all_seen()[1]
 
     @cached_property
     def live(self) -> list[int]:
