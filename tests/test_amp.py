@@ -132,6 +132,16 @@ def test_losses_are_float32(host, low):
             np.testing.assert_allclose(x.grad.numpy(), e * 64, rtol=0.05, atol=0.6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_logits_that_are_not_kept_are_of_the_lower_dtype(device, dtype):
+    hidden, weight = (ndl.Tensor(rng.standard_normal(shape), device=device) for shape in ((5, 8), (8, 30)))
+    ids = ndl.Tensor(np.arange(5), device=device, dtype="int32", requires_grad=False)
+    with amp.autocast(device, dtype):
+        found = ops.linear_cross_entropy(hidden, weight, ids)
+    wanted = ops.linear_cross_entropy(ops.astype(hidden, dtype), ops.astype(weight, dtype), ids)
+    assert found.dtype == "float32" and found.item() == wanted.item() != ops.linear_cross_entropy(hidden, weight, ids).item()
+
+
 def test_linear_cross_entropy_in_float16_keeps_small_gradients(device):
     """A mean over rows of the softmax of many classes: in float16 most of these gradients would be zero without a scale."""
     rows, classes = 512, 2048

@@ -236,6 +236,23 @@ def test_comparisons_with_nan(device):
             np.testing.assert_array_equal(found.numpy(), getattr(np, op)(values))
 
 
+def test_where_the_extremes_and_the_infinities_are(device):
+    a = NDArray(X, device=device)
+    for op in ("argmax", "argmin"):
+        for axis in (None, 1):
+            found, wanted = getattr(a, op)(axis=axis, keepdims=True), getattr(np, op)(X, axis=axis, keepdims=True)
+            assert found.dtype == "int64"
+            np.testing.assert_array_equal(found.numpy(), wanted)
+    values = np.array([1, np.nan, np.inf, -np.inf], np.float32)
+    for op in ("isnan", "isinf", "isfinite"):
+        found = getattr(NDArray(values, device=device), op)()
+        assert found.dtype == "bool"
+        np.testing.assert_array_equal(found.numpy(), getattr(np, op)(values))
+    for number in (0.0, 2.5):
+        one = NDArray([number], device=device, dtype="float64")
+        assert (bool(one), int(one), float(one), one.nbytes) == (bool(number), int(number), number, 8)
+
+
 def test_empty_and_zero_dimensional(device):
     e = NDArray(np.zeros((0, 3)), device=device)
     assert (e + 1).shape == (0, 3) and e.sum().item() == 0 and e.sum(axis=1).shape == (0,)

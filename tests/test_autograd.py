@@ -38,6 +38,27 @@ def test_backward_overwrites_and_accumulate_adds(host):
             x.grad.backward()
 
 
+@pytest.mark.parametrize(
+    ("op", "kept"),
+    [
+        *[(op, 0) for op in (ops.exp, ops.tanh, ops.sigmoid, ops.softmax, ops.logsoftmax)],
+        *[(op, 1) for op in (ops.log, ops.relu, ops.gelu, ops.silu)],
+        *[(lambda x, op=op: ops.relu(op(x)), 1) for op in (ops.gelu, ops.silu)],  # whose result is computed again
+        (lambda x: ops.where(ndl.Tensor(x.numpy(), device=x.device, requires_grad=False), x, x * 2), 1),  # the condition
+        (lambda x: ops.embedding(x, ndl.Tensor([0], device=x.device)), 0),
+        (lambda x: ops.fused_add_scalars(x, 1.0, 2.0)[0], 0),
+        (lambda x: ops.linear_cross_entropy(x[:2], x, ndl.Tensor([0, 1], device=x.device)), 1),  # the gradient of the weight
+    ],
+)
+def test_what_a_graph_keeps_beside_its_result(host, op, kept):
+    """Of arrays of this size that nobody holds: what gradients read."""
+    before = host.memory_stats()["live"]
+    x = leaf(np.ones((128, 128)), host)
+    y = op(x * 2)
+    assert round((host.memory_stats()["live"] - before - y.cached_data.nbytes) / 65_536) == 1 + kept
+    y.backward()
+
+
 def test_an_op_keeps_the_axes_it_was_given(host):
     """A list may change before backward, and a generator can be read once."""
     values = np.arange(24.0).reshape(2, 3, 4)

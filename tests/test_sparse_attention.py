@@ -6,6 +6,7 @@ import pytest
 import needle as ndl
 from needle import nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
+from needle.backend_ndarray.device import drop_device_caches
 from needle.errors import DTypeError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.nn import PATTERNS, causal_pattern
@@ -139,6 +140,15 @@ def test_a_causal_layout_has_the_blocks_of_which_a_part_is_past():
     assert given.all()  # it is the caller's
     nothing = BlockLayout(given, 16, True, q_start=-32)
     assert (nothing.nnz, nothing.density) == (0, 0) and ops.sdd(*[ndl.ones(1, *n) for n in ((32, 4), (4, 48))], nothing).size == 0
+
+
+def test_the_index_of_a_layout_is_made_once_until_the_caches_are_dropped(host):
+    drop_device_caches()
+    before, layout = host.memory_stats()["live"], BlockLayout(np.ones((2, 3)), 16)
+    assert layout.on(host) is layout.on(host)
+    assert host.memory_stats()["live"] > before
+    drop_device_caches()
+    assert host.memory_stats()["live"] == before
 
 
 def test_layouts_say_what_is_wrong(host):
