@@ -46,7 +46,6 @@ def _check(op: str, *arrays: NDArray, others: Iterable[NDArray] = ()) -> None:
             raise DTypeError(f"[{op}] needs floating arrays, got {x._dtype}")
         if x._dtype != first._dtype:
             raise DTypeError(f"[{op}] dtypes differ: {first._dtype} and {x._dtype} (cast one of them)")
-    first._device.require()
 
 
 def _check_layout(op: str, layout: BlockLayout) -> None:

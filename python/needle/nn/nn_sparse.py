@@ -34,7 +34,7 @@ def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, strid
         mask |= col > row - min(window, blocks)
     if pattern in ("global", "mixed"):
         mask |= col % stride == 0
-    return BlockLayout(mask & (col <= row), block, causal=True)
+    return BlockLayout(mask, block, causal=True)  # which has no block of the future
 
 
 class BlockSparseAttention(Module):
