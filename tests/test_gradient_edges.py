@@ -409,6 +409,9 @@ def test_arguments_of_ops(device):
     for wrong in (2, -3, 0.0, "0"):
         with pytest.raises(IndexError, match=rf"\[tuple_get_item\] index {wrong} is out of range for 2 items"):
             pair[wrong]
+    for bounds in ({"min": leaf([0], device)}, {"min": 0, "max": "1"}):
+        with pytest.raises(DTypeError, match=r"\[clip\] (min|max) is of type .* \(accepted: a number\)"):
+            ops.clip(x, **bounds)
     with pytest.raises(DTypeError, match="condition is of type numpy"):
         ops.where(np.ones(1), x, 0.0)
     with pytest.raises(DTypeError, match="complex"):
