@@ -1,6 +1,10 @@
 """The course's autograd, ops, init, modules, optimizers and apps, line by line: what its homeworks call, and how."""
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -664,3 +668,11 @@ def test_cifar_loops():
     later = train_cifar10(model, loader, n_epochs=3, optimizer=optim.Adam, lr=0.01, weight_decay=0.0)
     accuracy, loss = evaluate_cifar10(model, loader)
     assert later[1] < first[1] and 0 <= accuracy <= 1 and np.isfinite(loss) and not model.training
+
+
+@pytest.mark.parametrize("initializer", ["kaiming_uniform", "kaiming_normal"])
+def test_what_an_initializer_refuses_without_asserts(initializer):
+    code = f"import needle as ndl; ndl.init.{initializer}(3, 3, nonlinearity='tanh')"
+    env = {**os.environ, "PYTHONPATH": str(Path(ndl.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-O", "-c", code], env=env, capture_output=True, text=True)
+    assert done.stderr.endswith("AssertionError: Only relu supported currently\n")
