@@ -58,6 +58,7 @@ def test_text_goes_on_from_the_prompt(app, made, run):
     done = app("generate", "--model", made / run, "--prompt", "the quick", "--max_new_tokens", 30, "--ignore-eos")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("the quick") and len(done.stdout) > len("the quick") + 30
+    assert app("generate", "--model", made / run, "--prompt", "", "--max_new_tokens", 2).returncode == 0  # a new text
     assert re.search(r"^30 tokens in [\d.]+ s, [\d.,]+ tokens/s; reading \d+ took [\d.]+ s$", done.stderr, re.MULTILINE)
 
 
@@ -71,12 +72,16 @@ def test_text_ends_where_the_folder_says(app, made, tmp_path):
     ended = app("generate", "--model", model, *prompt)
     assert whole.stdout.startswith(ended.stdout[:-1]) and len(ended.stdout) < len(whole.stdout), ended.stderr
     assert app("generate", "--model", model, *prompt, "--ignore_eos").stdout == whole.stdout
+    (model / "generation_config.json").unlink()
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": tokenizer.tokenizer.id_to_token(ends[1])}))
+    assert app("generate", "--model", model, *prompt).stdout == ended.stdout
 
 
 def test_draws_repeat_with_their_seed(app, made):
     flags = ["--prompt", "the", "--do_sample", "--temperature", 1.5, "--top-p", 0.95, "--repetition_penalty", 1.1]
-    draw = lambda seed: app("generate", "--model", made / "dense", *flags, "--seed", seed).stdout  # noqa: E731
-    assert draw(1) == draw(1) != draw(2)
+    draw = lambda seed: app("generate", "--model", made / "dense", *flags, "--seed", seed)  # noqa: E731
+    assert draw(1).stdout == draw(1).stdout != draw(2).stdout
+    assert "no effect" not in draw(1).stderr
 
 
 def test_several_prompts_and_stdin(made):
