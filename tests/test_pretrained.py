@@ -671,7 +671,7 @@ HOSTILE = {
     "a wrong pattern": (change_config(needle_attention={"pattern": "evil", "block": 16, "window": 1}), "needle_attention"),
     "a pattern alone": (change_config(needle_attention={"pattern": "local"}), "needle_attention"),
     "a window of text": (change_config(needle_attention={"pattern": "local", "block": 16, "window": "1"}), "window is '1'"),
-    "a model of a megabyte": (change_config(model_type="x" * 10**6), "model_type is 'xxx"),
+    "a model of a megabyte": (change_config(model_type="x" * 10**6), r"model_type is 'x{79} \(accepted: 'gpt_neox'\)"),
     "a wrong block": (change_config(needle_attention={"pattern": "local", "block": 10**6, "window": 1}), "block"),
     "index leads up": (change_index(lambda p, f: first(p, f, "../outside.safetensors")), "leads out of the folder"),
     "index is absolute": (change_index(lambda p, f: first(p, f, "/etc/passwd")), "leads out of the folder"),
