@@ -16,7 +16,7 @@ from needle.data import text as text_module
 from needle.data import text_tokenizer
 from needle.data.text import TokenBatches, load_text, unigram_entropy
 from needle.data.text_corpus import load_corpus
-from needle.data.text_tokenizer import _at_lines, load_tokenizer
+from needle.data.text_tokenizer import TextTokenizer, _at_words, load_tokenizer
 from needle.data.token_cache import read_tokens, write_tokens
 from needle.errors import DataError
 from needle.files import write_atomically
@@ -304,23 +304,36 @@ def test_a_tokenizer_that_would_cut_texts_off_or_fill_them_up(folder, tmp_path):
 def test_cutting_text_for_parallel_encoding_changes_no_id(folder, tmp_path):
     tokenizer = load_text(str(folder), vocab_size=320, cache_dir=tmp_path).tokenizer
     text = "\n\n  alpha beta\n\n\n\tgamma\r\n delta \n" * 50
-    parts = _at_lines(text, characters=10)
+    parts = _at_words(text, characters=10)
+    assert len(parts) > 20 and "".join(parts) == text
+    np.testing.assert_array_equal(np.concatenate([tokenizer.encode(p) for p in parts]), tokenizer.encode(text))
+
+
+def test_newlines_that_are_of_one_word_with_a_full_stop_stay_with_it():
+    """As in Llama 3's tokenizer."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pre, made = tokenizers.pre_tokenizers, tokenizers.Tokenizer(tokenizers.models.BPE())
+    words = pre.Split(tokenizers.Regex(r" ?\p{L}+|[^\s\p{L}]+[\r\n]*|\s+"), "isolated")
+    made.pre_tokenizer = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+    text = "alpha.\n\nbeta (gamma)\ndelta\nepsilon;\n" * 50
+    made.train_from_iterator([text], tokenizers.trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    tokenizer, parts = TextTokenizer(made), _at_words(text, characters=10)
     assert len(parts) > 20 and "".join(parts) == text
     np.testing.assert_array_equal(np.concatenate([tokenizer.encode(p) for p in parts]), tokenizer.encode(text))
 
 
 @pytest.mark.parametrize("size", [1, 7, 100])
 def test_a_text_that_comes_in_parts_has_the_ids_of_the_whole(folder, tmp_path, monkeypatch, size):
-    monkeypatch.setattr(_at_lines, "__defaults__", (20,))
+    monkeypatch.setattr(_at_words, "__defaults__", (20,))
     tokenizer = load_text(str(folder), vocab_size=320, cache_dir=tmp_path).tokenizer
     text = "alpha beta\n    gamma\n\n\tdelta Größe \n" * 20
     parts = [text[i : i + size] for i in range(0, len(text), size)]
     found = list(tokenizer.encode_parts(iter(parts)))
     assert len(found) > 20
     np.testing.assert_array_equal(np.concatenate(found), tokenizer.encode(text))
-    monkeypatch.setattr(text_tokenizer, "_LONGEST_LINE", 30)  # of a text without a line's end no more is held
-    found = list(tokenizer.encode_parts(["alpha beta "] * 50))
-    assert max(map(len, found)) <= 44 and tokenizer.decode(np.concatenate(found)) == "alpha beta " * 50
+    monkeypatch.setattr(text_tokenizer, "_LONGEST_WORD", 30)  # of a text that is one word no more is held
+    found = list(tokenizer.encode_parts(["alpha_beta."] * 50))
+    assert max(map(len, found)) <= 44 and tokenizer.decode(np.concatenate(found)) == "alpha_beta." * 50
 
 
 def test_a_pipe_is_no_tokenizer(folder, tmp_path):
