@@ -245,6 +245,15 @@ def test_the_cpu_is_built_for_where_the_cuda_compiler_is_too_old(gpu_check, tmp_
         assert code == 0 and expected in said, said
 
 
+def test_a_build_in_a_folder_whose_name_is_a_pattern_says_so(gpu_check, tmp_path):
+    source = tmp_path / "needle [1]"
+    source.mkdir()
+    for name in ("CMakeLists.txt", "src", "cmake"):
+        (source / name).symlink_to(ROOT / name)
+    code, said = configure(make(gpu_check, device="cpu", no_build=False), tmp_path, source=source)
+    assert code != 0 and "needle [1] for a" in " ".join(said.split())
+
+
 @pytest.mark.parametrize("name", ["needle (1)", "R&D", "its owner's", "a$HOME b"])
 def test_openblas_is_copied_beside_the_module_in_a_folder_of_any_name(gpu_check, tmp_path, name):
     check = make(gpu_check, device="cpu", no_build=False)
