@@ -27,6 +27,13 @@ def test_python(code, printed):
     assert done.returncode == 0 and done.stdout == printed, done.stdout + done.stderr
 
 
+def test_the_version_is_one():
+    """What a wheel is called, which is read from the package, and what the package says."""
+    source = re.search(r"^input = \"(.*)\"", (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    (version,) = re.findall(r"^__version__ = \"(\d+\.\d+\.\d+)\"$", (ROOT / source).read_text(), re.M)
+    assert run("-m", "needle", "--version").stdout == f"needle {version}\n"
+
+
 def test_every_python_block_is_run():
     assert README.count("```python\n") == 3
 

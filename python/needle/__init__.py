@@ -22,6 +22,8 @@ from .backend_selection import *  # noqa: F403
 if TYPE_CHECKING:
     from . import checkpoints, models
 
+__version__ = "0.1.0"
+
 
 def __getattr__(name: str) -> Any:
     """``needle.models`` and ``needle.checkpoints`` are imported when first used: many programs build their own models."""

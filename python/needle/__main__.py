@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from . import files, memory
+from . import __version__, files, memory
 from .amp import PRECISIONS
 from .backend_ndarray.block_layout import BLOCK_SIZES
 from .command_line import Parser, exit_code, flag, run_program
@@ -38,6 +38,7 @@ NUMBERS = {
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser("python -m needle", "needle's command line.")
+    parser.add_argument("--version", action="version", version=f"needle {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_plan(commands)
     options = parser.parse_args(argv)
