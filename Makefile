@@ -12,18 +12,23 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 REQUIRED_DEVICES ?= cpu_numpy,cpu,cuda_sim
 
 .DEFAULT_GOAL := lib
-.PHONY: lib train test gpu-check asan race tsan lint clean
+.PHONY: lib train test gpu-check asan race tsan lint clean same-python
 
 lib: $(BUILT)
 
 # An editable install with in-place mode: pip, make and CMake all put the modules beside the Python sources.
-$(BUILT): $(SOURCES) | $(VENV_PYTHON)
+$(BUILT): $(SOURCES) | $(VENV_PYTHON) same-python
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(VENV_PYTHON) -m pip install -q -e '.[test]'
 	@touch $@
 
 $(VENV_PYTHON):
 	$(PYTHON) -m venv $(VENV)
 	$(VENV_PYTHON) -m pip install -q --upgrade pip
+
+# A .venv stays that of the Python that made it: where another one is named, tests would seem to run with it.
+same-python: $(VENV_PYTHON)
+	@test "$(origin PYTHON)" = file || test "$$($(PYTHON) -VV)" = "$$($(VENV_PYTHON) -VV)" || \
+	  { echo "$(VENV) is of $$($(VENV_PYTHON) -V), not of PYTHON=$(PYTHON) (accepted: VENV=another, or after rm -r $(VENV))" >&2; exit 1; }
 
 train: $(BUILT)
 	$(VENV_PYTHON) apps/train_pythia.py --sparse

@@ -245,6 +245,23 @@ def test_the_cpu_is_built_for_where_the_cuda_compiler_is_too_old(gpu_check, tmp_
         assert code == 0 and expected in said, said
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_takes_no_other_python_than_its_environments(tmp_path):
+    (tmp_path / "Makefile").symlink_to(ROOT / "Makefile")
+    for name in ("CMakeLists.txt", "pyproject.toml", ".venv/bin/python", ".venv/.built", "other"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\necho Python {'3.12.1' if name == 'other' else '3.11.2'}\n")
+        (tmp_path / name).chmod(0o755)
+    for named, code, said in (
+        ([], 0, ""),
+        (["PYTHON=.venv/bin/python"], 0, ""),
+        (["PYTHON=./other"], 2, ".venv is of Python 3.11.2, not of PYTHON=./other (accepted: VENV=another, or after rm -r .venv)"),
+    ):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHON" and not name.startswith("MAKE")}
+        done = subprocess.run(["make", "lib", *named], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == code and said in done.stderr, done.stderr
+
+
 def test_a_build_in_a_folder_whose_name_is_a_pattern_says_so(gpu_check, tmp_path):
     source = tmp_path / "needle [1]"
     source.mkdir()
