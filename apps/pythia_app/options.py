@@ -8,7 +8,6 @@ import importlib.util
 import itertools
 import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -277,19 +276,12 @@ def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Pat
     """
     config_file.yaml_package()
     path = Path(given or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}")
-    missing: list[Path] = []
     try:
-        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
+        files.try_folder(path)
         taken = any(path.glob("step-*")) and not (saved and path.samefile(saved.parent))
     except (OSError, ValueError) as error:  # ValueError: no path at all
         reason = files.reason(error)
         raise DataError(f"[checkpoint_dir] cannot write into {path}: {reason} (a folder that can be written)") from error
-    finally:
-        for folder in missing:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
     if taken and given:
         raise DataError(f"[checkpoint_dir] {path} holds a run (another folder, or --load_checkpoint {path} to go on with it)")
     return path

@@ -51,6 +51,20 @@ def writing(path: Path, what: str = "files") -> Iterator[None]:
         raise DataError(f"[{what}] cannot write {path}: {reason(error)} (room in a writable folder)") from error
 
 
+def try_folder(folder: Path) -> None:
+    """Makes a file in ``folder``, and what is missing of its path, and takes both away again. raises: OSError where that fails."""
+    import tempfile  # not with `import needle`
+
+    missing = [part for part in (folder, *folder.parents) if not part.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    finally:
+        for part in missing:
+            with contextlib.suppress(OSError):
+                part.rmdir()
+
+
 @contextlib.contextmanager
 def write_whole(path: Path) -> Iterator[BinaryIO]:
     """``write_atomically``. raises: DataError if the folder cannot be made, or the file cannot be written to its end."""

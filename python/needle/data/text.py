@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ import numpy as np
 
 from .. import config
 from ..errors import DataError
-from ..files import home, writing
+from ..files import home, try_folder, writing
 from .shuffle import shuffled
 from .text_corpus import HELD_OUT_FRACTION, Corpus, load_corpus
 from .text_tokenizer import (
@@ -106,6 +105,9 @@ def load_text(
     corpus = load_corpus(dataset, data_dir=data_dir, cache_dir=cache)
     key = hashlib.sha256(f"{_FORMAT} {corpus.key} {tokenizer_key}".encode()).hexdigest()[:16]
     folder = cache / "tokens" / f"{corpus.name[:50]}-{key}"  # a name has at most 255 bytes, four for a character
+    if not (folder / "held_out.bin").is_file():  # the last to be written: a folder that takes no files is found before the work
+        with writing(cache, "NEEDLE_CACHE" if cache_dir is None else "files"):
+            try_folder(folder.parent)
     trained_path = folder / TOKENIZER
     cached = True
     if tokenizer is None:
@@ -115,11 +117,6 @@ def load_text(
         if vocab_size > most:
             asked = f"{vocab_size} ids asked (vocab_size: at most {most})"
             raise DataError(f"[{corpus.name}] too little text for the vocabulary: {asked}")
-    if not (folder / "held_out.bin").is_file():  # the last to be written: a folder that takes no files is found before the work
-        with writing(cache, "NEEDLE_CACHE" if cache_dir is None else "files"):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder.parent).close()
-    if tokenizer is None:
         texts = (part for piece in corpus.train for part in piece.texts(corpus.name))
         encoder = kept or train_tokenizer(trained_path, texts, vocab_size, corpus.name)
 
