@@ -164,6 +164,108 @@ __global__ void struct_kernel(float4* x, bool apart) {
   x[apart ? threadIdx.x : threadIdx.x / 2] = make_float4(1, 2, 3, 4);
 }
 
+enum Fences { kNone, kBlock, kDevice };
+__device__ void pass(Fences fences) {
+  if (fences == kBlock) __threadfence_block();
+  if (fences == kDevice) __threadfence();
+}
+
+// The last block to finish adds up what all blocks have left, and clears their counter.
+__global__ void last_block_kernel(float* sums, unsigned* finished, Fences fences) {
+  NEEDLE_SHARED(bool, is_last);
+  if (threadIdx.x == 0) {
+    sums[blockIdx.x] = 1.0f;
+    pass(fences);
+    is_last = atomicInc(finished, gridDim.x) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (is_last && threadIdx.x == 40) {
+    float sum = 0;
+    for (unsigned i = 0; i < gridDim.x; ++i) sum += sums[i];
+    sums[0] = sum;
+    *finished = 0;
+  }
+}
+
+// The whole block's results, of which a barrier tells the thread with the fence.
+__global__ void all_results_kernel(float* out, unsigned* finished, bool barrier) {
+  out[blockIdx.x * 64 + threadIdx.x] = 1.0f;
+  if (barrier) __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(finished, 1u) == gridDim.x - 1) out[0] = out[63] + out[64 * gridDim.x - 1];
+}
+
+// A lock around an addition that is not atomic.
+__global__ void lock_kernel(float* sum, int* lock, Fences fences) {
+  if (threadIdx.x != 0) return;
+  while (atomicCAS(lock, 0, 1) != 0) continue;
+  __threadfence();
+  *sum += 1.0f;
+  pass(fences);
+  atomicExch(lock, 0);
+}
+
+// Blocks in the order of their tickets: each goes on when the one before has raised its flag, and
+// the last one reads what the first one wrote.
+__global__ void chain_kernel(float* out, int* ticket, int* flags, bool late) {
+  if (threadIdx.x != 0) return;
+  const int place = atomicAdd(ticket, 1);
+  if (place == 0 && !late) out[0] = 1.0f;
+  while (place > 0 && atomicAdd(&flags[place - 1], 0) == 0) continue;
+  __threadfence();
+  if (place == 0 && late) out[0] = 1.0f;
+  atomicExch(&flags[place], 1);
+  if (place == int(gridDim.x) - 1) out[1] = out[0];
+}
+
+// The last thread of a block to come reads what the others wrote.
+__global__ void last_thread_kernel(float* out, Fences fences) {
+  NEEDLE_SHARED(float, values, 64);
+  NEEDLE_SHARED(int, arrived);
+  if (threadIdx.x == 0) arrived = 0;
+  __syncthreads();
+  values[threadIdx.x] = 1.0f;
+  pass(fences);
+  if (atomicAdd(&arrived, 1) == 63) out[blockIdx.x] = values[5] + values[63];
+}
+
+// A thread that asked for the flag before it was raised, or has left the asking to another, knows
+// nothing of what was written ahead of it.
+__global__ void flag_kernel(float* out, int* flag, int asks, bool again) {
+  NEEDLE_SHARED(float, value);
+  const int lane = threadIdx.x;
+  if (lane == 0) {
+    __threadfence_block();
+    atomicAdd(flag, 1);
+    atomicAdd(flag, 1);
+  }
+  __syncwarp();
+  if (lane == 1) {
+    value = 1.0f;
+    __threadfence_block();
+    atomicAdd(flag, 1);
+  }
+  __shfl_sync(0xffffffffu, 1, 0);  // orders no memory
+  if (lane == asks && again) atomicAdd(flag, 1);
+  __shfl_sync(0xffffffffu, 1, 0);
+  if (lane == 0) *out = value;
+}
+
+// The second block to come reads what the first wrote ahead of its fence, or counted behind it.
+__global__ void second_block_kernel(int* out, int* numbers, bool own_flag, bool behind) {
+  NEEDLE_SHARED(int, flag);
+  if (threadIdx.x != 0) return;
+  flag = 0;
+  int *ticket = numbers, *count = numbers + 1;
+  const bool first = atomicAdd(ticket, 1) == 0;
+  if (first) out[0] = 1;
+  __threadfence();
+  if (first) atomicAdd(count, 1);
+  atomicAdd(own_flag ? &flag : numbers + 2, 1);
+  if (!first) out[1] = behind ? *count : out[0];
+}
+
 }  // namespace
 
 template <class F>
@@ -178,7 +280,7 @@ void report(const char* name, F&& run) {
 
 int main() {
   Buffer<float> x(std::vector<float>(256, 1.0f)), out(256);
-  Buffer<int> count(std::vector<int>{0});
+  Buffer<int> count(std::vector<int>{0, 0});
   Buffer<float4> vectors(64);
   Buffer<int64_t> positions(32);
   Buffer<uint32_t> words(32);
@@ -216,5 +318,28 @@ int main() {
   report("no_wait", [&] { launch<no_wait_kernel>({1, 32}, x.get(), o); });
   report("padded", [&] { launch<padded_kernel>({1, 32}, positions.get()); });
   report("struct", [&] { launch<struct_kernel>({1, 64}, vectors.get(), true); });
+  // Counters, flags and locks are 0 before each.
+  Buffer<unsigned> finished(std::vector<unsigned>(40, 0u));
+  Buffer<int> flags(std::vector<int>(160, 0));
+  unsigned* f = finished.get();
+  int* g = flags.get();
+  report("last_block", [&] { launch<last_block_kernel>({5, 64}, o, f, kDevice); });
+  report("last_block_unfenced", [&] { launch<last_block_kernel>({5, 64}, o, f, kNone); });
+  report("last_block_block_fence", [&] { launch<last_block_kernel>({5, 64}, o, f + 20, kBlock); });
+  report("all_results", [&] { launch<all_results_kernel>({4, 64}, o, f + 30, true); });
+  report("all_results_unsynced", [&] { launch<all_results_kernel>({4, 64}, o, f + 31, false); });
+  report("lock", [&] { launch<lock_kernel>({3, 64}, o, g, kDevice); });
+  report("lock_unfenced", [&] { launch<lock_kernel>({3, 64}, o, g + 10, kNone); });
+  report("chain", [&] { launch<chain_kernel>({4, 32}, o, g + 20, g + 21, false); });
+  report("chain_late", [&] { launch<chain_kernel>({4, 32}, o, g + 30, g + 31, true); });
+  report("last_thread", [&] { launch<last_thread_kernel>({2, 64}, o, kBlock); });
+  report("last_thread_unfenced", [&] { launch<last_thread_kernel>({1, 64}, o, kNone); });
+  report("flag", [&] { launch<flag_kernel>({1, 32}, o, g + 40, 0, true); });
+  report("flag_asked_early", [&] { launch<flag_kernel>({1, 32}, o, g + 40, 0, false); });
+  report("flag_asked_by_other", [&] { launch<flag_kernel>({1, 32}, o, g + 40, 2, true); });
+  int* n = count.get();
+  report("second_block", [&] { launch<second_block_kernel>({2, 32}, n, g + 50, false, false); });
+  report("own_flag", [&] { launch<second_block_kernel>({2, 32}, n, g + 60, true, false); });
+  report("behind_fence", [&] { launch<second_block_kernel>({2, 32}, n, g + 70, false, true); });
   report("struct_meets", [&] { launch<struct_kernel>({1, 64}, vectors.get(), false); });
 }

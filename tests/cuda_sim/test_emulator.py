@@ -58,6 +58,16 @@ RACES = {
     "stale_stage": ["shared memory `stage`", "read (", "an earlier cp.async (", "that may still be under way"],
     "matrix_too_soon": ["shared memory `rows`", "write", "read"],
     "halves_too_soon": ["shared memory `halves`"],
+    "last_block_unfenced": ["global memory", "read", "earlier write", "block (4,0,0), thread (40,0,0)", "block (0,0,0), thread (0,0,0)"],
+    "last_block_block_fence": ["global memory", "read", "earlier write", "block (4,0,0), thread (40,0,0)", "block (0,0,0), thread (0,0,0)"],
+    "all_results_unsynced": ["global memory", "read", "earlier write", "block (0,0,0), thread (63,0,0)"],
+    "lock_unfenced": ["global memory", "read", "earlier write", "block (1,0,0)", "block (0,0,0)"],
+    "chain_late": ["global memory", "read", "earlier write", "block (3,0,0)", "block (0,0,0)"],
+    "last_thread_unfenced": ["shared memory `values`", "read", "earlier write"],
+    "flag_asked_early": ["shared memory `value`", "read", "earlier write", "thread (1,0,0)"],
+    "flag_asked_by_other": ["shared memory `value`", "read", "earlier write", "thread (1,0,0)"],
+    "own_flag": ["global memory", "read", "earlier write", "block (1,0,0)", "block (0,0,0)"],
+    "behind_fence": ["global memory", "read", "earlier atomic write", "block (1,0,0)", "block (0,0,0)"],
     "struct_meets": ["global memory", "thread (0,0,0)", "thread (1,0,0)"],
 }
 # Reads of shared memory that the block has not written, found by the same detector.

@@ -23,15 +23,9 @@ inline int __syncthreads_and(int predicate, NEEDLE_SIM_SITE) {
 inline int __syncthreads_or(int predicate, NEEDLE_SIM_SITE) {
   return needle::sim::block_barrier(needle::sim::BarrierKind::kOr, predicate, site);
 }
-inline void __threadfence() {
-#ifdef NEEDLE_RACE  // one worker runs all blocks, and -fsanitize=thread knows no fence
-  __atomic_signal_fence(__ATOMIC_SEQ_CST);
-#else
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-#endif
-}
-inline void __threadfence_block() { __threadfence(); }
-inline void __threadfence_system() { __threadfence(); }
+inline void __threadfence() { needle::sim::fence(true); }
+inline void __threadfence_block() { needle::sim::fence(false); }
+inline void __threadfence_system() { needle::sim::fence(true); }
 [[noreturn]] inline void __trap(NEEDLE_SIM_SITE) {
   needle::sim::fault("__trap() was called", site);
 }

@@ -10,16 +10,26 @@
 // with whom, and not from the order in which threads happened to run, one run in one order is
 // enough.
 //
+// Nor do they race if the first comes before a __threadfence, behind which its thread changes
+// something atomically, and an atomic operation finds that before the second: a counter of finished
+// blocks, a flag, a lock. (The fence that the second thread would need is not asked for, as the
+// CUDA C++ Programming Guide's own example has none; volatile accesses are plain ones.) This
+// depends on who came first, so it is seen for the orders that were run.
+//
 // A read of shared memory none of which the block has written is reported too: an initialization
 // that was forgotten, or a copy that was not waited for. (Not of single bytes: the padding of a
 // struct is read with it.)
 #if defined(NEEDLE_RACE)
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
 #include "scheduler.h"
 
@@ -44,6 +54,11 @@ struct Access {
 struct Cell {
   Access write, atomic_write, copy, read[2];
 };
+
+bool same_moment(const Access& a, const Access& b) {
+  return a.block == b.block && a.thread == b.thread && a.epoch == b.epoch &&
+         a.warp_clock == b.warp_clock;
+}
 
 constexpr size_t kPageBytes = 1024;
 struct Page {
@@ -73,16 +88,118 @@ Cell& cell_of(uintptr_t address) {
   return last_page->cells[address % kPageBytes];
 }
 
+// Whether `earlier` was done, in every order, when a thread of the same block was at `now` and knew
+// this of the lanes of its warp.
+bool before(const Access& earlier, const Access& now, const uint32_t* lanes) {
+  return earlier.epoch < now.epoch || (earlier.thread / kWarpSize == now.thread / kWarpSize &&
+                                       lanes[earlier.thread % kWarpSize] >= earlier.warp_clock);
+}
+
+const uint32_t* lanes_of(const Access& now) {
+  return clocks[now.thread / kWarpSize][now.thread % kWarpSize];
+}
+
+// What the thread does from here on is news to all others.
+void next_moment(unsigned thread) {
+  ++clocks[thread / kWarpSize][thread % kWarpSize][thread % kWarpSize];
+}
+
+struct Fence {
+  Access at;
+  uint32_t lanes[kWarpSize];  // what its thread knew
+  bool whole_device;          // or of the block alone
+};
+Fence last_fence[2][kMaxBlockThreads];  // of either reach; those of other blocks are stale
+
+// What an atomic write leaves at its place: all that was done before its thread's last fence, and
+// itself.
+struct Release {
+  uint32_t number;  // counts those of the launch
+  Fence fence;
+  Access write;
+};
+struct Place {
+  std::unordered_map<uint32_t, std::vector<Release>> of_block;
+  std::vector<Release> informed;  // whose threads had found releases before their fence
+};
+// An atomic operation, and the releases that it finds at its place: the first `count` of the
+// launch.
+struct Acquire {
+  Access at;
+  const Place* place;
+  uint32_t count;
+};
+constexpr uint64_t kNoBlock = ~uint64_t(0);
+// Of the present launch, by address, and by block where the memory is shared.
+std::map<std::pair<uintptr_t, uint64_t>, Place> places;
+std::unordered_map<uint32_t, std::vector<Acquire>> acquires;  // by block
+uint32_t release_count = 0;
+
+// Whether chains of releases and acquires bring `earlier` to `now`.
+bool passed_on(const Access& earlier, const Access& now) {
+  Fence start{now, {}, true};
+  std::copy_n(lanes_of(now), kWarpSize, start.lanes);
+  std::vector<Fence> left{start};
+  std::map<std::pair<const Place*, uint32_t>, uint32_t> followed;
+  while (!left.empty()) {
+    const Fence point = left.back();
+    left.pop_back();
+    for (const Acquire& acquire : acquires[point.at.block]) {
+      if (!before(acquire.at, point.at, point.lanes)) continue;
+      const auto found = [&](const Release& release) {
+        return release.number < acquire.count &&
+               (release.fence.whole_device || release.fence.at.block == point.at.block);
+      };
+      const auto of_block = acquire.place->of_block.find(earlier.block);
+      if (of_block != acquire.place->of_block.end())
+        for (const Release& release : of_block->second)
+          if (found(release) && (before(earlier, release.fence.at, release.fence.lanes) ||
+                                 (earlier.atomic && same_moment(earlier, release.write))))
+            return true;
+      uint32_t& from = followed[{acquire.place, point.at.block}];
+      for (const Release& release : acquire.place->informed)
+        if (release.number >= from && found(release)) left.push_back(release.fence);
+      from = std::max(from, acquire.count);
+    }
+  }
+  return false;
+}
+
+// Before and after an atomic operation.
+void acquire(uintptr_t address, const Access& now, bool shared) {
+  const auto place = places.find({address, shared ? now.block : kNoBlock});
+  if (place == places.end()) return;
+  std::vector<Acquire>& all = acquires[now.block];
+  if (!all.empty() && all.back().place == &place->second && same_moment(all.back().at, now))
+    all.pop_back();
+  all.push_back({now, &place->second, release_count});
+}
+void release(uintptr_t address, const Access& now, bool shared) {
+  for (const auto& fences : last_fence) {
+    const Fence& fence = fences[now.thread];
+    if (fence.at.launch != now.launch || fence.at.block != now.block) continue;
+    Place& place = places[{address, shared ? now.block : kNoBlock}];
+    const Release left{release_count++, fence, now};
+    place.of_block[now.block].push_back(left);
+    for (const Acquire& acquire : acquires[now.block])
+      if (before(acquire.at, fence.at, fence.lanes)) {
+        place.informed.push_back(left);
+        break;
+      }
+    next_moment(now.thread);
+  }
+}
+
 // Whether `earlier` (made before, in the order of this run) happens before what `now` does in every
-// order.
+// order; by way of a fence, in those in which an atomic operation found what another left.
 bool ordered(const Access& earlier, const Access& now, bool shared) {
   if (earlier.launch != now.launch) return true;
-  if (earlier.block != now.block)
-    return shared;  // the next block's shared memory is another memory
-  if (earlier.thread == now.thread || earlier.epoch < now.epoch) return true;
-  const int warp = now.thread / kWarpSize;
-  return earlier.thread / kWarpSize == warp &&
-         clocks[warp][now.thread % kWarpSize][earlier.thread % kWarpSize] >= earlier.warp_clock;
+  if (earlier.block != now.block) {
+    if (shared) return true;  // the next block's shared memory is another memory
+  } else if (earlier.thread == now.thread || before(earlier, now, lanes_of(now))) {
+    return true;
+  }
+  return !places.empty() && passed_on(earlier, now);
 }
 
 enum class Kind { kRead, kWrite, kCopy };
@@ -125,26 +242,32 @@ void remember_reader(Cell& cell, const Access& now, bool shared) {
   if (near(cell.read[0], cell.read[1])) cell.read[1] = now;
 }
 
-void access(const void* start, size_t bytes, Kind kind, bool atomic, const void* pc) {
-  if (!on_fiber_stack(__builtin_frame_address(0)) || on_fiber_stack(start)) return;
-  Thread& thread = self();
-  Block& block = *static_cast<Block*>(thread.block);
-  const uint32_t lane = thread.rank % kWarpSize, warp = thread.rank / kWarpSize;
+Access access_of(const Thread& thread, bool atomic, const void* pc) {
+  const Block& block = *static_cast<const Block*>(thread.block);
   Access now;
   now.launch = launch_number;
   now.block = static_cast<uint32_t>(block.linear_index);
   now.epoch = block.epoch;
-  now.warp_clock = clocks[warp][lane][lane];
+  now.thread = static_cast<uint16_t>(thread.rank);
+  now.warp_clock = lanes_of(now)[thread.rank % kWarpSize];
   // The call instruction, not the one it returns to.
   now.code = static_cast<int32_t>(static_cast<const char*>(pc) - 1 - kAnchor);
-  now.thread = static_cast<uint16_t>(thread.rank);
   now.atomic = atomic;
+  return now;
+}
+
+void access(const void* start, size_t bytes, Kind kind, bool atomic, const void* pc) {
+  if (!on_fiber_stack(__builtin_frame_address(0)) || on_fiber_stack(start)) return;
+  Thread& thread = self();
+  Block& block = *static_cast<Block*>(thread.block);
+  const Access now = access_of(thread, atomic, pc);
   const bool shared = block.in_shared(start);
   const bool write = kind != Kind::kRead;
   bool initialized = write || !shared;
   Access copy;  // that the access reaches into
   uintptr_t copied = 0;
   const auto first = reinterpret_cast<uintptr_t>(start);
+  if (atomic) acquire(first, now, shared);
   for (uintptr_t address = first; address < first + bytes; ++address) {
     Cell& cell = cell_of(address);
     const auto races = [&](const Access& earlier) {
@@ -166,6 +289,7 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
         initialized |= writer->launch == now.launch && writer->block == now.block;
     }
   }
+  if (atomic && write) release(first, now, shared);
   if (!initialized) report_uninitialized(block, thread, start, now, copied != 0);
   if (copied) report(block, thread, copied, copy, Kind::kCopy, now, kind);
 }
@@ -174,6 +298,9 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
 
 void begin_launch() {
   ++launch_number;
+  places.clear();
+  acquires.clear();
+  release_count = 0;
   if (pages.size() <= kMostPages) return;
   pages.clear();
   last_page_number = ~uintptr_t(0);
@@ -200,6 +327,14 @@ void sync_warp(Thread& thread, uint32_t mask) {
     }
 }
 
+void fence(const Thread& thread, bool whole_device) {
+  Fence& last = last_fence[whole_device][thread.rank];
+  last.at = access_of(thread, false, kAnchor);
+  last.whole_device = whole_device;
+  std::copy_n(lanes_of(last.at), kWarpSize, last.lanes);
+  next_moment(thread.rank);
+}
+
 void runtime_access(const void* start, size_t bytes, bool write, const void* pc) {
   access(start, bytes, write ? Kind::kWrite : Kind::kRead, false, pc);
 }
@@ -213,7 +348,8 @@ void end_copy(const void* to, size_t bytes, const void* pc) {
   access(to, bytes, Kind::kWrite, false, pc);
 }
 
-const RaceHooks hooks{begin_launch, begin_block, sync_warp, runtime_access, begin_copy, end_copy};
+const RaceHooks hooks{begin_launch,   begin_block, sync_warp, fence,
+                      runtime_access, begin_copy,  end_copy};
 const bool installed = (race_hooks = &hooks) != nullptr;
 
 }  // namespace

@@ -453,6 +453,10 @@ void fault(const std::string& what, Site site) {
   Thread& thread = self();
   block_of(thread).fault(thread, what, site);
 }
+void fence(bool whole_device) {
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  if (race_hooks) race_hooks->fence(self(), whole_device);
+}
 void note_access(const void* address, size_t bytes, bool write) {
   if (race_hooks) race_hooks->access(address, bytes, write, __builtin_return_address(0));
 }

@@ -109,7 +109,8 @@ extern std::recursive_mutex host_mutex;
 struct RaceHooks {
   void (*begin_launch)();
   void (*begin_block)();
-  void (*sync_warp)(Thread& thread, uint32_t mask);  // once per __syncwarp, by its last lane
+  void (*sync_warp)(Thread& thread, uint32_t mask);        // once per __syncwarp, by its last lane
+  void (*fence)(const Thread& thread, bool whole_device);  // or of the block alone
   void (*access)(const void* address, size_t bytes, bool write, const void* pc);
   // Between the two, a cp.async may write at any time.
   void (*begin_copy)(const void* to, size_t bytes, const void* pc);

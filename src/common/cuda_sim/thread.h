@@ -110,6 +110,8 @@ NEEDLE_SIM_HIDDEN void* dynamic_shared();
 // Ends the launch with an error that names kernel, block and thread.
 [[noreturn]] NEEDLE_SIM_HIDDEN void fault(const std::string& what, Site site);
 
+NEEDLE_SIM_HIDDEN void fence(bool whole_device);
+
 NEEDLE_SIM_HIDDEN void async_copy(void* shared, const void* global, int bytes, int source_bytes,
                                   Site site);
 NEEDLE_SIM_HIDDEN void async_commit();
