@@ -96,6 +96,13 @@ __global__ void misaligned_copy_kernel(const char* x) {
   ptx::cp_async<16>(tile, x + 4);
 }
 
+__global__ void misaligned_atomic_kernel(char* x) {
+  atomicAdd(reinterpret_cast<int*>(x + 4 * threadIdx.x + threadIdx.x / 3), 1);
+}
+__global__ void misaligned_pair_kernel(__half* x) {
+  atomicAdd(reinterpret_cast<__half2*>(x + 1), __half2{});
+}
+
 __global__ void double_kernel(int* x) { x[threadIdx.x] *= 2; }
 
 using Case = std::function<void(int* scratch)>;
@@ -131,6 +138,10 @@ const std::map<std::string, Case> kCases = {
     {"trap", [](int*) { launch<trap_kernel>({1, 32}); }},
     {"misaligned_copy",
      [](int* p) { launch<misaligned_copy_kernel>({1, 1}, reinterpret_cast<const char*>(p)); }},
+    {"misaligned_atomic",
+     [](int* p) { launch<misaligned_atomic_kernel>({1, 4}, reinterpret_cast<char*>(p)); }},
+    {"misaligned_pair",
+     [](int* p) { launch<misaligned_pair_kernel>({1, 1}, reinterpret_cast<__half*>(p)); }},
 };
 
 }  // namespace

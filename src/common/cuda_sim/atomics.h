@@ -3,6 +3,8 @@
 // its code address.
 #pragma once
 
+#include <cstdint>
+#include <string>
 #include <type_traits>
 
 #include "half.h"
@@ -10,13 +12,21 @@
 
 namespace needle::sim {
 
+// A GPU refuses an atomic operation whose bytes are not aligned as one.
+template <class T>
+__forceinline__ T* atomic_address(T* address, Site site) {
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0)
+    fault("misaligned address: atomic operation on " + std::to_string(sizeof(T)) + " bytes", site);
+  return address;
+}
+
 // Any read-modify-write on 2, 4 or 8 bytes; returns the old value.
 template <class T, class F>
-__forceinline__ T atomic_update(T* address, F&& next) {
+__forceinline__ T atomic_update(T* address, F&& next, Site site) {
   using Word = std::conditional_t<sizeof(T) == 2, uint16_t,
                                   std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
   static_assert(sizeof(Word) == sizeof(T));
-  Word* word = reinterpret_cast<Word*>(address);
+  Word* word = reinterpret_cast<Word*>(atomic_address(address, site));
   Word seen = __atomic_load_n(word, __ATOMIC_RELAXED);
   for (;;) {
     T old;
@@ -40,55 +50,58 @@ using no_deduce = typename Identity<T>::type;
 }  // namespace needle::sim
 
 template <class T>
-__forceinline__ T atomicAdd(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicAdd(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
   if constexpr (std::is_integral_v<T>)
-    return __atomic_fetch_add(address, value, __ATOMIC_RELAXED);
+    return __atomic_fetch_add(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
   else
-    return needle::sim::atomic_update(address, [=](T old) { return T(old + value); });
+    return needle::sim::atomic_update(address, [=](T old) { return T(old + value); }, site);
 }
 template <class T>
-__forceinline__ T atomicSub(T* address, needle::sim::no_deduce<T> value) {
-  return __atomic_fetch_sub(address, value, __ATOMIC_RELAXED);
+__forceinline__ T atomicSub(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  return __atomic_fetch_sub(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
 }
 template <class T>
-__forceinline__ T atomicAnd(T* address, needle::sim::no_deduce<T> value) {
-  return __atomic_fetch_and(address, value, __ATOMIC_RELAXED);
+__forceinline__ T atomicAnd(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  return __atomic_fetch_and(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
 }
 template <class T>
-__forceinline__ T atomicOr(T* address, needle::sim::no_deduce<T> value) {
-  return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+__forceinline__ T atomicOr(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  return __atomic_fetch_or(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
 }
 template <class T>
-__forceinline__ T atomicXor(T* address, needle::sim::no_deduce<T> value) {
-  return __atomic_fetch_xor(address, value, __ATOMIC_RELAXED);
+__forceinline__ T atomicXor(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  return __atomic_fetch_xor(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
 }
 template <class T>
-__forceinline__ T atomicExch(T* address, needle::sim::no_deduce<T> value) {
-  return needle::sim::atomic_update(address, [=](T) { return value; });
+__forceinline__ T atomicExch(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  return needle::sim::atomic_update(address, [=](T) { return value; }, site);
 }
 template <class T>
-__forceinline__ T atomicMin(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicMin(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
   static_assert(std::is_integral_v<T>, "CUDA has atomicMin for integers only");
-  return needle::sim::atomic_update(address, [=](T old) { return old < value ? old : value; });
+  return needle::sim::atomic_update(
+      address, [=](T old) { return old < value ? old : value; }, site);
 }
 template <class T>
-__forceinline__ T atomicMax(T* address, needle::sim::no_deduce<T> value) {
+__forceinline__ T atomicMax(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
   static_assert(std::is_integral_v<T>, "CUDA has atomicMax for integers only");
-  return needle::sim::atomic_update(address, [=](T old) { return old < value ? value : old; });
-}
-__forceinline__ unsigned atomicInc(unsigned* address, unsigned limit) {
-  return needle::sim::atomic_update(address,
-                                    [=](unsigned old) { return old >= limit ? 0u : old + 1; });
-}
-__forceinline__ unsigned atomicDec(unsigned* address, unsigned limit) {
   return needle::sim::atomic_update(
-      address, [=](unsigned old) { return old == 0 || old > limit ? limit : old - 1; });
+      address, [=](T old) { return old < value ? value : old; }, site);
+}
+__forceinline__ unsigned atomicInc(unsigned* address, unsigned limit, NEEDLE_SIM_SITE) {
+  return needle::sim::atomic_update(
+      address, [=](unsigned old) { return old >= limit ? 0u : old + 1; }, site);
+}
+__forceinline__ unsigned atomicDec(unsigned* address, unsigned limit, NEEDLE_SIM_SITE) {
+  return needle::sim::atomic_update(
+      address, [=](unsigned old) { return old == 0 || old > limit ? limit : old - 1; }, site);
 }
 template <class T>
 __forceinline__ T atomicCAS(T* address, needle::sim::no_deduce<T> compare,
-                            needle::sim::no_deduce<T> value) {
+                            needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
   static_assert(std::is_integral_v<T> && sizeof(T) >= 2,
                 "CUDA has atomicCAS for integers of 2 to 8 bytes");
-  __atomic_compare_exchange_n(address, &compare, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  __atomic_compare_exchange_n(needle::sim::atomic_address(address, site), &compare, value, false,
+                              __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return compare;
 }
