@@ -296,13 +296,13 @@ NEEDLE_INLINE Vec<A> vexp(Vec<A> x) {
     x = (Vec<A>)_mm512_maskz_min_ps(0xffff, _mm512_set1_ps(C::high), (__m512)x);
   else
     x = (Vec<A>)_mm512_maskz_min_pd(0xff, _mm512_set1_pd(C::high), (__m512d)x);
+  return exp_from<A>(x, C::low);
 #else
   const Mask<A> zero = x < broadcast(C::low);
   x = zero ? Vec<A>{} : x;  // computes nothing small on the way
   x = x > broadcast(C::high) ? broadcast(C::high) : x;
   return zero ? Vec<A>{} : exp_from<A>(x, C::low);
 #endif
-  return exp_from<A>(x, C::low);
 }
 
 // e^x, whose smallest results are right too, for x that are at most 0.
