@@ -16,7 +16,7 @@ from needle.data import text as text_module
 from needle.data import text_tokenizer
 from needle.data.text import TokenBatches, load_text, unigram_entropy
 from needle.data.text_corpus import load_corpus
-from needle.data.text_tokenizer import TextTokenizer, _at_words, load_tokenizer
+from needle.data.text_tokenizer import TextTokenizer, _at_words, _to_learn_from, load_tokenizer
 from needle.data.token_cache import read_tokens, write_tokens
 from needle.errors import DataError
 from needle.files import write_atomically
@@ -334,6 +334,15 @@ def test_a_text_that_comes_in_parts_has_the_ids_of_the_whole(folder, tmp_path, m
     monkeypatch.setattr(text_tokenizer, "_LONGEST_WORD", 30)  # of a text that is one word no more is held
     found = list(tokenizer.encode_parts(["alpha_beta."] * 50))
     assert max(map(len, found)) <= 44 and tokenizer.decode(np.concatenate(found)) == "alpha_beta." * 50
+
+
+def test_a_tokenizer_learns_from_no_very_long_word():
+    """That takes the square of its length, and no Ctrl-C comes through meanwhile."""
+    for text in ("acgt" * 50_000, " " * 100_000 + "alpha beta", "alpha beta " * 3000 + "acgt" * 20_000, ""):
+        parts = list(_to_learn_from(text))
+        assert "".join(parts) == text and max(map(len, parts), default=0) < 1 << 15
+    text = make_text(0, lines=2000)
+    assert list(_to_learn_from(text)) == _at_words(text) and len(_at_words(text)) > 3
 
 
 def test_a_pipe_is_no_tokenizer(folder, tmp_path):

@@ -19,6 +19,7 @@ DEFAULT_VOCABULARY = 10_000
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 LARGEST_VOCABULARY = 1 << 20  # far above what is in use: ``tokenizers`` takes room for all of it before it looks at the text
 _LONGEST_WORD = 1 << 20  # characters that are held until they can be cut
+_LONGEST_LEARNT = 1 << 15  # characters of a part that may be one word while a tokenizer is trained
 _WORD_END = re.compile(r"(?<=[^\W_])\s")
 _FILE_BYTES = 128 << 20  # the largest that are published have 35 million
 
@@ -103,7 +104,7 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
         show_progress=False,
     )
     # Of the parts it is given, `tokenizers` has many in work at once: 24 MB in parts of 1 MiB take 620 MB, in these 80 MB.
-    tokenizer.train_from_iterator((part for text in texts for part in _at_words(text)), trainer)
+    tokenizer.train_from_iterator((part for text in texts for part in _to_learn_from(text)), trainer)
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size:
         raise DataError(f"[{name}] too little text for the vocabulary: {vocab_size} ids asked (vocab_size: at most {reached})")
@@ -170,3 +171,13 @@ def _at_words(text: str, characters: int = 1 << 14) -> list[str]:
         parts.append(text[start : cut.start()])
         start = cut.start()
     return [*parts, text[start:]]
+
+
+def _to_learn_from(text: str) -> Iterator[str]:
+    """``text`` as ``_at_words`` cuts it, and long parts, in which no word may end, in pieces: training takes the square of a word's
+    length, most of an hour for a gene of a few million letters.
+    """
+    for part in _at_words(text):
+        size = len(part) if len(part) < _LONGEST_LEARNT else _LONGEST_LEARNT // 8
+        for start in range(0, len(part), size or 1):
+            yield part[start : start + size]
