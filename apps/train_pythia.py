@@ -38,7 +38,7 @@ from pythia_app.memory import Budget
 from pythia_app.options import check, check_room, device, new_folder, notes, parse, read, run_folder
 from pythia_app.page import METRICS, PAGE, About, mask_picture
 from pythia_app.report import Reporter, duration, mib
-from pythia_app.trainer import StopRequest, Trainer, compare_dense
+from pythia_app.trainer import StopRequest, Trainer, compare_dense, evaluated
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 48
 
@@ -96,7 +96,7 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
         return 0
     tokenizer = tokenizer_of_run(options, weights, saved, state)
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=tokenizer)
-    unigram = unigram_entropy(text.train, text.held_out, text.vocab_size)
+    unigram = unigram_entropy(text.train, evaluated(text, options.seq_len), text.vocab_size)
     said = (
         f"{text.name}: {len(text.train):,} training tokens, {len(text.held_out):,} held out, vocabulary {text.vocab_size:,}; "
         f"token frequencies alone give {unigram:.3f} nats"

@@ -24,6 +24,7 @@ import pythia_app
 from devices import usable
 from needle.checkpoints import CheckpointFolder
 from needle.data.prepare import prepare
+from needle.data.text import load_text, unigram_entropy
 from needle.data.text_tokenizer import train_tokenizer
 from needle.data.token_files import TokenWriter
 from needle.models import GenerationConfig, Pythia, PythiaConfig, pretrained, pythia
@@ -122,6 +123,19 @@ def test_a_run_learns_and_leaves_its_files(text, tmp_path):
         assert (tmp_path / name).is_file()
     curve = losses(tmp_path)
     assert len(curve) == 12 and curve[-1] < curve[0] - 0.3
+
+
+def test_token_frequencies_are_judged_by_the_text_that_the_loss_is_of(run, tmp_path, monkeypatch):
+    """Its part of the held-out text may be harder than the rest of it."""
+    path = tmp_path / "words.txt"
+    path.write_text("one two three four " * 5000 + "four " * 800)  # of which the end is held out
+    monkeypatch.setattr(pythia_app.trainer, "EVAL_TOKENS", 200)
+    for seq_len, tokens in ((64, 200), (256, 257)):
+        done = run("--dataset", path, "--vocab_size", 266, "--eval_only", "--seq_len", seq_len)
+        text = load_text(str(path), vocab_size=266)
+        expected, other = (unigram_entropy(text.train, part, 266) for part in (text.held_out[:tokens], text.held_out))
+        assert f"alone give {expected:.3f} nats" in done.stdout and f"alone ({expected:.3f})" in done.stdout
+        assert abs(expected - other) > 0.01
 
 
 def test_ctrl_c_and_going_on_is_bitwise(run, text, tmp_path):

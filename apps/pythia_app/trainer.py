@@ -87,6 +87,11 @@ class StopRequest:
         self.asked = self.asked or number
 
 
+def evaluated(text: TextData, seq_len: int, tokens: int | None = None) -> np.ndarray:
+    """The part of the held-out text that its loss is of: the first ``tokens``, by default EVAL_TOKENS, or enough for a sequence."""
+    return text.held_out[: max(tokens or EVAL_TOKENS, seq_len + 1)]
+
+
 class Trainer:
     """A model, its optimizer and its place in the text. weights: the folder of a model to begin with, or of a checkpoint."""
 
@@ -182,17 +187,17 @@ class Trainer:
             **self.metrics,
         }
 
-    def _held_out(self, text: TextData, tokens: int = EVAL_TOKENS) -> TokenBatches:
-        """Batches of the first ``tokens`` of the held-out text, in their order."""
+    def _held_out(self, text: TextData, tokens: int | None = None) -> TokenBatches:
+        """Batches of ``evaluated``, in their order."""
         options = self.options
         return TokenBatches(
-            text.held_out, options.batch_size, options.seq_len,
-            vocab_size=text.vocab_size, max_tokens=max(tokens, options.seq_len + 1), epochs=1, shuffle=False,
+            evaluated(text, options.seq_len, tokens), options.batch_size, options.seq_len,
+            vocab_size=text.vocab_size, epochs=1, shuffle=False,
             stride=text.stride(options.seq_len), name=f"{text.name}, held out",
         )  # fmt: skip
 
-    def held_out_loss(self, text: TextData, tokens: int = EVAL_TOKENS) -> float:
-        """Mean cross entropy in nats over the first ``tokens`` of the held-out text."""
+    def held_out_loss(self, text: TextData, tokens: int | None = None) -> float:
+        """Mean cross entropy in nats over ``evaluated``."""
         total = count = 0.0
         with inference(), amp.autocast.named(self.options.precision, self.device):
             for batch in self._held_out(text, tokens):
