@@ -129,7 +129,7 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
             raise _wrong(key, found[key], repr(value))
     sizes: dict[str, Any] = {name: _whole_number(key, found.get(key)) for key, name in _SIZES.items()}
     rope, sparse = ({} if found.get(key) is None else found[key] for key in ("rope_parameters", _SPARSE))
-    if not isinstance(rope, dict) or rope.get("rope_type", "default") != "default":
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type", "default")) != "default":
         raise _wrong("rope_parameters", rope, "rope_type 'default'")
     # As transformers: its version 4 wrote copies of rotary_pct and rotary_emb_base under newer names, and never read them.
     fraction = _first((rope, "partial_rotary_factor"), (found, "rotary_pct"), default=0.25)
@@ -155,6 +155,8 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
         )
     except ShapeError as error:
         raise CheckpointError(f"[config.json] {error}") from None
+    if found.get("head_dim") not in (None, config.head_width):
+        raise _wrong("head_dim", found["head_dim"], f"{config.head_width}, hidden_size over num_attention_heads")
     rotated = int(config.head_width * config.rotary_fraction)
     if rotated % 2:  # what an odd one means differs between versions of transformers
         raise _wrong("rotary_pct", fraction, f"what rotates an even number of a head's {config.head_width} features, not {rotated}")
