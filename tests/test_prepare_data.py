@@ -80,9 +80,9 @@ def write_inputs(folder):
     (folder / "b.txt").write_text("")
     lines = [{"text": text, "meta": {"n": 1}} for text in texts[1:4]]
     (folder / "c.jsonl").write_text("\n".join(map(json.dumps, [lines[0], {"text": ""}, *lines[1:]])) + "\n\n  \n")
-    with gzip.open(folder / "d.jsonl.gz", "wt") as file:
+    with gzip.open(folder / "d.JSONL.gz", "wt") as file:
         file.write(json.dumps({"text": texts[4]}, ensure_ascii=False))  # the last line does not end
-    with gzip.open(folder / "e.txt.gz", "wb") as file:
+    with gzip.open(folder / "e.txt.GZ", "wb") as file:
         file.write(texts[5].encode())
     return texts
 
@@ -118,7 +118,7 @@ def test_tokens_are_those_of_the_whole_documents(tmp_path, tokenizer, small, wor
     assert done.totals.documents == 6 and done.totals.empty == 2 and done.totals.cut == 0 and done.skipped == []
     assert done.totals.tokens == sum(map(len, expected(tokenizer, texts)))
     raw = {path: path.read_bytes() for path in (tmp_path / "in put").iterdir()}
-    assert done.totals.text_bytes == sum(len(gzip.decompress(b) if p.suffix == ".gz" else b) for p, b in raw.items())
+    assert done.totals.text_bytes == sum(len(gzip.decompress(b) if p.suffix.lower() == ".gz" else b) for p, b in raw.items())
     assert pair(tmp_path / "out" / "x")[2] == tokenizer.read_bytes() and leftovers(tmp_path / "out") == []
     plain = prepare([tmp_path / "in put"], tmp_path / "plain", tokenizer=tokenizer, end_of_text=None)
     assert found(plain.prefix) == expected(tokenizer, texts, ())

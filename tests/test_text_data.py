@@ -141,7 +141,7 @@ def test_pieces_are_read_in_parts_without_loss(tmp_path):
     assert list(itertools.islice(corpus.train[0].texts("x"), 3)) == ["abc", ""]
 
 
-@pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.jsonl.gz"])
+@pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.jsonl.gz", "X.JSONL"])
 def test_json_lines_are_left_to_prepare_data(folder, tmp_path, name):
     """As text they would be learnt with their keys and quotes."""
     (folder / name).write_text('{"text": "alpha"}\n' * 1000)

@@ -54,7 +54,7 @@ class Source:
         """
         try:
             with open(self.path, "rb") as raw:
-                if self.path.suffix == ".gz":
+                if self.path.suffix.lower() == ".gz":
                     with gzip.open(raw) as file:
                         yield file, raw.tell  # type: ignore[misc]
                 else:

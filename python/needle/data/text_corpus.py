@@ -223,7 +223,7 @@ def _cut(piece: Piece, name: str) -> tuple[Piece, Piece]:
 
 def is_json_lines(path: Path) -> bool:
     """Whether each line of a file is an object with a document in it, by the file's name."""
-    return path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))
+    return path.name.lower().removesuffix(".gz").endswith((".jsonl", ".ndjson"))
 
 
 def walk(folder: Path, name: str, leave_out: Set[str] = frozenset()) -> list[Path]:
