@@ -181,6 +181,7 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
         checkpoints.go_on_from(saved)
 
     def save() -> Path:
+        report.flush()
         return checkpoint.save(checkpoints, trainer.model, trainer.optimizer, trainer.state(), text.tokenizer)
 
     def due() -> bool:

@@ -1137,6 +1137,24 @@ def test_tensorboard_reads_the_events(run, tmp_path, monkeypatch):
     assert {2, 5} <= {event.step for event in events.Tensors("sample/text_summary")}  # this reader purges scalars alone
 
 
+def test_events_are_on_the_disk_before_the_checkpoint_of_their_steps(run, tmp_path, monkeypatch):
+    """A run that is killed after it goes on from there, and makes no event of them again."""
+    pytest.importorskip("tensorboardX")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from pythia_app import checkpoint
+
+    save, found = checkpoint.save, []
+
+    def look(*arguments):
+        events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+        found.append([event.step for event in events.Scalars("loss")])
+        return save(*arguments)
+
+    monkeypatch.setattr(checkpoint, "save", look)
+    assert run("--tensorboard", "--checkpoint_dir", tmp_path, "--max_steps", 5, "--save_every", 2).returncode == 0
+    assert found == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5]]
+
+
 def test_no_room_for_the_events(main, tmp_path, monkeypatch):
     """One line, where tensorboardX's own writer would wait for ever."""
     record_writer = pytest.importorskip("tensorboardX.record_writer")

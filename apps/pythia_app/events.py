@@ -40,9 +40,13 @@ class Events:
         for name, value in figures.items():
             if value is not None:
                 self._put(step, summary=scalar(name, value))
-        if time.monotonic() >= self._flush_at:  # it waits for the disk
-            self._file.flush()
-            self._flush_at = time.monotonic() + FLUSHED_EVERY_SECONDS
+        if time.monotonic() >= self._flush_at:
+            self.flush()
+
+    def flush(self) -> None:
+        """Waits until all is on the disk."""
+        self._file.flush()
+        self._flush_at = time.monotonic() + FLUSHED_EVERY_SECONDS
 
     def close(self) -> None:
         self._file.close()

@@ -139,6 +139,15 @@ class Reporter:
             with files.writing(self.folder / "tensorboard", "checkpoint_dir"):
                 self._events.add(found)
 
+    def flush(self) -> None:
+        """Waits until the rows are on the disk, before a checkpoint after whose steps a killed run goes on. Where there is no room
+        the next row says so.
+        """
+        with contextlib.suppress(OSError):
+            files.flush(self.path)
+            if self._events is not None:
+                self._events.flush()
+
     def draw(self, now: bool = False) -> None:
         """Writes report.html, if it is due or ``now``. If it cannot be written that is said once, and the run goes on."""
         start = time.perf_counter()
