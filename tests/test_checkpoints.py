@@ -614,6 +614,7 @@ def test_leftovers_of_a_killed_process_go_with_the_next_save(two):
     shutil.copytree(two.path / "step-000002", two.path / "step-000009")  # renamed, and not yet in the index
     for step in (3, 10):
         shutil.copytree(two.path / "step-000002", two.path / f".step-{step:06}.partial")
+    (two.path / "checkpoints.json.123-456.tmp").touch()
     assert value(two.newest()[0]) == 222222
     two.save(3, write(3))
     assert sorted(path.name for path in two.path.iterdir()) == ["checkpoints.json", "step-000002", "step-000003"]
