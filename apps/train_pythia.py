@@ -212,8 +212,11 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                     report.say(f"step {trainer.step + 1}: {error}; stopped, nothing saved")
                     return 1
                 leaks.step()
-                if not math.isfinite(made.loss) and trainer.scaler.skipped_steps == skipped:
-                    report.say(f"step {trainer.step}: the loss is {made.loss}; stopped, nothing saved (a lower --lr may help)")
+                # Clipping makes NaN of all gradients by a norm that is none, and the step of all weights.
+                figures = (("loss", made.loss), ("norm of the gradients", made.grad_norm))
+                wrong = [f"the {name} is {value}" for name, value in figures if not math.isfinite(value)]
+                if wrong and trainer.scaler.skipped_steps == skipped:
+                    report.say(f"step {trainer.step}: {wrong[0]}; stopped, nothing saved (a lower --lr may help)")
                     return 1
                 now = time.perf_counter()
                 row = trainer.row(made, now - before)

@@ -22,7 +22,7 @@ import pytest
 
 import pythia_app
 from devices import usable
-from needle.checkpoints import CheckpointFolder
+from needle.checkpoints import CheckpointFolder, read_folder
 from needle.data.prepare import prepare
 from needle.data.text import load_text, unigram_entropy
 from needle.data.text_tokenizer import train_tokenizer
@@ -801,6 +801,15 @@ def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path):
     done = run("--max_steps", 1, "--lr", "1e30", "--checkpoint_dir", tmp_path)
     assert done.returncode == 1 and "the held-out loss is nan" in done.stdout and "Traceback" not in done.stderr
     assert losses(tmp_path) == first[:1]
+
+
+def test_gradients_that_are_no_numbers_end_the_run_before_it_saves(run, tmp_path):
+    """The loss of that step is a number still, but no weight is after it."""
+    flags = ("--max_steps", 20, "--lr", "1e6", "--warmup_steps", 0, "--save_every", 1, "--keep_last", 1)
+    done = run(*flags, "--checkpoint_dir", tmp_path)
+    assert done.returncode == 1 and "step 2: the norm of the gradients is" in done.stdout and "a lower --lr may help" in done.stdout
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-000001"]
+    assert all(np.isfinite(values).all() for values in read_folder(tmp_path / "step-000001").values())
 
 
 def test_two_processes_cannot_share_a_folder(main, text, tmp_path):
