@@ -191,6 +191,13 @@ def test_files_without_an_index(tmp_path):
         assert file.tokens.dtype == np.dtype(dtype), (dtype, vocab_size)
         np.testing.assert_array_equal(file.tokens, ids)
         np.testing.assert_array_equal(file[0], ids)
+    for dtype in ("<u2", "<u4"):
+        path.write_bytes((ids % 16).astype(dtype).tobytes())
+        assert read_token_file(path, 16).tokens.dtype == np.dtype(dtype)
+    (ids * 400).astype("<u4").tofile(path)
+    for vocab_size in (300, 1 << 16, 100_000):  # too small: the halves of an id are not to be taken for ids of 16 bits
+        with pytest.raises(DataError, match=rf"outside the vocabulary: 119600 \(0 to {vocab_size - 1}; is vocab_size right"):
+            load_text(str(path), vocab_size=vocab_size)
     path.write_bytes(np.array([1, 0, 2], "<u2").tobytes())  # its first four bytes are an id of 32 bits, too
     assert read_token_file(path, 300).tokens.tolist() == [1, 0, 2]
     for magic, version, dtype in ((20240520, 1, "<u2"), (20240801, 7, "<u4")):  # llm.c: GPT-2 and Llama 3

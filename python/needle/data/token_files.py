@@ -25,7 +25,7 @@ import numpy as np
 from .. import files
 from ..errors import DataError
 from .text_corpus import CORPORA
-from .text_tokenizer import TOKENIZER, TOKENIZER_CONFIG
+from .text_tokenizer import LARGEST_VOCABULARY, TOKENIZER, TOKENIZER_CONFIG
 
 # The files of one data set: name in an unfinished folder -> ending of the published file, in the order of publication.
 ENDINGS = {TOKENIZER_CONFIG: f".{TOKENIZER_CONFIG}", TOKENIZER: f".{TOKENIZER}", "tokens": ".bin", "index": ".idx"}
@@ -98,7 +98,8 @@ def tokenizer_for(path: Path | None, given: str | Path | None) -> Path | None:
 def read_token_file(path: str | Path, vocab_size: int | None = None) -> TokenFile:
     """The token file ``path`` (a .bin). An index is read once to its end and must describe just this file.
 
-    vocab_size: tells the width of the ids of a plain file, 32 bits if its first 32-bit numbers all are ids below it, else 16.
+    vocab_size: tells the width of the ids of a plain file, 32 bits if its first 32-bit numbers all are ids below it, or are for a
+    larger vocabulary; else 16.
     raises: DataError, in one line, for files that are truncated, damaged, do not belong together or hold no ids.
     """
     path = Path(path)
@@ -205,7 +206,11 @@ def _width(path: Path, nbytes: int, vocab_size: int | None) -> str:
     most = min(nbytes // 4, _SAMPLE_TOKENS)
     if nbytes % 4 or not most:
         return "<u2"
-    return "<u4" if int(_map(path, "<u4", 0, most).max()) < (vocab_size or 1 << 20) else "<u2"
+    if int(_map(path, "<u4", 0, most).max()) < (vocab_size or LARGEST_VOCABULARY):
+        return "<u4"
+    low, high = _map(path, "<u2", 0, 2 * most).reshape(-1, 2).max(axis=0)
+    # Ids of 16 bits are alike at all places; halves of 32-bit ones, some of them above ``vocab_size``, are not.
+    return "<u4" if high < LARGEST_VOCABULARY >> 16 <= low else "<u2"
 
 
 def _map(path: Path, dtype: str, place: int, count: int) -> np.ndarray:
