@@ -248,7 +248,7 @@ def test_transformers_agrees_in_both_directions(tmp_path):
     ],
 )
 def test_tokens_are_chosen_as_the_folder_says(folder, said, expected):
-    assert Pythia.from_pretrained(folder).generation_config == GenerationConfig()
+    assert Pythia.from_pretrained(folder).generation_config == GenerationConfig(eos_token_id=0)
     (folder / "generation_config.json").write_text(json.dumps(said))
     if isinstance(expected, str):
         with pytest.raises(CheckpointError, match=expected):
@@ -270,6 +270,21 @@ def test_tokens_are_chosen_as_the_folder_says(folder, said, expected):
     model.generation_config = GenerationConfig(do_sample=True, top_k=None)  # all ids, as 0
     model.save_pretrained(folder)
     assert Pythia.from_pretrained(folder).generation_config == GenerationConfig(do_sample=True, top_k=0)
+
+
+@pytest.mark.parametrize(
+    "said, expected", [(5, 5), ([5, 7], [5, 7]), (None, None), ("5", r"config.json: \[generate\] eos_token_id is '5'")]
+)
+def test_without_a_generation_config_a_sequence_ends_as_config_json_says(folder, said, expected):
+    """As in transformers; the published folders have none."""
+    change_config(eos_token_id=said, pad_token_id=3)(folder)
+    if isinstance(expected, str):
+        with pytest.raises(CheckpointError, match=expected):
+            Pythia.from_pretrained(folder)
+        return
+    assert Pythia.from_pretrained(folder).generation_config == GenerationConfig(eos_token_id=expected, pad_token_id=3)
+    (folder / "generation_config.json").write_text("{}")
+    assert Pythia.from_pretrained(folder).generation_config == GenerationConfig()
 
 
 def test_the_tokenizer_goes_along(tmp_path):

@@ -101,7 +101,7 @@ class Trainer:
         if weights is not None:
             self.model.dropout.seed = options.seed
             load_published(self.model, read_folder(weights))
-            self.model.generation_config = read_generation(weights)
+            self.model.generation_config = read_generation(weights, or_config=False)  # which may be of another tokenizer
         self.optimizer = AdamW(
             self.model.parameter_groups(options.weight_decay), lr=options.lr, betas=tuple(options.betas), eps=options.eps
         )

@@ -64,16 +64,20 @@ def read_config(folder: Path) -> PythiaConfig:
     return config_from_json(found)
 
 
-def read_generation(folder: Path) -> GenerationConfig:
-    """The keys of the folder's generation_config.json that needle knows; the defaults without one. raises: CheckpointError."""
+def read_generation(folder: Path, or_config: bool = True) -> GenerationConfig:
+    """The keys of the folder's generation_config.json that needle knows. Without one the defaults, and (or_config) what config.json
+    says of the end of a sequence, as in transformers. raises: CheckpointError.
+    """
+    name, known = GENERATION, {field.name for field in fields(GenerationConfig)} - {"seed"}
+    if not os.path.lexists(folder / GENERATION):
+        if not or_config:
+            return GenerationConfig()
+        name, known = CONFIG, {"eos_token_id", "pad_token_id"}
     try:
-        found = files.parse_json(files.read_small(files.member(folder, GENERATION)))
-        known = ({field.name for field in fields(GenerationConfig)} - {"seed"}) & found.keys()
-        return GenerationConfig(**{name: found[name] for name in known if found[name] is not None})
-    except FileNotFoundError:
-        return GenerationConfig()
+        found = files.parse_json(files.read_small(files.member(folder, name)))
+        return GenerationConfig(**{key: found[key] for key in known & found.keys() if found[key] is not None})
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"[from_pretrained] cannot use {folder / GENERATION}: {files.reason(error)}") from error
+        raise CheckpointError(f"[from_pretrained] cannot use {folder / name}: {files.reason(error)}") from error
 
 
 def _check_room(planned: Pythia, device: BackendDevice) -> None:
@@ -159,7 +163,7 @@ def write(model: Pythia, folder: Path, tokenizer: TextTokenizer | None = None, m
     chosen = {name: value for name, value in asdict(model.generation_config).items() if name != "seed" and value != usual[name]}
     if "top_k" in chosen:  # a null would be read as the default, here as in transformers
         chosen["top_k"] = chosen["top_k"] or 0
-    if chosen:  # without the file transformers takes what config.json says
+    if chosen and chosen != {"eos_token_id": end}:  # without the file config.json says that, here as in transformers
         _write_json(folder / GENERATION, chosen)
     if tokenizer is None:
         return

@@ -251,7 +251,7 @@ class Pythia(Module):
         ``"EleutherAI/pythia-70m"``, of which the Hub (through ``huggingface_hub``) has such a folder, in its ``revision``.
 
         Parameters are converted to ``dtype``. As with transformers the model is in evaluation mode, without dropout, until
-        ``train()`` is called; ``generate`` follows the folder's generation_config.json.
+        ``train()`` is called; ``generate`` follows the folder's generation_config.json, or without one ends as config.json says.
         raises: CheckpointError for what is absent, damaged or no Pythia.
         """
         from .pretrained import load
