@@ -225,6 +225,19 @@ def test_a_module_that_is_no_key_has_a_name(cpu):
     assert made.module == "Net" and y.shape == (8, 8)
 
 
+def test_a_network_whose_parameters_are_groups_ends_no_plan(cpu):
+    class Tuned(nn.Sequential):
+        def parameters(self):
+            return [{"params": super().parameters()[:1], "lr": 1e-3}]
+
+    model, x = Tuned(nn.Linear(8, 4, device=cpu)), ndl.ones(2, 8, requires_grad=False)
+    assert "layers.0" in memory.plan(plannable(TINY, 2, 32)).by_module
+    with memory.trace(cpu):
+        y = model(x)
+        (made,) = [h for h in holders(cpu) if h.site.op == "Linear"]
+    assert made.module == "modules.0" and y.shape == (2, 4)
+
+
 class Trainer:
     """Whose second model takes the place of the first."""
 

@@ -12,7 +12,7 @@ from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
 from ..backend_selection import as_device
 from ..errors import GraphError
-from ..nn.nn_basic import Module, _named, _parts
+from ..nn.nn_basic import Module, Parameter, _named, _parts
 from . import sites
 from .sites import NOWHERE, Reference, Site
 from .units import readable, table
@@ -42,15 +42,17 @@ class ModuleNames:
     """
 
     def __init__(self, device: BackendDevice):
-        modules = [m for m in gc.get_objects() if issubclass(type(m), Module)]  # isinstance would ask each object for its class
-        modules = [m for m in modules if any(p.device == device for p in m.parameters())]
+        # By type alone: isinstance would ask each object for its class. And not by parameters(), which a program may define anew.
+        found = [(m, _own_parameters(m)) for m in gc.get_objects() if issubclass(type(m), Module)]
+        first = {id(m): min(p._number for p in ps) for m, ps in found if any(p.device == device for p in ps)}
+        modules = [m for m, _ in found if id(m) in first]
         children = {id(child) for m in modules for child in m._children()}
         roots = [m for m in modules if id(m) not in children]
         self.modules: dict[Reference, str] = {}
         self.parameters: dict[Reference, str] = {}
         self.serials: dict[int, str] = {}
         made: Counter[str] = Counter()
-        for root in sorted(roots, key=lambda m: min(p._number for p in m.parameters())):
+        for root in sorted(roots, key=lambda m: first[id(m)]):
             name = type(root).__name__
             made[name] += 1
             if made[name] > 1:
@@ -69,6 +71,10 @@ class ModuleNames:
             return self.of(0, site.forward)
         called = (self.modules[m] for m in site.modules if m in self.modules)  # a module made for one call is gone by now
         return name.rpartition(".")[0] or name or next(called, "")
+
+
+def _own_parameters(module: Module) -> list[Parameter]:
+    return [t for _, t in _named(module) if isinstance(t, Parameter)]
 
 
 def _walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
