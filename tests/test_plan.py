@@ -238,6 +238,19 @@ def test_a_network_whose_parameters_are_groups_ends_no_plan(cpu):
     assert made.module == "modules.0" and y.shape == (2, 4)
 
 
+def test_a_network_that_grows_meanwhile_ends_no_plan(cpu):
+    """As another thread may have it do."""
+
+    class Name(str):
+        def __str__(self):
+            layers.setdefault("later", None)
+            return "first"
+
+    model = nn.Sequential(nn.Linear(8, 4, device=cpu))
+    layers = model.layers = {Name(): nn.Linear(4, 4, device=cpu)}
+    assert "layers.0" in memory.plan(plannable(TINY, 2, 32)).by_module and "later" in layers
+
+
 class Trainer:
     """Whose second model takes the place of the first."""
 

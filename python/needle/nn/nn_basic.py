@@ -79,7 +79,8 @@ def _parts(value: object, path: str = "") -> Iterator[tuple[str, Parameter | Buf
     if isinstance(value, (Parameter, Buffer, Module)):
         yield path, value
     elif isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        items = list(value.items()) if isinstance(value, dict) else enumerate(value)  # another thread may add attributes
+        for key, item in items:
             yield from _parts(item, f"{path}.{key}" if path else str(key))
 
 
