@@ -664,6 +664,14 @@ def test_the_picture_is_one_page_without_network(tmp_path, cpu):
     assert not re.search(r"<script[^>]*\ssrc=|<link\s", page)
 
 
+def test_a_mark_of_a_picture_is_shown_as_it_is_written(tmp_path, cpu):
+    pytest.importorskip("plotly")
+    with memory.trace(cpu) as t:
+        t.mark("loss<0.5> & <lambda>")
+    page = memory.picture(t, tmp_path / "memory.html").read_text()
+    assert "loss&lt;0.5&gt; &amp; &lt;lambda&gt;" in page  # plotly takes it for HTML
+
+
 def test_half_a_picture_is_none(tmp_path, monkeypatch):
     pytest.importorskip("plotly")
     traced = memory.plan(plannable(TINY, 1, 32)).trace

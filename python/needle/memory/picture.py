@@ -49,7 +49,9 @@ def picture(traced: trace, path: str | os.PathLike) -> Path:
         x=top, y=traced.live[top] / _MIB, text=f"peak {readable(traced.peak_bytes)}<br>{what}", arrowhead=2, arrowcolor=_GREY
     )
     for index, text in traced.mark_positions():
-        figure.add_vline(x=index, line={"dash": "dot", "color": _GREY}, annotation_text=text, annotation_position="top")
+        figure.add_vline(
+            x=index, line={"dash": "dot", "color": _GREY}, annotation_text=escape(text, quote=False), annotation_position="top"
+        )
     faint = {"gridcolor": "rgba(118,118,118,0.3)", "zerolinecolor": _GREY, "linecolor": _GREY}
     title = f"memory of {traced.device.name}: live bytes by category"
     figure.update_layout(
