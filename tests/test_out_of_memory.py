@@ -268,6 +268,13 @@ def test_two_threads_forget_sites_at_once(monkeypatch):
     assert number not in sites._sites and found not in sites._numbers
 
 
+def test_parameters_are_held_in_the_name_of_their_layer_whatever_their_size(limited):
+    model = nn.Sequential(*(nn.Linear(16, 16, device=limited) for _ in range(3)))
+    memory.set_limit(memory.stats(limited).live + 10, limited)
+    with pytest.raises(OutOfMemoryError, match=r"modules\.0: its line was not recorded(.|\n)*modules\.1: (.|\n)*modules\.2: "):
+        model(ndl.Tensor(np.ones((4, 16)), device=limited))
+
+
 def test_advice_that_fails_takes_nothing_from_the_rest(limited):
     memory.set_limit(memory.stats(limited).live + 50_000, limited)
 

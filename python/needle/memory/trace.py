@@ -30,7 +30,9 @@ class Holder:
     made: int = -1
 
     def __str__(self) -> str:
-        where = f"{self.module or '-'}: {self.site}" if self.site is not NOWHERE else "its line was not recorded"
+        known = self.site is not NOWHERE
+        module = f"{self.module or '-'}: " if known or self.module else ""
+        where = f"{module}{self.site if known else 'its line was not recorded'}"
         return f"{readable(self.nbytes)}  {self.category}  {where}"
 
 
