@@ -630,6 +630,20 @@ def test_two_optimizers_under_one_scale(host):
     assert bad_params[0].item() == 1 and good_params[0].item() < 1 and scaler.get_scale() == 2048
 
 
+def test_infinite_gradients_count_where_the_step_is_left_out(host):
+    (bad, _, fill_bad), (good, good_params, fill_good) = (with_gradients(host, [[v]]) for v in (np.inf, 1.0))
+    scaler = amp.GradScaler(hysteresis=1)
+    for others in ([good], []):
+        fill_bad(scaler)
+        fill_good(scaler)
+        scaler.unscale_(bad)
+        for optimizer in others:
+            scaler.step(optimizer)
+        with pytest.warns(amp.SkippedStepWarning):
+            scaler.update()
+    assert good_params[0].item() < 1 and scaler.get_scale() == 1024 and scaler.skipped_steps == 2
+
+
 def test_one_array_as_two_gradients_is_unscaled_once(host):
     optimizer, params, _ = with_gradients(host, [[0.0], [0.0]])
     scaler = amp.GradScaler(init_scale=4.0)

@@ -258,15 +258,16 @@ class GradScaler:
         self._stepped[optimizer] = skipped  # only now: a step that raises may be tried again
 
     def update(self) -> None:
-        """Chooses the next scale, by what the steps since the last call found.
+        """Chooses the next scale, by what ``step`` and ``unscale_`` have found since the last call: gradients that are not finite
+        count also where the step was left out.
 
         raises: FloatingPointError where the scale would have to go below ``min_scale``.
         """
         if not self.enabled:
             return
-        if not self._stepped:
+        if not self._flags:
             raise GraphError("[update] there was no step since the last call (accepted: step, then update)")
-        skipped = any(self._stepped.values())
+        skipped = any([self._stepped[o] if o in self._stepped else bool(flag.numpy()[0]) for o, flag in self._flags.items()])
         self._flags.clear()
         self._stepped.clear()
         self.steps += 1

@@ -120,7 +120,7 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
 
 # Where the search for a reading line ends: outside of plan() there is no planned program, and a scaler decides by what it reads as
 # in a run without trouble.
-_ENDS = {plan.__code__, GradScaler.step.__code__}
+_ENDS = {plan.__code__, GradScaler.step.__code__, GradScaler.update.__code__}
 
 
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
