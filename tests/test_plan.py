@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,6 +250,28 @@ def test_a_network_that_grows_meanwhile_ends_no_plan(cpu):
     model = nn.Sequential(nn.Linear(8, 4, device=cpu))
     layers = model.layers = {Name(): nn.Linear(4, 4, device=cpu)}
     assert "layers.0" in memory.plan(plannable(TINY, 2, 32)).by_module and "later" in layers
+
+
+@pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
+def test_a_region_that_names_another_device_than_the_plans_is_not_passed_over(cpu, plan):
+    def build_for(region):
+        def build(device):
+            model = nn.Linear(8, 8, device=device)
+
+            @amp.autocast(region or device, "bfloat16")
+            def step():
+                model(ndl.init.ones(4, 8, device=device)).sum().backward()
+
+            return step
+
+        return build
+
+    with pytest.warns(UserWarning, match=r"\[autocast\] a region of cpu lowers nothing on meta"):
+        plan(build_for("cpu"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan(build_for(None))
+        plan(build_for("cpu"), device=cpu)
 
 
 class Trainer:

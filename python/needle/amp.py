@@ -49,7 +49,8 @@ class autocast(ContextDecorator):
     enabled: False turns an outer region off inside this one.
     cache_enabled: cast a parameter once per region (and per region of ``needle.remat``), and again only after it was written.
 
-    As with ``no_grad`` each thread has its own. Like PyTorch's, the region of an absent device warns.
+    As with ``no_grad`` each thread has its own. Like PyTorch's, the region of an absent device warns; so does that of another
+    device around ops on ``meta``, which a plan runs on.
 
     Lowered are matrix products, linear, convolution, LSTM, attention, block-sparse products and linear_cross_entropy. Softmax and
     its logarithm, layer norm and batch norm, logsumexp, exp, log, powers, numbers divided by a Tensor, sums and means take float32.
@@ -125,8 +126,12 @@ class _Region:
         policy = op.autocast
         if policy is None:
             return inputs
-        low = self.dtypes.get(inputs[0].device.name)
+        where = inputs[0].device.name
+        low = self.dtypes.get(where)
         if low is None:
+            if where == "meta" and self.dtypes:  # a plan would be of another run, and say nothing
+                region = f"[autocast] a region of {', '.join(self.dtypes)} lowers nothing on meta"
+                warnings.warn(f"{region} (accepted in a plan: the device that build is given)", stacklevel=2)
             return inputs
         if policy == "inside":
             op.compute_dtype = low
