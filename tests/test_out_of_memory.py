@@ -182,6 +182,36 @@ def test_two_threads_that_fail_at_once_are_both_told(limited):
     assert all("asked by fail" in text and "largest holders" in text for text in texts) and len(texts) == 2 and held.size
 
 
+def test_a_thread_is_advised_about_its_own_run(limited):
+    def build_for(size):
+        return lambda: lambda device: lambda: empty((size,), device=device)
+
+    memory.set_limit(memory.stats(limited).live + 1000, limited)
+    entered, texts = threading.Barrier(3), {}
+
+    def run(size):
+        with memory.advise(build_for(size)):
+            entered.wait(10)
+            fail(size)
+            entered.wait(10)
+
+    def fail(size):
+        with pytest.raises(OutOfMemoryError) as caught:
+            empty((size,), device=limited)
+        texts[size] = str(caught.value)
+
+    threads = [threading.Thread(target=run, args=(size,)) for size in (1 << 18, 2 << 18)]
+    for thread in threads:
+        thread.start()
+    entered.wait(10)
+    fail(3 << 18)
+    entered.wait(10)
+    for thread in threads:
+        thread.join()
+    assert "the step needs 1.00 MiB" in texts[1 << 18] and "the step needs 2.00 MiB" in texts[2 << 18]
+    assert "the step needs" in texts[3 << 18]  # which has none of its own
+
+
 def test_states_that_could_not_all_be_made_are_not_there(limited):
     params = [nn.Parameter(np.ones((100, 100)), device=limited) for _ in range(3)]
     for p in params:

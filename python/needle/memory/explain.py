@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from ..backend_ndarray.device import BackendDevice
@@ -28,7 +29,8 @@ class advise:
 
     build_for(**change): gives the ``build`` of ``memory.plan`` for the run as it is, or with a change.
     changes: (text for the user, arguments for build_for), in the order in which they are tried.
-    The innermost one counts. Make it before the run makes its model: what a device holds by then counts as taken by others.
+    The innermost one of the thread counts; in a thread that has none, the innermost of all. Make it before the run makes its
+    model: what a device holds by then counts as taken by others.
     """
 
     def __init__(self, build_for: Callable[..., Build], changes: Sequence[tuple[str, dict[str, Any]]] = (), steps: int = 2):
@@ -38,6 +40,7 @@ class advise:
         self._before = {d: d.require().memory_stats()["allocations"] for d in sites.used_devices()}
 
     def __enter__(self) -> advise:
+        self._thread = get_ident()
         _advisers.append(self)
         return self
 
@@ -73,6 +76,13 @@ class advise:
 
 
 _advisers: list[advise] = []
+
+
+def _adviser() -> advise | None:
+    own = [a for a in _advisers if a._thread == get_ident()]
+    return next(reversed(own or _advisers), None)
+
+
 _explaining = ContextVar("explaining", default=False)
 
 
@@ -132,15 +142,16 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
     elif error.stats["live"] + error.requested_bytes <= budget:
         yield f"the system gave no more of {readable(budget)}: others hold it, or this process may not have it (ulimit -v)"
         budget = error.stats["live"]  # all that is sure to be there
-    if _advisers:
-        taken = _advisers[-1].taken(device)
+    adviser = _adviser()
+    if adviser is not None:
+        taken = adviser.taken(device)
         if taken:
             yield f"{readable(taken)} were taken before the run"
         if not planning.acquire(timeout=PATIENCE_S):  # not for ever: who plans may wait for what this thread holds
             yield "what the step needs is not known: another thread is planning"
             return
         try:
-            text = _advisers[-1].text(budget - taken)
+            text = adviser.text(budget - taken)
         finally:
             planning.release()
         yield text
