@@ -475,6 +475,7 @@ def test_a_plan_of_a_large_model_allocates_nothing(cpu):
     assert p.by_category["parameter"] == 4 * 405_334_016
     assert memory.stats(cpu).allocations == before and np.random.get_state()[2] == random
     assert memory.process(cpu)["rss"] - rss < 200 << 20
+    assert memory.peak_bytes(plannable(replace(TINY, max_seq_len=1 << 17), 1 << 24, 1 << 17)) > 1 << 50  # whose ids fit nowhere
 
 
 @pytest.mark.parametrize("slope, bend", [(1, 0), (37, 5), (1000, 0), (3, 400)])

@@ -7,12 +7,12 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
-import numpy as np
-
 from .. import amp
 from ..autograd import Tensor
 from ..backend_ndarray.block_layout import BLOCK_SIZES
 from ..backend_ndarray.device import BackendDevice
+from ..backend_ndarray.host_memory import DATA
+from ..backend_ndarray.ndarray import NDArray, full
 from ..errors import ShapeError
 from ..memory.planning import Build, peak_bytes, smallest
 from ..memory.units import parse_bytes, readable
@@ -74,12 +74,17 @@ def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_
         model = Pythia(config, device=device)
         optimizer = AdamW(model.parameter_groups(0.1))
         scaler = amp.GradScaler(enabled=precision == "fp16")
-        zeros = np.zeros((batch_size, seq_len), np.int32)
-        batch = lambda: tuple(Tensor(zeros, device=device, dtype="int32", requires_grad=False) for _ in range(2))  # noqa: E731
+        batch = lambda: tuple(_as_data(full((batch_size, seq_len), 0, "int32", device)) for _ in range(2))  # noqa: E731
         source = iter(batch, None)
         return lambda: train_step(model, optimizer, source, count, precision=precision, scaler=scaler)
 
     return build
+
+
+def _as_data(array: NDArray) -> Tensor:
+    """``array`` as if it came from numpy, where that of a large plan would not fit into this machine."""
+    array.category = DATA
+    return Tensor.make_const(array)
 
 
 def checkpointed(
