@@ -600,6 +600,11 @@ def test_the_scale_follows_megatron():
     assert (scaler.steps, scaler.skipped_steps) == (12, 5)
 
 
+def test_the_scale_does_not_grow_beyond_what_float32_holds():
+    scaler = amp.GradScaler(init_scale=2.0**126, growth_interval=1)
+    assert schedule(scaler, [True, True, True, False, False, True]) == [2.0**n for n in (127, 127, 127, 127, 126, 127)]
+
+
 def test_a_shorter_interval_than_that_of_the_saved_state_is_kept_to():
     scaler = amp.GradScaler(init_scale=16, growth_interval=9)
     schedule(scaler, [True] * 8)

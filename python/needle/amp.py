@@ -282,7 +282,8 @@ class GradScaler:
         self._good_steps += 1
         if self._good_steps >= self.growth_interval:
             self._good_steps, self._patience = 0, self.hysteresis
-            self._scale *= self.growth_factor
+            if self._scale * self.growth_factor < 2.0**128:  # else no float32 loss would be finite
+                self._scale *= self.growth_factor
 
     def _back_off(self) -> None:
         self.skipped_steps += 1
