@@ -390,6 +390,55 @@ def test_what_functions_hold_is_free_although_the_traceback_is_kept(limited):
     assert error.__traceback__ is not None
 
 
+def calling_each_other(model):
+    def layers(n, x):
+        return model(x) if n == 0 else two_layers(n - 1, x)
+
+    def two_layers(n, x):
+        return two_layers(n - 1, layers(0, x)) if n else layers(0, x)
+
+    return lambda rows: layers(8, ndl.init.ones(rows, 100))
+
+
+def helping_each_other(model):
+    def forward(x, *, bias=model.bias):
+        return model(x) + bias
+
+    def twice(x):
+        return forward(model(x))
+
+    def thrice(x):
+        return twice(forward(x))
+
+    return lambda rows: model(thrice(twice(forward(ndl.init.ones(rows, 100)))))
+
+
+@pytest.mark.parametrize("make", [calling_each_other, helping_each_other])
+def test_what_local_functions_share_is_free_although_the_traceback_is_kept(limited, make):
+    def run(keep=lambda function: None):
+        step = make(nn.Linear(100, 100, device=limited))
+        keep(step)
+        step(1000)
+
+    def failure(*args):
+        try:
+            run(*args)
+        except OutOfMemoryError as error:
+            return error
+
+    base, again = memory.stats(limited).live, []
+    memory.set_limit(base + 1_000_000, limited)
+    error = failure()
+    gc.collect()  # before Python 3.11 the functions are in nothing but a cycle
+    assert error is not None and memory.stats(limited).live == base
+    error = failure(again.append)
+    memory.set_limit(None, limited)
+    gc.collect()
+    assert memory.stats(limited).live > base
+    assert again[0](10).shape == (10, 100)  # what can still be called has lost nothing
+    assert error.__traceback__ is not None
+
+
 def test_a_model_that_is_replaced_is_free_although_the_traceback_is_kept(limited):
     """The frames have the function that failed, and what has caught the error returns later."""
 

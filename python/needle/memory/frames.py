@@ -6,7 +6,8 @@ import gc
 import inspect
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
@@ -58,9 +59,8 @@ def clear_returned(frames: list[FrameType]) -> None:
     for frame in frames:
         locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
     over = {frame for frame in frames if _cleared(frame)}
-    before, emptied = -1, 0
-    while emptied > before:  # the function of one may have been held by that of another
-        before, emptied = emptied, _empty_functions(over)
+    while _empty_functions(over):  # the function of one may have been held by that of another
+        pass
 
 
 def _cleared(frame: FrameType) -> bool:
@@ -81,17 +81,38 @@ def _waits(frame: FrameType) -> bool:
 
 def _empty_functions(frames: Iterable[FrameType]) -> int:
     """Clears what the functions of these frames, which have returned, hold: from Python 3.11 on a frame keeps its function. Only
-    functions that nothing else refers to, and which therefore will not be called again. Returns how many there were.
+    functions that nothing else refers to, but closures of such functions: they will not be called again. Returns how many things
+    there were to clear.
     """
-    functions = _unshared(
-        f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType and f.__code__ is frame.f_code
-    )
+
+    def found() -> Iterator[FunctionType]:
+        return (f for frame in frames for f in gc.get_referents(frame) if type(f) is FunctionType and f.__code__ is frame.f_code)
+
+    functions, count = _with_those_in_closures(found()), -1
+    while len(functions) != count:
+        count = len(functions)
+        cells = _unshared(cell for f in functions for cell in f.__closure__ or ())
+        inside = (x for cell in cells for x in gc.get_referents(cell))
+        unshared = {id(x) for x in _unshared(chain(found(), inside, functions))}
+        functions = [f for f in functions if id(f) in unshared]
+        del cells, inside
+    cleared = 0
     for f in functions:
-        f.__defaults__ = None
+        cleared += bool(f.__defaults__ or f.__kwdefaults__ or f.__dict__)
+        f.__defaults__ = f.__kwdefaults__ = None
         f.__dict__.clear()  # what it wraps
     for cell in _unshared(cell for f in functions for cell in f.__closure__ or ()):
+        cleared += len(gc.get_referents(cell))
         del cell.cell_contents
-    return len(functions)
+    return cleared
+
+
+def _with_those_in_closures(functions: Iterable[FunctionType]) -> list[FunctionType]:
+    found = list(dict.fromkeys(functions))
+    for f in found:  # which grows
+        inside = (x for cell in f.__closure__ or () for x in gc.get_referents(cell))
+        found.extend(x for x in {id(x): x for x in inside if type(x) is FunctionType}.values() if x not in found)
+    return found
 
 
 def _unshared(found: Iterable[Any]) -> list[Any]:
