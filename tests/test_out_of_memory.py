@@ -439,6 +439,25 @@ def test_what_local_functions_share_is_free_although_the_traceback_is_kept(limit
     assert error.__traceback__ is not None
 
 
+def test_a_second_try_that_fails_as_well_leaves_nothing(limited):
+    def run():
+        model = nn.Linear(100, 100, device=limited)
+
+        def step(rows):
+            return model(ndl.init.ones(rows, 100, device=limited)), model
+
+        try:
+            step(1000)
+        except OutOfMemoryError:
+            step(500)
+
+    base = memory.stats(limited).live
+    memory.set_limit(base + 200_000, limited)
+    with pytest.raises(OutOfMemoryError) as kept:
+        run()
+    assert memory.stats(limited).live == base and isinstance(kept.value.__context__, OutOfMemoryError)
+
+
 def test_a_model_that_is_replaced_is_free_although_the_traceback_is_kept(limited):
     """The frames have the function that failed, and what has caught the error returns later."""
 

@@ -289,8 +289,7 @@ def free_failed_frames() -> None:
     global _returning
     if not (_returning or len(_failed)):  # asked for each large allocation
         return
-    for error in list(_failed):
-        clear_returned([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+    clear_returned([frame for error in list(_failed) for frame, _ in traceback.walk_tb(error.__traceback__)])
     if _returning and sys.exc_info()[1] not in _failed:  # else it is on its way up: more frames may return before it is over
         _returning = False
         _apply_all()
