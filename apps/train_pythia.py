@@ -27,6 +27,7 @@ from needle.backend_ndarray.device import drop_device_caches
 from needle.checkpoints import CheckpointFolder
 from needle.command_line import exit_code, run_program
 from needle.data.text import TextData, load_text, unigram_entropy
+from needle.errors import DataError
 from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.memory.units import table
 from needle.models import GenerationConfig, PythiaConfig
@@ -180,9 +181,9 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
     if kept is not None:
         checkpoints.go_on_from(saved)
 
-    def save() -> Path:
+    def save(state: dict | None = None) -> Path:
         report.flush()
-        return checkpoint.save(checkpoints, trainer.model, trainer.optimizer, trainer.state(), text.tokenizer)
+        return checkpoint.save(checkpoints, trainer.model, trainer.optimizer, state or trainer.state(), text.tokenizer)
 
     def due() -> bool:
         return bool(options.save_every) and trainer.step % options.save_every == 0 and trainer.step < trainer.steps
@@ -205,9 +206,13 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
             while trainer.step < trainer.steps and not stop.asked and not report.unread:
                 reset_peak(trainer.device)
                 before = time.perf_counter()
-                skipped = trainer.scaler.skipped_steps
+                skipped, state = trainer.scaler.skipped_steps, trainer.state()
                 try:
                     made = trainer.train_step()
+                except DataError:  # of the text, before any weight has changed
+                    if trainer.step not in (first, kept):
+                        report.say(f"stopped after step {trainer.step}; saved {save(state)}")
+                    raise
                 except FloatingPointError as error:
                     report.say(f"step {trainer.step + 1}: {error}; stopped, nothing saved")
                     return 1

@@ -23,6 +23,8 @@ import pytest
 import pythia_app
 from devices import usable
 from needle.checkpoints import CheckpointFolder, read_folder
+from needle.data import text as text_module
+from needle.data import token_files
 from needle.data.prepare import prepare
 from needle.data.text import load_text, unigram_entropy
 from needle.data.text_tokenizer import train_tokenizer
@@ -272,6 +274,24 @@ def test_training_on_a_token_file_is_resumed_bitwise(run, interrupted, tmp_path)
     assert not (tmp_path / "none").exists()
     plan = run("--dataset", tmp_path / "tokens 300.idx", "--plan")
     assert plan.returncode == 0 and f"fits: {options.device('auto')} has" in plan.stdout
+
+
+def test_text_that_cannot_be_read_on_loses_no_step(run, tmp_path, monkeypatch):
+    """An id in the middle of a step, of a file too long to be read whole before the run."""
+    for module, name in ((text_module, "_LOOKED_AT_TOKENS"), (text_module, "_CHECKED_TOKENS"), (token_files, "_SAMPLE_TOKENS")):
+        monkeypatch.setattr(module, name, 1000)
+    ids, file = np.arange(40_000, dtype="<u2") % 300, tmp_path / "ids.bin"
+    flags = ["--dataset", file, "--vocab_size", 300, "--in_order", "--accumulation_steps", 2, "--save_every", 0, "--max_steps", 6]
+    ids.tofile(file)
+    assert run(*flags, "--checkpoint_dir", tmp_path / "whole").returncode == 0
+    np.where(np.arange(40_000) == 1200, np.uint16(700), ids).tofile(file)  # in the second batch of the fifth step
+    done = run(*flags, "--checkpoint_dir", tmp_path / "run")
+    assert done.returncode == 2 and "token id outside the vocabulary: 700" in done.stderr and done.stderr.count("\n") == 1
+    assert f"stopped after step 4; saved {tmp_path / 'run' / 'step-000004'}\n" in done.stdout
+    assert run(*flags, "--checkpoint_dir", tmp_path / "run", "--resume").returncode == 2  # which has nothing new to save
+    ids.tofile(file)
+    assert run(*flags, "--checkpoint_dir", tmp_path / "run", "--resume").returncode == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 6
 
 
 def test_a_damaged_checkpoint_is_passed_over(run, tmp_path):
