@@ -438,8 +438,13 @@ def test_arguments_of_ops(device):
     for loss, inputs in ((ops.cross_entropy, 1), (ops.linear_cross_entropy, 2)):
         with pytest.raises(DTypeError, match="ignore_index is of type Tensor"):  # where torch has weights of classes
             loss(*[leaf(np.ones((2, 2)), device)] * inputs, leaf([0, 1], device), leaf(np.ones(2), device))
-    with pytest.raises(ShapeError, match="chunk_bytes is 0"):
-        ops.linear_cross_entropy(x, x, leaf([0, 1], device), chunk_bytes=0)
+    for size in (0, "64MiB", float("nan"), float("inf"), None):
+        with pytest.raises(ShapeError, match=f"chunk_bytes is {size!r} .accepted: a number of at least 1"):
+            ops.linear_cross_entropy(x, x, leaf([0, 1], device), chunk_bytes=size)
+    hidden, weight = leaf(np.ones((4, 3)), device), leaf(np.ones((3, 5)), device)
+    for size in (1e6, 45.5):  # bytes of all, and of two rows
+        loss = ops.linear_cross_entropy(hidden, weight, leaf([0, 1, 2, 3], device), chunk_bytes=size)
+        np.testing.assert_allclose(loss.numpy(), np.log([5]), rtol=1e-6)
     with pytest.raises(DTypeError, match="out_grad is of type numpy"):
         (x * 2).backward(np.ones(x.shape))
     with pytest.raises(DeviceError, match="out_grad is on"):

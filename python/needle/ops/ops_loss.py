@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 from .. import dtype as dt
 from ..autograd import Tensor, TensorTupleOp, check_tensors, is_grad_enabled
@@ -135,8 +136,8 @@ def linear_cross_entropy(
     """
     check_tensors("linear_cross_entropy", hidden, weight, targets)
     _check_ignored("linear_cross_entropy", ignore_index)
-    if chunk_bytes < 1:
-        raise ShapeError(f"[linear_cross_entropy] chunk_bytes is {chunk_bytes} (accepted: at least 1)")
+    if not isinstance(chunk_bytes, Real) or not 1 <= chunk_bytes < math.inf:
+        raise ShapeError(f"[linear_cross_entropy] chunk_bytes is {chunk_bytes!r} (accepted: a number of at least 1)")
     rows, columns = _rows("linear_cross_entropy", hidden, targets)
     train = is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return tuple_get_item(LinearCrossEntropy(ignore_index, chunk_bytes, train)(rows, weight, columns), 0)
+    return tuple_get_item(LinearCrossEntropy(ignore_index, int(chunk_bytes), train)(rows, weight, columns), 0)
