@@ -25,6 +25,10 @@ def test_slopes_of_powers_at_0(device):
     np.testing.assert_array_equal(gradients(lambda x: 0**x, device, [2, 0])[0], [0, 0])
     np.testing.assert_array_equal(gradients(lambda x: x**0, device, [2, 0])[0], [0, 0])
     np.testing.assert_array_equal(gradients(ops.absolute, device, [2, 0, -2])[0], [1, 0, -1])
+    tiny = ndl.Tensor([2, 6e-8], device=device, dtype="float16")  # its -1st power is infinite, too
+    for dtype in ("float16", "uint8"):
+        (tiny ** ndl.Tensor([0, 0], device=device, dtype=dtype)).backward()
+        np.testing.assert_array_equal(tiny.grad.numpy(), [0, 0])
 
 
 @pytest.mark.parametrize("op", [ops.tanh, ops.sigmoid, ops.silu, lambda x: ops.gelu(x, "tanh"), ops.gelu])

@@ -151,14 +151,15 @@ class EWisePow(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        zero, y = a.realize_cached_data() == 0, b.realize_cached_data()
+        x, y = a.realize_cached_data(), b.realize_cached_data()
         grad_a = grad_b = None
-        # At a = 0 the slopes are 0, by a for b = 0 and by b for b >= 0, where a^(b-1) and log(a) are infinite.
+        # Slopes with a factor 0 are 0: by a for b = 0, also where a^-1 is infinite; by b for a = 0 and b >= 0, where log(a) is.
         if a.requires_grad:
-            shift = Tensor.make_const(zero.logical_and(y == 0).astype(b.dtype))
-            grad_a = unbroadcast(out_grad * b * a ** (b - 1 + shift), a.shape)
+            flat = (1 / x).isinf().logical_and(y == 0)
+            shift = Tensor.make_const(flat.astype(dt.promote(out_grad.dtype, "int32")) - 1)  # b of uint8 has no b - 1 at 0
+            grad_a = unbroadcast(out_grad * b * a ** (b + shift), a.shape)
         if b.requires_grad:
-            shift = Tensor.make_const(zero.logical_and(y >= 0).astype(a.dtype))
+            shift = Tensor.make_const((x == 0).logical_and(y >= 0).astype(a.dtype))
             grad_b = unbroadcast(out_grad * log(a + shift) * a**b, b.shape)
         return grad_a, grad_b
 
