@@ -368,6 +368,9 @@ def test_groups_of_parameters(kind, device):
     one = kind([p])
     one.params.append(q)
     assert one.param_groups[0]["params"] == [p, q]
+    one.params = [q]
+    with pytest.raises(ValueError, match=r"\[optim\] params and the params of the groups differ"):
+        one.step()
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])

@@ -189,11 +189,13 @@ class _Grouped(Optimizer):
         """(group, parameter, array, array of the gradient) of each parameter with a gradient; arrays that are not compact are
         replaced by compact copies, to be updated in place.
 
-        raises: ShapeError for a gradient of another shape, DTypeError for a parameter that is not floating. They come before the
-        first update, so nothing is updated then.
+        raises: ShapeError for a gradient of another shape, DTypeError for a parameter that is not floating, ValueError where the
+        groups have other parameters than ``params``. They come before the first update, so nothing is updated then.
         """
-        found = []
-        for group, p in [(g, p) for g in self.param_groups for p in g["params"]]:
+        found, pairs = [], [(g, p) for g in self.param_groups for p in g["params"]]
+        if [p for _, p in pairs] != self.params:  # gradients are reset, clipped and saved by params, updated by groups
+            raise ValueError("[optim] params and the params of the groups differ (accepted: the same Tensors in both)")
+        for group, p in pairs:
             if p.grad is None:
                 continue
             w, g = p.realize_cached_data(), p.grad.realize_cached_data()
