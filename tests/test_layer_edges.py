@@ -701,6 +701,16 @@ def test_a_data_set_that_takes_one_index_is_said_to():
         next(iter(data.DataLoader(OneByOne(range(8)), 8)))
 
 
+class FromIterator(Pairs):
+    def __getitem__(self, index):
+        return next(iter(()))
+
+
+def test_an_item_that_is_not_there_does_not_end_a_pass():
+    with pytest.raises(RuntimeError, match=r"\[DataLoader\] FromIterator raised StopIteration"):
+        list(data.DataLoader(FromIterator(), 2))
+
+
 class Touch:
     def __init__(self, path):
         self.path = path

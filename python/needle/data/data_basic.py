@@ -73,8 +73,11 @@ class DataLoader:
         try:
             return self.dataset[indices]
         except Exception as error:  # an array in the place of an int fails in any way, and in words that name no index
-            for index in indices:
-                self.dataset[int(index)]  # one that fails by itself says what is wrong
+            try:
+                for index in indices:
+                    self.dataset[int(index)]  # one that fails by itself says what is wrong
+            except StopIteration as ended:  # which would pass for the end of the pass
+                raise RuntimeError(f"[DataLoader] {type(self.dataset).__name__} raised StopIteration for an item") from ended
             raise TypeError(
                 f"[DataLoader] {type(self.dataset).__name__} takes one index, no array of them (accepted: all items of a batch at "
                 "once, as x[indices] of numpy gives them)"
