@@ -35,6 +35,7 @@ class Dataset:
 
 class DataLoader:
     """Batches of a data set as tuples of Tensors, float32 on ``device`` (the default one), without gradient; the last may be short.
+    What the data set gives as a Tensor or NDArray keeps its dtype and, where no ``device`` is given, its device.
 
     The data set is asked for all items of a batch at once, by an array of indices; if it gives no tuple or list, batches have one
     part. batch_size: None stands for 1. shuffle: draw one permutation per pass from numpy's global stream, when the pass
