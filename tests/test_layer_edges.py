@@ -175,6 +175,13 @@ def test_a_loaded_state_is_a_copy(device):
     np.testing.assert_array_equal(other.weight.numpy(), [[1, 2], [3, 4]])
 
 
+def test_a_state_of_torch_that_requires_gradients():
+    torch = pytest.importorskip("torch")
+    layer = nn.Linear(2, 2)
+    layer.load_state_dict({"weight": torch.ones((2, 2)), "bias": torch.nn.Parameter(torch.full((1, 2), 2.0))})
+    assert layer.weight.numpy().tolist() == [[1, 1], [1, 1]] and layer.bias.numpy().tolist() == [[2, 2]]
+
+
 @pytest.mark.parametrize("wrong", [np.full(2, 1j), [1, None], np.array(["a", "b"]), [[1], [2, 3]], [1, 2, 3]], ids=str)
 def test_a_state_that_does_not_fit_changes_nothing(device, wrong):
     norm = nn.LayerNorm(2, device=device)

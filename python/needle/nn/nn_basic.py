@@ -157,6 +157,8 @@ class Module:
             values = state[name]
             if isinstance(values, Tensor):  # a Tensor of a Tensor would share its memory
                 values = values.realize_cached_data()
+            elif hasattr(values, "detach"):  # torch's, which numpy refuses as long as it requires a gradient
+                values = values.detach()
             if str(getattr(values, "dtype", "")).removeprefix("torch.") not in dt.ROWS:  # lists, objects: made here, or refused
                 values = NDArray(values, p.device, p.dtype)
             if np.shape(values) != p.shape:
