@@ -248,6 +248,17 @@ def test_comparing_integers_with_numbers_outside_their_dtype(device):
                 assert found.numpy().tolist() == [wanted, wanted]
 
 
+def test_in_asks_for_an_equal_element(device):
+    for dtype in ("int64", "float32"):
+        x = ndl.Tensor([[1, 2], [3, 4]], device=device, dtype=dtype)
+        for holds in (x, x.realize_cached_data()):
+            assert 3 in holds and np.int64(3) in holds and 5 not in holds and float("nan") not in holds
+        assert x[0, 1] in x and x[0] * 9 not in x
+    assert 0 not in ndl.Tensor(np.zeros((0, 2)), device=device)
+    with pytest.raises(DTypeError, match=r"\[eq\] cannot combine an NDArray with str"):
+        assert "3" in x
+
+
 def test_numbers_outside_an_integer_dtype_are_refused(device):
     a, b = array([44], device, "uint8"), array([44], device, "int32")
     for make in (

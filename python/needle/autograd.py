@@ -785,6 +785,10 @@ class Tensor(Value):
             raise ShapeError("[iter] a 0-d tensor has no parts")
         return (self[i] for i in range(self.shape[0]))
 
+    def __contains__(self, value: Any) -> bool:
+        """Whether an element is equal to ``value``. Python would ask for a part that is the same object."""
+        return (value.realize_cached_data() if isinstance(value, Tensor) else value) in self.realize_cached_data()
+
     def __getitem__(self, index) -> Tensor:
         """numpy's basic indexing (int, slice, None, ...), with gradient."""
         return ops.getitem(self, index)

@@ -691,6 +691,9 @@ class NDArray:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def __contains__(self, value: Any) -> bool:
+        return bool(self._method(value, "eq", to_bool=True).any())
+
     def logical_and(self, other):
         """Whether both are not zero, as bool."""
         return self._method(other, "logical_and", to_bool=True)
