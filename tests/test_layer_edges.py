@@ -751,6 +751,7 @@ def test_files_that_are_no_mnist_or_text(tmp_path):
         (28, 4, lambda content: content[:12] + b"\xff" * 8 + content[20:], r"cannot read .*x\.gz"),
         (28, 4, lambda content: gzip.compress(gzip.decompress(content)[:15]), "is truncated"),
         (28, 4, lambda content: gzip.compress(gzip.decompress(content)[:-1]), "is truncated"),
+        (28, 4, lambda content: content + gzip.compress(b"more"), r"x\.gz goes on behind its end"),
     ):
         with pytest.raises(DataError, match=rf"\[mnist\] .*{says}"):
             data.MNISTDataset(*files(side, count, damage))

@@ -33,8 +33,10 @@ def parse_mnist(image_filename: str, label_filename: str) -> tuple[np.ndarray, n
     label_magic, label_count = struct.unpack(">II", labels[:8])
     if (magic, rows, cols) != (IMAGES_MAGIC, SIDE, SIDE) or label_magic != LABELS_MAGIC or n != label_count:
         raise DataError(f"[mnist] {image_filename} and {label_filename} are not images and labels of one MNIST set")
-    if len(images) != 16 + n * rows * cols or len(labels) != 8 + n:
-        raise DataError(f"[mnist] {image_filename} or {label_filename} is truncated")
+    for path, found, wanted in ((image_filename, len(images), 16 + n * rows * cols), (label_filename, len(labels), 8 + n)):
+        if found != wanted:
+            how = "is truncated" if found < wanted else "goes on behind its end"
+            raise DataError(f"[mnist] {path} {how}: {found} bytes (accepted: {wanted} for {n} items)")
     pixels = np.frombuffer(images, np.uint8, offset=16).reshape(n, rows * cols).astype(np.float32)
     return pixels / np.float32(255), np.frombuffer(labels, np.uint8, offset=8).copy()
 
