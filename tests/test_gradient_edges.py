@@ -442,6 +442,8 @@ def test_arguments_of_ops(device):
     for loss, inputs in ((ops.cross_entropy, 1), (ops.linear_cross_entropy, 2)):
         with pytest.raises(DTypeError, match="ignore_index is of type Tensor"):  # where torch has weights of classes
             loss(*[leaf(np.ones((2, 2)), device)] * inputs, leaf([0, 1], device), leaf(np.ones(2), device))
+        with pytest.raises(DTypeError, match=r"ignore_index is of type numpy\.ndarray"):
+            loss(*[leaf(np.ones((2, 2)), device)] * inputs, leaf([0, 1], device), np.ones(2))
     for size in (0, "64MiB", float("nan"), float("inf"), None):
         with pytest.raises(ShapeError, match=f"chunk_bytes is {size!r} .accepted: a number of at least 1"):
             ops.linear_cross_entropy(x, x, leaf([0, 1], device), chunk_bytes=size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
+from operator import index
 
 from .. import dtype as dt
 from ..autograd import Tensor, TensorTupleOp, check_tensors, is_grad_enabled
@@ -18,8 +19,10 @@ from .ops_tuple import tuple_get_item
 
 def _check_ignored(op: str, ignore_index) -> None:
     """raises: DTypeError for what is no whole number: PyTorch has weights of classes in this place."""
-    if not hasattr(ignore_index, "__index__"):
-        raise DTypeError(f"[{op}] ignore_index is of type {type_name(ignore_index)} (accepted: a whole number)")
+    try:
+        index(ignore_index)
+    except TypeError:
+        raise DTypeError(f"[{op}] ignore_index is of type {type_name(ignore_index)} (accepted: a whole number)") from None
 
 
 def _rows(op: str, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
