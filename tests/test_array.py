@@ -333,6 +333,14 @@ def test_what_numpy_cannot_read_comes_through_dlpack():
     assert not isinstance(caught.value, ShapeError)
 
 
+def test_shapes_in_an_array_of_numpy(device):
+    a, shape = NDArray(np.arange(6), device=device), np.array([2, 3])
+    t = ndl.Tensor(a)
+    for found in (a.reshape(shape), full(shape, 1.0, device=device), a[:1].broadcast_to(shape), ndl.ops.broadcast_to(t[:1], shape)):
+        assert found.shape == (2, 3)
+    assert ndl.ops.broadcast_to(t.reshape(shape), shape).shape == (2, 3) and empty(np.array(3), device=device).shape == (3,)
+
+
 def test_errors_name_what_was_wrong(host):
     a, b = NDArray(X, device=host), NDArray(np.zeros((2, 3)), device=host)
     with pytest.raises(ShapeError, match=r"\(4, 5, 6\) and \(2, 3\)"):

@@ -42,7 +42,8 @@ def frozen(lengths: Any) -> Any:
 def as_shape(shape: Any, least: int = 0) -> tuple[int, ...]:
     """The length, or the lengths, as a tuple. raises: ShapeError for one that is no whole number of at least ``least``."""
     try:
-        lengths = (operator.index(shape),) if hasattr(shape, "__index__") else tuple(map(operator.index, shape))
+        one = hasattr(shape, "__index__") and not getattr(shape, "ndim", 0)  # which numpy's array of lengths has, too
+        lengths = (operator.index(shape),) if one else tuple(map(operator.index, shape))
     except TypeError:
         raise ShapeError(f"[shape] {shape!r} is no shape (accepted: a whole number, or several)") from None
     _check_lengths(lengths, least)

@@ -56,7 +56,7 @@ class BroadcastTo(_NoRead):
 
 def broadcast_to(a: Tensor, shape) -> Tensor:
     """a repeated to ``shape`` along axes of length 1 and new leading axes. raises: ShapeError if it does not fit."""
-    return a if isinstance(a, Tensor) and a.shape == shape else BroadcastTo(shape)(a)
+    return a if isinstance(a, Tensor) and isinstance(shape, tuple) and a.shape == shape else BroadcastTo(shape)(a)
 
 
 def _shared(x: Tensor, share: NDArray) -> Tensor:
