@@ -135,6 +135,7 @@ def test_a_causal_layout_has_the_blocks_of_which_a_part_is_past():
         layout, past = BlockLayout(given, 16, True, q_start), np.arange(48) <= q_start + np.arange(32)[:, None]
         blocks = past.reshape(2, 16, 3, 16).swapaxes(1, 2)
         np.testing.assert_array_equal(layout.dense_mask()[0], past)
+        assert layout.dense_mask(0, 5).shape == (1, 0, 5) and layout.dense_mask(5, 0).shape == (1, 5, 0)
         np.testing.assert_array_equal(layout.mask[0], blocks.any(axis=(2, 3)))
         np.testing.assert_array_equal(layout._index["partial"], ~blocks.all(axis=(2, 3))[layout.mask[0]])
     assert given.all()  # it is the caller's

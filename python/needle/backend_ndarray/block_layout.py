@@ -104,7 +104,7 @@ class BlockLayout:
 
     def dense_mask(self, rows: int | None = None, cols: int | None = None) -> np.ndarray:
         """(heads, rows, cols) of bool: the elements this layout lets through."""
-        rows, cols = rows or self.shape[0], cols or self.shape[1]
+        rows, cols = self.shape[0] if rows is None else rows, self.shape[1] if cols is None else cols
         wide = self.mask.repeat(self.block, axis=1).repeat(self.block, axis=2)[:, :rows, :cols]
         if self.causal:
             wide = wide & (np.arange(cols)[None, :] <= self.q_start + np.arange(rows)[:, None])
