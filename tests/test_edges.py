@@ -248,6 +248,11 @@ def test_comparing_integers_with_numbers_outside_their_dtype(device):
                 assert found.numpy().tolist() == [wanted, wanted]
 
 
+def test_no_dtype_is_the_default_of_a_maker(device):
+    for make in (init.arange, init.zeros, init.rand, init.randn):
+        assert make(3, device=device, dtype=None).dtype == "float32"
+
+
 def test_in_asks_for_an_equal_element(device):
     for dtype in ("int64", "float32"):
         x = ndl.Tensor([[1, 2], [3, 4]], device=device, dtype=dtype)

@@ -80,7 +80,7 @@ def ones_like(array, *, device=None, requires_grad=False) -> Tensor:
 
 def arange(n: int, device=None, dtype="float32") -> Tensor:
     """0, 1, ..., n - 1."""
-    return Tensor.make_const(kernels.arange(n, dtype, as_device(device)))
+    return Tensor.make_const(kernels.arange(n, dtype or "float32", as_device(device)))
 
 
 __all__ = ["arange", "constant", "one_hot", "ones", "ones_like", "rand", "randb", "randn", "zeros", "zeros_like"]
