@@ -681,7 +681,7 @@ def test_what_a_loader_takes():
     for wrong in (-1, 0, 4):
         with pytest.raises(DataError, match=rf"\[batchify\] batch_size is {wrong} \(accepted: 1 to 3"):
             data.batchify([1, 2, 3], wrong, None, "float32")
-    for arrays in ((np.ones(3), np.ones(5)), ()):
+    for arrays in ((np.ones(3), np.ones(5)), (), (np.ones(()),), (np.ones(3), (i for i in range(3)))):
         with pytest.raises(DataError, match="NDArrayDataset"):
             data.NDArrayDataset(*arrays)
 

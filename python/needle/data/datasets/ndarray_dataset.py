@@ -14,8 +14,8 @@ class NDArrayDataset(Dataset):
     def __init__(self, *arrays):
         super().__init__()
         arrays = tuple(np.asarray(a) for a in arrays)
-        lengths = [len(a) for a in arrays]
-        if len(set(lengths)) != 1:
+        lengths = [len(a) if a.ndim else None for a in arrays]
+        if len(set(lengths)) != 1 or None in lengths:
             raise DataError(f"[NDArrayDataset] the arrays' lengths are {lengths} (accepted: one array or more, of one length)")
         self.arrays = arrays
 
