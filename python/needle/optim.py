@@ -33,7 +33,7 @@ def _several(params: Any) -> list:
 
 class Optimizer:
     """Holds the parameters that ``step`` updates in place. A parameter without a gradient is left as it is. One whose array is not
-    row-major (a transposed view, say) gets a copy of its own at its first step.
+    row-major, or is a part of a larger one (a transposed view, say, or a slice), gets a copy of its own at its first step.
 
     raises: TypeError for what is no Tensor; ValueError for no parameter at all, one that is there twice, and the result of an op.
     """
