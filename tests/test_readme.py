@@ -57,6 +57,18 @@ def test_a_plan_that_nobody_reads_to_its_end():
         assert process.stderr.read() == b"" and process.wait() == 1
 
 
+@pytest.mark.parametrize(
+    "line", [["-m", "needle", "--version"], ["-m", "needle", "plan", "-h"], ["apps/generate.py", "-h"]], ids=lambda line: line[-2]
+)
+def test_help_that_nobody_reads(line):
+    reading, writing = os.pipe()
+    os.close(reading)
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, *line], cwd=ROOT, env=environment, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == 1 and done.stderr == ""
+
+
 def test_flags_and_targets():
     helps = run("apps/train_pythia.py", "--help").stdout + run("-m", "needle", "plan", "--help").stdout
     benchmarks = (ROOT / "benchmarks" / "run.py").read_text()

@@ -41,8 +41,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"needle {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     add_plan(commands)
-    options = parser.parse_args(argv)
-    return exit_code(parser.prog, lambda: options.run(options))
+
+    def run() -> int:
+        options = parser.parse_args(argv)
+        return options.run(options)
+
+    return exit_code(parser.prog, run)
 
 
 def add_plan(commands: Any) -> None:

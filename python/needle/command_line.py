@@ -35,6 +35,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, **kwargs):
         super().__init__(prog=prog, description=description, formatter_class=HelpFormatter, **kwargs)
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # of the help, here as in exit_code
+        super().exit(status, message)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
 
