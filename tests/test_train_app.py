@@ -812,6 +812,17 @@ def test_a_second_run_leaves_the_first_alone(run, tmp_path):
     assert [entry["name"] for entry in index] == ["step-000002", "step-000003"]  # the last two
 
 
+def test_a_checkpoint_is_no_place_for_a_run(main, tmp_path):
+    """Its own run will remove it, and what is in it."""
+    assert main("--max_steps", 1, "--checkpoint_dir", tmp_path)[0] == 0
+    (tmp_path / "link").symlink_to("step-000001")
+    before = contents(tmp_path)
+    for more in (["--resume"], ["--load_checkpoint", tmp_path]):
+        code, lines = main("--max_steps", 2, "--checkpoint_dir", tmp_path / "link", *more)
+        assert code == 2 and len(lines) == 1 and "link is a checkpoint" in lines[0] and contents(tmp_path) == before
+    assert main("--eval_only", "--load_checkpoint", tmp_path / "link")[0] == 0
+
+
 def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path):
     done = run("--max_steps", 20, "--lr", "1e30", "--checkpoint_dir", tmp_path)
     assert done.returncode == 1 and "a lower --lr may help" in done.stdout and "Traceback" not in done.stderr

@@ -16,6 +16,7 @@ from needle import files
 from needle.amp import PRECISIONS
 from needle.backend_ndarray.block_layout import BLOCK_SIZES
 from needle.backend_selection import BACKEND
+from needle.checkpoints import CheckpointFolder
 from needle.command_line import Parser, flag
 from needle.data.text_corpus import CORPORA
 from needle.data.text_tokenizer import DEFAULT_VOCABULARY, LARGEST_VOCABULARY
@@ -272,18 +273,23 @@ def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Pat
     """The folder that the run will write into, tried out without leaving a trace.
 
     given: the folder, if one was named. saved: the checkpoint that the run continues from.
-    raises: DataError if nothing can be written there, if it holds another run, or without the package that writes config.yaml.
+    raises: DataError if nothing can be written there, if it holds another run or is a checkpoint of one, or without the package
+    that writes config.yaml.
     """
     config_file.yaml_package()
     path = Path(given or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         files.try_folder(path)
         taken = any(path.glob("step-*")) and not (saved and path.samefile(saved.parent))
+        real = Path(os.path.realpath(path))
+        is_checkpoint = real.name.startswith("step-") and real.name in CheckpointFolder(real.parent).names()
     except (OSError, ValueError) as error:  # ValueError: no path at all
         reason = files.reason(error)
         raise DataError(f"[checkpoint_dir] cannot write into {path}: {reason} (a folder that can be written)") from error
     if taken and given:
         raise DataError(f"[checkpoint_dir] {path} holds a run (another folder, or --load_checkpoint {path} to go on with it)")
+    if is_checkpoint:
+        raise DataError(f"[checkpoint_dir] {path} is a checkpoint, which its run will remove (the run's folder, or another)")
     return path
 
 
