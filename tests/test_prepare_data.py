@@ -333,6 +333,11 @@ def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small
         go()
     go(restart=True, report=lambda progress: None)
     assert found(tmp_path / "x")[1] == expected(tokenizer, ["new"])[0] and leftovers(tmp_path) == []
+    trained = {"tokenizer": None, "output": tmp_path / "y"}
+    with pytest.raises(KeyboardInterrupt):
+        go(**trained, vocab_size=270)
+    with pytest.raises(DataError, match=r"something else: --vocab_size \("):
+        go(**trained, vocab_size=271)
 
 
 def test_what_could_not_begin_is_not_in_the_way_of_a_corrected_command(tmp_path, tokenizer, small):

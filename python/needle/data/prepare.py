@@ -102,7 +102,8 @@ def prepare(
         "format": _FORMAT,
         "key": key,
         "end_of_text": end_of_text,
-        "tokenizer": f"{vocab_size} ids, trained" if given is None else hashlib.sha256(given.read_bytes()).hexdigest(),
+        "tokenizer": None if given is None else hashlib.sha256(given.read_bytes()).hexdigest(),
+        "vocab_size": vocab_size,
     }
     folder = prefix.with_name(f".{prefix.name}.partial")
     try:
