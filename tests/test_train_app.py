@@ -671,6 +671,7 @@ WRONG = [
     (("--checkpoint_dir", ""), "[checkpoint_dir] is empty"),
     (("--tokenizer", "no-such-file"), "no-such-file"),
     (("--no_such_flag",), "--no_such_flag"),
+    (("--no_such\nflag",), "--no_such flag"),
     (("--sparse", "--pattern", ""), "unknown pattern"),
 ]
 
@@ -698,7 +699,7 @@ def test_numbers_out_of_range_end_in_one_line(main):
 def test_a_wrong_environment_variable_ends_in_one_line(text, tmp_path, variable, device):
     """Which the kernels read, as they first run."""
     usable(device)
-    env = {**os.environ, variable: "many"}
+    env = {**os.environ, variable: "as\nmany"}
     done = outside(*command(text, "--checkpoint_dir", tmp_path / "run", "--device", device), env=env)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     assert len(done.stderr.splitlines()) == 1 and variable in done.stderr, done.stderr

@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (--help lists the flags)\n")
+        self.exit(2, f"{self.prog}: error: {DataError(message)} (--help lists the flags)\n")  # DataError: in one line
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -65,7 +65,7 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
     except ValueError as error:
         if not str(error).lstrip("[").startswith(tuple(VARIABLES)):
             raise
-        print(f"{prog}: error: {error}", file=sys.stderr)  # an environment variable, which kernels read when they first run
+        print(f"{prog}: error: {DataError(error)}", file=sys.stderr)  # an environment variable, read when kernels first run
         return 2
     except KeyboardInterrupt as error:
         if interrupted:
