@@ -65,6 +65,9 @@ def start(argv: list[str] | None) -> int:
             check(options)
         for note in notes(argv, options):
             print(f"note: {note}", file=sys.stderr)
+        if options.eval_only and weights is None and not options.plan:
+            there = f"in {options.checkpoint_dir}" if options.checkpoint_dir else "was named"
+            print(f"note: the loss is that of untrained weights: no checkpoint {there}", file=sys.stderr)
         return run(options, weights=weights)
     saved, problems = checkpoint.find(Path(where))
     for problem in problems:

@@ -347,6 +347,12 @@ def test_accumulation_eval_only_and_comparison(run, text, tmp_path):
     assert "attention ms/step" in table.stdout and "dense" in table.stdout and "local" in table.stdout
 
 
+def test_the_loss_of_untrained_weights_is_named_so(main, tmp_path):
+    for where, said in (([], "was named"), (["--checkpoint_dir", tmp_path / "no"], f"in {tmp_path / 'no'}")):
+        assert main("--eval_only", *where) == (0, [f"note: the loss is that of untrained weights: no checkpoint {said}"])
+    assert main("--eval_only", "--plan") == (0, [])
+
+
 def test_a_run_begins_with_trained_weights(run, text, tmp_path):
     """With size, vocabulary and tokenizer of theirs, whatever the flags say; it goes on when they are gone."""
     first, second, other = tmp_path / "first", tmp_path / "second", tmp_path / "other.txt"
