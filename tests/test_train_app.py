@@ -1258,3 +1258,5 @@ def test_the_command_that_goes_on_is_for_the_current_folder(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     _, app, *rest = shlex.split(pythia_app.command("--load_checkpoint", "a b"))
     assert Path(app).samefile(ROOT / "apps" / "train_pythia.py") and rest == ["--load_checkpoint", "a b"]
+    os.rmdir(tmp_path)
+    assert shlex.split(pythia_app.command()) == ["python", str((ROOT / "apps" / "train_pythia.py").resolve())]

@@ -1,5 +1,6 @@
 """The parts of train_pythia.py: options, the training run, checkpoints, and what it prints and draws."""
 
+import contextlib
 import os
 import shlex
 import sys
@@ -16,5 +17,7 @@ def printable(text: str) -> str:
 
 def command(*arguments: object) -> str:
     """What runs train_pythia.py from the current folder."""
-    app = os.path.relpath(Path(__file__).resolve().parent.parent / "train_pythia.py")
+    app = str(Path(__file__).resolve().parent.parent / "train_pythia.py")
+    with contextlib.suppress(OSError):  # the current folder has been removed
+        app = os.path.relpath(app)
     return shlex.join(["python", app, *map(str, arguments)])
