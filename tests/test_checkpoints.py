@@ -181,6 +181,15 @@ def test_tensors_are_written_as_they_are(tmp_path, cpu):
         ndl.checkpoints.write_tensors(tmp_path / "layer", {})
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4", ">i8"])
+def test_bytes_in_another_order_are_the_same_numbers(tmp_path, dtype):
+    values = np.arange(6).astype(dtype).reshape(2, 3)
+    write_tensors(tmp_path / "file", {"values": values, "turned": values.T})
+    found = read_tensors(tmp_path / "file")
+    np.testing.assert_array_equal(found["values"], values)
+    np.testing.assert_array_equal(found["turned"], values.T)
+
+
 def test_no_array_is_copied_as_a_whole(tmp_path, cpu):
     weight = ndl.ones(4096, 1024, device=cpu)  # 16 MiB
     tracemalloc.start()

@@ -60,7 +60,7 @@ def write_tensors(path: str | Path, tensors: Arrays) -> None:
             rows = array if array.ndim else array.reshape(1)
             step = max(1, _BLOCK_BYTES * len(rows) // max(1, array.nbytes))
             for i in range(0, len(rows), step):
-                block = np.ascontiguousarray(np.asarray(rows[i : i + step]))
+                block = np.ascontiguousarray(np.asarray(rows[i : i + step]), dt.to_numpy(dt.name_of(array.dtype)))  # little-endian
                 _write_all(file, block.reshape(-1).view(np.uint8))
 
 
