@@ -1,5 +1,6 @@
 """What a run survives: kills at any moment, a full disk, damage; and that it then goes on bit for bit."""
 
+import contextlib
 import io
 import json
 import os
@@ -179,6 +180,14 @@ def test_tensors_are_written_as_they_are(tmp_path, cpu):
         np.testing.assert_array_equal(found["bias"], layer.bias.numpy())
     with pytest.raises(FileExistsError):
         ndl.checkpoints.write_tensors(tmp_path / "layer", {})
+
+
+@pytest.mark.parametrize("sizes", [(1000, 8), (8, 1000), (8, 8)], ids=str)
+def test_a_folder_has_one_model(tmp_path, sizes):
+    for value, size in enumerate(sizes):
+        with contextlib.nullcontext() if value == 0 else pytest.raises(FileExistsError):
+            ndl.checkpoints.write_folder(tmp_path, {name: np.full(2, value) for name in "ab"}, size)
+        assert all((values == 0).all() for values in read_folder(tmp_path).values())
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4", ">i8"])

@@ -7,7 +7,9 @@ source: https://huggingface.co/docs/safetensors, "Format".
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -103,8 +105,14 @@ def _view(data: np.ndarray, start: int, entry: dict[str, Any]) -> np.ndarray:
 
 
 def write_folder(folder: str | Path, tensors: Arrays, max_shard_bytes: int) -> None:
-    """Writes model.safetensors, or shards of at most ``max_shard_bytes`` (or one tensor) and their index. raises: OSError."""
+    """Writes model.safetensors, or shards of at most ``max_shard_bytes`` (or one tensor) and their index.
+
+    raises: OSError, for a folder that has weights already too: of two kinds of files one would be read.
+    """
     folder = Path(folder)
+    there = next((path for path in folder.iterdir() if is_weights(path.name)), None)
+    if there is not None:
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(there))
     shards: list[dict[str, NDArray | np.ndarray]] = [{}]
     arrays, used = _arrays(tensors), 0
     for name, array in arrays.items():
