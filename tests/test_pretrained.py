@@ -20,6 +20,7 @@ import pytest
 
 import needle as ndl
 from golden.formula import PythiaShape, parameter_shapes
+from needle import nn
 from needle.checkpoints import CheckpointFolder, read_folder, read_tensors, write_folder, write_tensors
 from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
 from needle.errors import CheckpointError, DataError, DTypeError
@@ -109,6 +110,52 @@ def test_wrong_arguments_are_named(tmp_path):
     for ids in ([[1, 2]], np.ones((1, 2), np.int32)):
         with pytest.raises(TypeError, match=r"\[pythia\] input 0 is of type (list|numpy.ndarray)"):
             model(ids)
+
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        self.base, self.scale = base, nn.Parameter(np.ones(1))
+
+    def forward(self, x):
+        return self.base(x) * ndl.broadcast_to(self.scale, x.shape)
+
+
+def fewer_layers(model):
+    model.layers = model.layers[:1]
+
+
+def shared_layers(model):
+    model.layers[1] = model.layers[0]
+
+
+def adapter(model):
+    model.layers[1].dense = Adapted(model.layers[1].dense)
+
+
+def more_words(model):
+    model.embed_out = ndl.ones(TINY.width, 99)
+
+
+@pytest.mark.parametrize("change", [fewer_layers, shared_layers, adapter, more_words])
+def test_a_model_without_the_parameters_of_its_config_is_not_saved(tmp_path, change):
+    model = Pythia(TINY, seed=3)
+    model.save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    change(model)
+    with pytest.raises(
+        CheckpointError, match=r"\[save_pretrained\] .* is (absent|\(99, 32\)) \(accepted: \(.*as the model's config says"
+    ):
+        model.save_pretrained(tmp_path)
+    assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+def test_a_changed_model_is_saved_with_its_config(tmp_path):
+    model = Pythia(TINY, seed=3)
+    model.layers, model.embed_in, model.embed_out = model.layers[:1], ndl.ones(99, TINY.width), ndl.ones(TINY.width, 99)
+    model.config = replace(model.config, layers=1, vocab_size=99)
+    model.head = nn.Linear(2, 2)  # what else there is goes along
+    model.save_pretrained(tmp_path)
+    assert "gpt_neox.head.weight" in stored(tmp_path)
 
 
 def test_saving_again_replaces_every_file(folder, golden):

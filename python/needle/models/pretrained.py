@@ -128,6 +128,7 @@ def save(model: Pythia, given: str | Path, tokenizer: TextTokenizer | None, max_
         accepted = "a TextTokenizer, as pretrained.tokenizer_of gives it"
         raise DTypeError(f"[save_pretrained] tokenizer is of type {type_name(tokenizer)} (accepted: {accepted})")
     limit = parse_size(max_shard_size)
+    _check_parts(model)
     try:
         folder, partial = files.home(given), None
     except DataError as error:
@@ -152,6 +153,16 @@ def save(model: Pythia, given: str | Path, tokenizer: TextTokenizer | None, max_
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check_parts(model: Pythia) -> None:
+    """raises: CheckpointError for a model that has not every parameter its config speaks of: who loads it would draw the others."""
+    found = {name: array.shape for name, array in published_state(model).items()}
+    for name, array in published_state(Pythia(model.config, device=shapes_only(), seed=None)).items():
+        if found.get(name) != array.shape:
+            raise CheckpointError(
+                f"[save_pretrained] {name} is {found.get(name, 'absent')} (accepted: {array.shape}, as the model's config says)"
+            )
 
 
 def write(model: Pythia, folder: Path, tokenizer: TextTokenizer | None = None, max_shard_bytes: int = 5 * 10**9) -> None:

@@ -216,7 +216,8 @@ class PythiaLayer(Module):
 
 
 class Pythia(Module):
-    """The language model. ``forward`` gives logits; ``loss`` does without them.
+    """The language model. ``forward`` gives logits; ``loss`` does without them. Who gives it other layers, or embeddings of another
+    size, assigns a ``config`` that says so: ``generate`` and ``save_pretrained`` go by that.
 
     device: default ``cpu()``. dtype: of parameters and activations. seed: of the initial weights; None leaves them uninitialised,
     to be loaded. raises: DTypeError for a dtype that is not floating, and for what is no PythiaConfig.
@@ -265,7 +266,7 @@ class Pythia(Module):
         ``transformers`` loads as it is. A model that was there is replaced once this one is written.
 
         tokenizer: as ``pretrained.tokenizer_of`` gives it; DTypeError for another kind. raises: CheckpointError if it cannot be
-        written.
+        written, and if the model has not the parameters of its config: other layers, shared ones, or adapters around their weights.
         """
         from .pretrained import save
 
