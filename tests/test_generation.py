@@ -423,6 +423,17 @@ def test_bad_prompts(cpu, prompts):
         small(device=cpu).generate(prompts)
 
 
+def test_a_larger_vocabulary_belongs_into_the_config(cpu):
+    model = small(device=cpu)
+    rows = np.random.default_rng(0).standard_normal((70, model.config.width))
+    model.embed_in, model.embed_out = ndl.Tensor(rows, device=cpu), ndl.Tensor(rows.T, device=cpu)
+    for run in (model.generate, model.stream):
+        with pytest.raises(ShapeError, match=r"embed_out has 70 columns \(accepted: 61, the vocab_size of the model's config\)"):
+            run([[1, 2]], max_new_tokens=8)
+    model.config = replace(model.config, vocab_size=70)
+    assert model.generate([[1, 69]], max_new_tokens=8, repetition_penalty=1.1).shape == (1, 10)
+
+
 def test_ids_outside_the_vocabulary(cpu):
     with pytest.raises(IndexError, match=r"id 61 in a prompt is outside the vocabulary \(0..60\)"):
         small(device=cpu).generate([[1, 61]])

@@ -259,12 +259,20 @@ def as_prompts(input_ids: Any, vocab_size: int) -> list[np.ndarray]:
     return prompts
 
 
+def _vocabulary(model: Pythia) -> int:
+    """The size of the model's vocabulary. raises: ShapeError if ``config`` has another than ``embed_out``."""
+    size, columns = model.config.vocab_size, model.embed_out.shape[-1]
+    if columns != size:
+        raise ShapeError(f"[generate] embed_out has {columns} columns (accepted: {size}, the vocab_size of the model's config)")
+    return size
+
+
 def stream(
     model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options: Any
 ) -> Iterator[np.ndarray]:
     """What ``Pythia.stream`` gives. Arguments are checked at once, and the prompts read when the first token is asked for."""
     config = replace(generation_config or model.generation_config, **options)
-    vocab_size = model.config.vocab_size
+    vocab_size = _vocabulary(model)
     for name, ids in (("eos_token_id", config.eos_ids), ("pad_token_id", (config.pad_id,))):
         if any(i >= vocab_size for i in ids):
             raise IndexError(f"[generate] {name} {max(ids)} is outside the vocabulary (0..{vocab_size - 1})")
@@ -300,7 +308,7 @@ def _tokens(model: Pythia, prompts: list[np.ndarray], config: GenerationConfig) 
 def generate(model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options) -> np.ndarray:
     """What ``Pythia.generate`` gives."""
     config = replace(generation_config or model.generation_config, **options)
-    prompts = as_prompts(input_ids, model.config.vocab_size)
+    prompts = as_prompts(input_ids, _vocabulary(model))
     new = np.stack(list(stream(model, prompts, config)), axis=1)  # (B, new tokens)
     rows = [np.concatenate(pair) for pair in zip(prompts, new, strict=True)]
     out = np.full((len(rows), max(map(len, rows))), config.pad_id)
