@@ -575,6 +575,14 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_position():
         next(TokenBatches(np.array([0, 1, 2, 3, -1, 5]), 1, 5, vocab_size=50))
 
 
+def test_batches_take_whole_numbers_in_a_row():
+    found, expected = (next(TokenBatches(tokens, 2, 10, seed=1)) for tokens in (TOKENS.tolist(), TOKENS))
+    np.testing.assert_array_equal(found, expected)
+    for wrong in (TOKENS.astype(np.float32), TOKENS[None], TOKENS[:, None], 5, []):
+        with pytest.raises(DataError, match=r"\[text\] tokens are .* \(whole numbers in a row\)"):
+            TokenBatches(wrong, 2, 1)
+
+
 def test_batches_do_not_alias_the_tokens():
     tokens = np.arange(11, dtype=np.int32)
     ids, targets = next(TokenBatches(tokens, 1, 10))

@@ -187,7 +187,7 @@ class TokenBatches(Iterator):
     tokens: (tokens,) integers, for instance memory-mapped. vocab_size: ids must be below it; checked as batches are
     made. max_tokens: use only so many tokens from the start. epochs: None runs for ever. shuffle: False takes the windows as they
     lie. stride: tokens from one window to the next, default T. name: for error messages.
-    raises: DataError for too few tokens, and from ``next`` for an id outside the vocabulary.
+    raises: DataError for too few tokens and what are no whole numbers, and from ``next`` for an id outside the vocabulary.
     """
 
     def __init__(
@@ -208,6 +208,9 @@ class TokenBatches(Iterator):
         for what, value in counts.items():
             if value is not None and value < 1:
                 raise DataError(f"[{what}] not positive: {value} (1 or more)")
+        tokens = np.asanyarray(tokens)
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(f"[{name}] tokens are {tokens.shape} {tokens.dtype} (whole numbers in a row)")
         self.tokens = tokens[:max_tokens]
         self.batch_size, self.seq_len, self.seed = batch_size, seq_len, seed
         self.vocab_size, self.epochs, self.shuffle, self.name = vocab_size, epochs, shuffle, name
