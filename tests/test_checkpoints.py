@@ -410,6 +410,15 @@ def test_pipes_that_nobody_writes_into(two):
         two.newest()
 
 
+def test_a_checkpoint_is_some_files_and_no_folders(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    first = folder.save(1, write(1))
+    for wrong, said in ((lambda path: (path / "model").mkdir(), "model is a folder"), (lambda path: None, "nothing was written")):
+        with pytest.raises(CheckpointError, match=rf"\[checkpoint\] {said} \(accepted: files"):
+            folder.save(2, wrong)
+        assert folder.newest() == (first, []) and sorted(os.listdir(tmp_path)) == ["checkpoints.json", first.name]
+
+
 def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(CheckpointError, match=r"no weights in .*nowhere: nothing that holds any"):
         read_folder(tmp_path / "nowhere")

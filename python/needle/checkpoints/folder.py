@@ -39,8 +39,8 @@ class CheckpointFolder:
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Makes a new folder, calls ``write`` to put the files into it, and makes it the newest checkpoint. Returns its path.
 
-        raises: CheckpointError if there is no room; ValueError for a step below 0. After these, and after any exception of
-        ``write``, the earlier checkpoints are as they were.
+        raises: CheckpointError if there is no room, if there are no files, or folders among them; ValueError for a step below 0.
+        After these, and after any exception of ``write``, the earlier checkpoints are as they were.
         """
         if step < 0:
             raise ValueError(f"[checkpoint] step is {step} (accepted: at least 0)")
@@ -176,8 +176,11 @@ def _best(entries: list[dict[str, Any]]) -> str | None:
 
 
 def _seal(folder: Path) -> None:
-    """Writes the files' checksums beside them and waits until all is on the disk."""
+    """Writes the files' checksums beside them and waits until all is on the disk. raises: CheckpointError for folders or none."""
     paths = sorted(folder.iterdir())
+    wrong = [f"{path.name} is a folder" for path in paths if path.is_dir()] if paths else ["nothing was written"]
+    if wrong:
+        raise CheckpointError(f"[checkpoint] {wrong[0]} (accepted: files, in the folder that write is given)")
     with ThreadPoolExecutor(2 * len(paths) + 1) as pool:  # while the disk writes, the checksums are computed
         flushed = [pool.submit(files.flush, path) for path in paths]
         sums = {path.name: checksum for path, checksum in zip(paths, pool.map(_checksum, paths))}
