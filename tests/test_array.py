@@ -241,6 +241,7 @@ def test_an_array_of_one_element_is_a_number(device):
     for number in (0.0, 2.5):
         one = NDArray([number], device=device, dtype="float64")
         assert (bool(one), int(one), float(one), one.nbytes) == (bool(number), int(number), number, 8)
+        assert (f"{one:.3f}", f"{one}") == (f"{number:.3f}", str(one))
 
 
 def test_empty_and_zero_dimensional(device):

@@ -200,6 +200,9 @@ class NDArray:
     def __int__(self) -> int:
         return int(self.item())
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item() if spec else str(self), spec)
+
     def item(self):
         """The one element as a Python number. raises: ShapeError if there is not exactly one."""
         if self.size != 1:
