@@ -410,6 +410,13 @@ def test_pipes_that_nobody_writes_into(two):
         two.newest()
 
 
+def test_a_loss_of_a_checkpoint_that_is_gone(tmp_path):
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    first, *_ = [folder.save(step, write(step)) for step in (1, 2, 3)]
+    with pytest.raises(CheckpointError, match=r"step-000001 is not in .* \(accepted: step-000002, step-000003\)"):
+        folder.mark(first, 0.5)
+
+
 def test_a_checkpoint_is_some_files_and_no_folders(tmp_path):
     folder = CheckpointFolder(tmp_path, keep_last=1)
     first = folder.save(1, write(1))

@@ -66,10 +66,12 @@ class CheckpointFolder:
         return target
 
     def mark(self, checkpoint: Path, held_out_loss: float) -> None:
-        """Records the held-out loss of a checkpoint. raises: CheckpointError if that cannot be written; ValueError for NaN and
-        infinities.
+        """Records the held-out loss of a checkpoint. raises: CheckpointError if that cannot be written, or if the checkpoint is not
+        there any more; ValueError for NaN and infinities.
         """
         entries = self._entries()
+        if checkpoint.name not in (names := [entry["name"] for entry in entries]):
+            raise CheckpointError(f"[checkpoint] {checkpoint.name} is not in {self.path} (accepted: {', '.join(names) or 'none'})")
         for entry in entries:
             if entry["name"] == checkpoint.name:
                 entry["held_out_loss"] = float(held_out_loss)  # an int or a number of numpy would make an invalid index
