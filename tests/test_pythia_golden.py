@@ -8,7 +8,7 @@ import pytest
 
 import needle as ndl
 from golden.formula import PYTHIA_70M, formula_weights, parameter_shapes, probe
-from needle import ops
+from needle import nn, ops
 from needle.errors import ShapeError
 from needle.models import Pythia, PythiaConfig, load_published, published_state
 
@@ -115,6 +115,14 @@ def test_a_model_of_no_size(name):
     for layers in (-1, 1.5, 7, (3, 4), (1.5,)):
         with pytest.raises(ShapeError, match=r"\[pythia\] checkpoint_layers is .* \(accepted: 0 to 6 layers\)"):
             PythiaConfig(checkpoint_layers=layers)
+
+
+def test_biases_of_a_head_do_not_decay():
+    model = Pythia(PythiaConfig(layers=1, width=32, heads=2, feed_forward=64, vocab_size=61))
+    model.head = nn.Linear(32, 2)
+    decay, rest = (group["params"] for group in model.parameter_groups(0.2))
+    assert {p.ndim for p in rest} == {1, 2} and model.head.bias in rest and model.head.weight in decay
+    assert len(decay) == 7 and set(decay) | set(rest) == set(model.parameters())
 
 
 def test_the_scale_of_the_first_weights():

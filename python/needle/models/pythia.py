@@ -311,11 +311,10 @@ class Pythia(Module):
 
     def parameter_groups(self, weight_decay: float = 0.1) -> list[dict]:
         """For AdamW: matrices decay; norms and biases do not."""
-        params = self.parameters()
-        return [
-            {"params": [p for p in params if p.ndim > 1], "weight_decay": weight_decay},
-            {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
-        ]
+        decays: dict[bool, list[Parameter]] = {True: [], False: []}
+        for name, p in self.named_parameters():
+            decays[p.ndim > 1 and not name.endswith("bias")].append(p)  # nn.Linear's bias has two axes
+        return [{"params": decays[True], "weight_decay": weight_decay}, {"params": decays[False], "weight_decay": 0.0}]
 
     def generate(self, input_ids, generation_config: GenerationConfig | None = None, **options) -> np.ndarray:
         """(B, longest) int64: each prompt, what follows it, and then ``pad_token_id`` up to the longest.
