@@ -322,7 +322,8 @@ class Pythia(Module):
         input_ids: (B, T), or B sequences of ids of any lengths. generation_config: default the model's ``generation_config``.
         options: the names of GenerationConfig, as in transformers: max_new_tokens, do_sample, temperature, top_k, top_p,
         repetition_penalty, eos_token_id, pad_token_id, seed. No graph is kept, keys and values are cached, and a sparse model reads
-        only the blocks of them that its pattern names.
+        only the blocks of them that its pattern names. It runs the embeddings, ``layers`` and ``final_layer_norm`` themselves: the
+        ``hidden`` and ``forward`` of a subclass, with tied embeddings say, have no effect here.
         raises: ShapeError for a value that is not allowed, IndexError for an id outside the vocabulary.
         """
         return generation.generate(self, input_ids, generation_config, **options)
