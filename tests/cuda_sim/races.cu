@@ -266,6 +266,15 @@ __global__ void second_block_kernel(int* out, int* numbers, bool own_flag, bool 
   if (!first) out[1] = behind ? *count : out[0];
 }
 
+// What each step costs must not grow with the number of releases so far.
+__global__ void busy_counter_kernel(float* out, unsigned* count) {
+  for (int i = 0; i < 10; ++i) {
+    out[threadIdx.x] = float(i);
+    __threadfence();
+    atomicAdd(count, 1u);
+  }
+}
+
 }  // namespace
 
 template <class F>
@@ -341,5 +350,7 @@ int main() {
   report("second_block", [&] { launch<second_block_kernel>({2, 32}, n, g + 50, false, false); });
   report("own_flag", [&] { launch<second_block_kernel>({2, 32}, n, g + 60, true, false); });
   report("behind_fence", [&] { launch<second_block_kernel>({2, 32}, n, g + 70, false, true); });
+  Buffer<float> many(1000);
+  report("busy_counter", [&] { launch<busy_counter_kernel>({1, 1000}, many.get(), f + 32); });
   report("struct_meets", [&] { launch<struct_kernel>({1, 64}, vectors.get(), false); });
 }

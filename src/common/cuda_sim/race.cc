@@ -190,6 +190,16 @@ void release(uintptr_t address, const Access& now, bool shared) {
   }
 }
 
+// threadIdx, blockDim and the like, which kernels read where the scheduler keeps them.
+bool is_index(const void* address, const Block& block) {
+  const auto within = [&](const void* start, size_t bytes) {
+    return static_cast<size_t>(static_cast<const char*>(address) -
+                               static_cast<const char*>(start)) < bytes;
+  };
+  return within(&stack_region, sizeof stack_region) || within(thread_table, sizeof thread_table) ||
+         within(&block, sizeof block);
+}
+
 // Whether `earlier` (made before, in the order of this run) happens before what `now` does in every
 // order; by way of a fence, in those in which an atomic operation found what another left.
 bool ordered(const Access& earlier, const Access& now, bool shared) {
@@ -260,6 +270,7 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
   if (!on_fiber_stack(__builtin_frame_address(0)) || on_fiber_stack(start)) return;
   Thread& thread = self();
   Block& block = *static_cast<Block*>(thread.block);
+  if (is_index(start, block)) return;
   const Access now = access_of(thread, atomic, pc);
   const bool shared = block.in_shared(start);
   const bool write = kind != Kind::kRead;
