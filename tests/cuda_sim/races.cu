@@ -196,6 +196,14 @@ __global__ void all_results_kernel(float* out, unsigned* finished, bool barrier)
   if (atomicAdd(finished, 1u) == gridDim.x - 1) out[0] = out[63] + out[64 * gridDim.x - 1];
 }
 
+// A sum of all blocks, in which the last one has a part too.
+__global__ void atomic_sum_kernel(int* out, int* sum, unsigned* finished, Fences fences) {
+  if (threadIdx.x != 0) return;
+  atomicAdd(sum, 1);
+  pass(fences);
+  if (atomicAdd(finished, 1u) == gridDim.x - 1) *out = *sum;
+}
+
 // A lock around an addition that is not atomic.
 __global__ void lock_kernel(float* sum, int* lock, Fences fences) {
   if (threadIdx.x != 0) return;
@@ -352,5 +360,8 @@ int main() {
   report("behind_fence", [&] { launch<second_block_kernel>({2, 32}, n, g + 70, false, true); });
   Buffer<float> many(1000);
   report("busy_counter", [&] { launch<busy_counter_kernel>({1, 1000}, many.get(), f + 32); });
+  report("atomic_sum", [&] { launch<atomic_sum_kernel>({4, 32}, n, g + 80, f + 33, kDevice); });
+  report("atomic_sum_unfenced",
+         [&] { launch<atomic_sum_kernel>({4, 32}, n, g + 81, f + 34, kNone); });
   report("struct_meets", [&] { launch<struct_kernel>({1, 64}, vectors.get(), false); });
 }

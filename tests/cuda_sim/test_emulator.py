@@ -82,6 +82,7 @@ RACES = {
     "flag_asked_by_other": ["shared memory `value`", "read", "earlier write", "thread (1,0,0)"],
     "own_flag": ["global memory", "read", "earlier write", "block (1,0,0)", "block (0,0,0)"],
     "behind_fence": ["global memory", "read", "earlier atomic write", "block (1,0,0)", "block (0,0,0)"],
+    "atomic_sum_unfenced": ["global memory", "read", "earlier atomic write", "block (3,0,0)", "block (0,0,0)"],
     "struct_meets": ["global memory", "thread (0,0,0)", "thread (1,0,0)"],
 }
 # Reads of shared memory that the block has not written, found by the same detector.

@@ -47,12 +47,12 @@ struct Access {
   bool atomic = false;
 };
 
-// The last plain write, the last atomic one, which stands beside it as it races with other accesses
-// than the plain one before it does, and two readers. A reader is dropped only for one that it is
-// ordered before, or for one further away. And the cp.async that is under way to the byte: until
-// its thread has waited for it, no other access is ordered with it.
+// The last plain write, two atomic ones, which stand beside it as they race with other accesses
+// than the plain one before them does, and two readers. An atomic write or a reader is dropped only
+// for one that it is ordered before, or for one further away. And the cp.async that is under way to
+// the byte: until its thread has waited for it, no other access is ordered with it.
 struct Cell {
-  Access write, atomic_write, copy, read[2];
+  Access write, copy, atomic_write[2], read[2];
 };
 
 bool same_moment(const Access& a, const Access& b) {
@@ -67,7 +67,7 @@ struct Page {
 
 // Pages are kept from launch to launch, whose number tells which entries are stale, until they are
 // so many (about 300 MB) that memory might run out.
-constexpr size_t kMostPages = 2500;
+constexpr size_t kMostPages = 2000;
 uint32_t launch_number = 0;
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uintptr_t last_page_number = ~uintptr_t(0);
@@ -240,8 +240,8 @@ std::string name_of(const Access& access, Kind kind) {
               {"", 0});
 }
 
-void remember_reader(Cell& cell, const Access& now, bool shared) {
-  for (Access& slot : cell.read)
+void remember(Access (&two)[2], const Access& now, bool shared) {
+  for (Access& slot : two)
     if (ordered(slot, now, shared) && (slot.launch != now.launch || slot.atomic || !now.atomic)) {
       slot = now;
       return;
@@ -249,7 +249,7 @@ void remember_reader(Cell& cell, const Access& now, bool shared) {
   const auto near = [](const Access& a, const Access& b) {
     return a.block == b.block && a.thread / kWarpSize == b.thread / kWarpSize;
   };
-  if (near(cell.read[0], cell.read[1])) cell.read[1] = now;
+  if (near(two[0], two[1])) two[1] = now;
 }
 
 Access access_of(const Thread& thread, bool atomic, const void* pc) {
@@ -284,7 +284,7 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
     const auto races = [&](const Access& earlier) {
       return !(earlier.atomic && atomic) && !ordered(earlier, now, shared);
     };
-    for (const Access* writer : {&cell.write, &cell.atomic_write})
+    for (const Access* writer : {&cell.write, &cell.atomic_write[0], &cell.atomic_write[1]})
       if (races(*writer)) report(block, thread, address, *writer, Kind::kWrite, now, kind);
     if (!copied && cell.copy.launch == now.launch && cell.copy.block == now.block) {
       copy = cell.copy;
@@ -293,10 +293,13 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
     if (write) {
       for (const Access& reader : cell.read)
         if (races(reader)) report(block, thread, address, reader, Kind::kRead, now, kind);
-      (kind == Kind::kCopy ? cell.copy : atomic ? cell.atomic_write : cell.write) = now;
+      if (atomic)
+        remember(cell.atomic_write, now, shared);
+      else
+        (kind == Kind::kCopy ? cell.copy : cell.write) = now;
     } else {
-      remember_reader(cell, now, shared);
-      for (const Access* writer : {&cell.write, &cell.atomic_write})
+      remember(cell.read, now, shared);
+      for (const Access* writer : {&cell.write, &cell.atomic_write[0], &cell.atomic_write[1]})
         initialized |= writer->launch == now.launch && writer->block == now.block;
     }
   }
