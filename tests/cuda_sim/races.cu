@@ -196,6 +196,19 @@ __global__ void all_results_kernel(float* out, unsigned* finished, bool barrier)
   if (atomicAdd(finished, 1u) == gridDim.x - 1) out[0] = out[63] + out[64 * gridDim.x - 1];
 }
 
+// Each thread fences its own result, and a barrier, or one of a warp, tells thread 0 of the fences.
+__global__ void fenced_apart_kernel(float* out, unsigned* finished, int fencing, bool barrier) {
+  const int t = threadIdx.x;
+  out[blockIdx.x * 64 + t] = 1.0f;
+  if (t < fencing) __threadfence();
+  if (barrier)
+    __syncthreads();
+  else
+    __syncwarp();
+  const int other = blockIdx.x == 0 ? gridDim.x - 1 : 0;
+  if (t == 0 && atomicAdd(finished, 1u) == gridDim.x - 1) out[0] = out[64 * other + blockDim.x - 1];
+}
+
 // A sum of all blocks, in which the last one has a part too.
 __global__ void atomic_sum_kernel(int* out, int* sum, unsigned* finished, Fences fences) {
   if (threadIdx.x != 0) return;
@@ -283,6 +296,21 @@ __global__ void busy_counter_kernel(float* out, unsigned* count) {
   }
 }
 
+__global__ void busy_queue_kernel(float* out, int* head, int items) {
+  NEEDLE_SHARED(int, item);
+  for (;;) {
+    if (threadIdx.x == 0) {
+      __threadfence();
+      item = atomicAdd(head, 1);
+    }
+    __syncthreads();
+    const int mine = item;
+    __syncthreads();
+    if (mine >= items) return;
+    out[threadIdx.x] = float(mine);
+  }
+}
+
 }  // namespace
 
 template <class F>
@@ -363,5 +391,12 @@ int main() {
   report("atomic_sum", [&] { launch<atomic_sum_kernel>({4, 32}, n, g + 80, f + 33, kDevice); });
   report("atomic_sum_unfenced",
          [&] { launch<atomic_sum_kernel>({4, 32}, n, g + 81, f + 34, kNone); });
+  report("fenced_apart", [&] { launch<fenced_apart_kernel>({3, 64}, o, f + 35, 64, true); });
+  report("fenced_in_warp", [&] { launch<fenced_apart_kernel>({3, 32}, o, f + 36, 32, false); });
+  report("half_fenced", [&] { launch<fenced_apart_kernel>({3, 64}, o, f + 37, 32, true); });
+  report("half_fenced_in_warp",
+         [&] { launch<fenced_apart_kernel>({3, 32}, o, f + 38, 16, false); });
+  report("fenced_unsynced", [&] { launch<fenced_apart_kernel>({3, 64}, o, f + 39, 64, false); });
+  report("busy_queue", [&] { launch<busy_queue_kernel>({1, 32}, o, g + 82, 20000); });
   report("struct_meets", [&] { launch<struct_kernel>({1, 64}, vectors.get(), false); });
 }

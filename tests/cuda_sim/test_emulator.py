@@ -83,6 +83,9 @@ RACES = {
     "own_flag": ["global memory", "read", "earlier write", "block (1,0,0)", "block (0,0,0)"],
     "behind_fence": ["global memory", "read", "earlier atomic write", "block (1,0,0)", "block (0,0,0)"],
     "atomic_sum_unfenced": ["global memory", "read", "earlier atomic write", "block (3,0,0)", "block (0,0,0)"],
+    "half_fenced": ["global memory", "read", "earlier write", "block (0,0,0), thread (63,0,0)"],
+    "fenced_unsynced": ["global memory", "read", "earlier write", "block (0,0,0), thread (63,0,0)"],
+    "half_fenced_in_warp": ["global memory", "read", "earlier write", "block (0,0,0), thread (31,0,0)"],
     "struct_meets": ["global memory", "thread (0,0,0)", "thread (1,0,0)"],
 }
 # Reads of shared memory that the block has not written, found by the same detector.

@@ -10,11 +10,12 @@
 // with whom, and not from the order in which threads happened to run, one run in one order is
 // enough.
 //
-// Nor do they race if the first comes before a __threadfence, behind which its thread changes
-// something atomically, and an atomic operation finds that before the second: a counter of finished
-// blocks, a flag, a lock. (The fence that the second thread would need is not asked for, as the
-// CUDA C++ Programming Guide's own example has none; volatile accesses are plain ones.) This
-// depends on who came first, so it is seen for the orders that were run.
+// Nor do they race if the first comes before a __threadfence, behind which its thread, or another
+// that a barrier has told of the fence, changes something atomically, and an atomic operation finds
+// that before the second: a counter of finished blocks, a flag, a lock. (The fence that the second
+// thread would need is not asked for, as the CUDA C++ Programming Guide's own example has none;
+// volatile accesses are plain ones.) This depends on who came first, so it is seen for the orders
+// that were run.
 //
 // A read of shared memory none of which the block has written is reported too: an initialization
 // that was forgotten, or a copy that was not waited for. (Not of single bytes: the padding of a
@@ -24,6 +25,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <map>
 #include <memory>
 #include <string>
@@ -49,8 +51,8 @@ struct Access {
 
 // The last plain write, two atomic ones, which stand beside it as they race with other accesses
 // than the plain one before them does, and two readers. An atomic write or a reader is dropped only
-// for one that it is ordered before, or for one further away. And the cp.async that is under way to
-// the byte: until its thread has waited for it, no other access is ordered with it.
+// for one that barriers order it before, or for one further away. And the cp.async that is under
+// way to the byte: until its thread has waited for it, no other access is ordered with it.
 struct Cell {
   Access write, copy, atomic_write[2], read[2];
 };
@@ -108,19 +110,18 @@ struct Fence {
   Access at;
   uint32_t lanes[kWarpSize];  // what its thread knew
   bool whole_device;          // or of the block alone
+  uint32_t releases;          // that the launch had
 };
-Fence last_fence[2][kMaxBlockThreads];  // of either reach; those of other blocks are stale
-
-// What an atomic write leaves at its place: all that was done before its thread's last fence, and
-// itself.
+// What an atomic write leaves at its place: all that was done before the fences that its thread
+// knows of, its own and those that a barrier has told it of, and itself.
 struct Release {
-  uint32_t number;  // counts those of the launch
-  Fence fence;
   Access write;
+  uint32_t lanes[kWarpSize];
+  uint32_t number;  // counts those of the launch
 };
 struct Place {
   std::unordered_map<uint32_t, std::vector<Release>> of_block;
-  std::vector<Release> informed;  // whose threads had found releases before their fence
+  std::vector<Release> informed;  // whose threads had found releases before their own fence
 };
 // An atomic operation, and the releases that it finds at its place: the first `count` of the
 // launch.
@@ -130,15 +131,34 @@ struct Acquire {
   uint32_t count;
 };
 constexpr uint64_t kNoBlock = ~uint64_t(0);
-// Of the present launch, by address, and by block where the memory is shared.
+// Of the present launch: by address, and by block where the memory is shared; by block and thread;
+// by block.
 std::map<std::pair<uintptr_t, uint64_t>, Place> places;
-std::unordered_map<uint32_t, std::vector<Acquire>> acquires;  // by block
+std::map<std::pair<uint32_t, uint16_t>, std::vector<Fence>> fences;
+std::unordered_map<uint32_t, std::vector<Acquire>> acquires;
 uint32_t release_count = 0;
+
+// The last fence of a thread of its block that a release has behind it and that `block` can see, or
+// null.
+const Fence* fence_behind(const Release& release, uint16_t thread, uint32_t block) {
+  const auto of_thread = fences.find({release.write.block, thread});
+  if (of_thread == fences.end()) return nullptr;
+  const std::vector<Fence>& all = of_thread->second;
+  const auto earlier = [&](const Fence& fence) { return fence.releases <= release.number; };
+  auto fence = std::partition_point(all.begin(), all.end(), earlier);
+  while (fence != all.begin()) {
+    --fence;
+    if ((fence->whole_device || fence->at.block == block) &&
+        before(fence->at, release.write, release.lanes))
+      return &*fence;
+  }
+  return nullptr;
+}
 
 // Whether chains of releases and acquires bring `earlier` to `now`.
 bool passed_on(const Access& earlier, const Access& now) {
-  Fence start{now, {}, true};
-  std::copy_n(lanes_of(now), kWarpSize, start.lanes);
+  Fence start{now, {}, true, 0};
+  std::memcpy(start.lanes, lanes_of(now), sizeof start.lanes);
   std::vector<Fence> left{start};
   std::map<std::pair<const Place*, uint32_t>, uint32_t> followed;
   while (!left.empty()) {
@@ -146,20 +166,24 @@ bool passed_on(const Access& earlier, const Access& now) {
     left.pop_back();
     for (const Acquire& acquire : acquires[point.at.block]) {
       if (!before(acquire.at, point.at, point.lanes)) continue;
-      const auto found = [&](const Release& release) {
-        return release.number < acquire.count &&
-               (release.fence.whole_device || release.fence.at.block == point.at.block);
+      const auto brings = [&](const Release& release, uint16_t thread) {
+        const Fence* fence = fence_behind(release, thread, point.at.block);
+        return fence != nullptr && before(earlier, fence->at, fence->lanes);
       };
       const auto of_block = acquire.place->of_block.find(earlier.block);
       if (of_block != acquire.place->of_block.end())
         for (const Release& release : of_block->second)
-          if (found(release) && (before(earlier, release.fence.at, release.fence.lanes) ||
-                                 (earlier.atomic && same_moment(earlier, release.write))))
+          if (release.number < acquire.count &&
+              ((earlier.atomic && same_moment(earlier, release.write)) ||
+               brings(release, release.write.thread) || brings(release, earlier.thread)))
             return true;
       uint32_t& from = followed[{acquire.place, point.at.block}];
-      for (const Release& release : acquire.place->informed)
-        if (release.number >= from && found(release)) left.push_back(release.fence);
-      from = std::max(from, acquire.count);
+      for (const Release& release : acquire.place->informed) {
+        if (release.number < from || release.number >= acquire.count) continue;
+        const Fence* fence = fence_behind(release, release.write.thread, point.at.block);
+        if (fence != nullptr) left.push_back(*fence);
+      }
+      if (from < acquire.count) from = acquire.count;
     }
   }
   return false;
@@ -175,19 +199,18 @@ void acquire(uintptr_t address, const Access& now, bool shared) {
   all.push_back({now, &place->second, release_count});
 }
 void release(uintptr_t address, const Access& now, bool shared) {
-  for (const auto& fences : last_fence) {
-    const Fence& fence = fences[now.thread];
-    if (fence.at.launch != now.launch || fence.at.block != now.block) continue;
-    Place& place = places[{address, shared ? now.block : kNoBlock}];
-    const Release left{release_count++, fence, now};
-    place.of_block[now.block].push_back(left);
-    for (const Acquire& acquire : acquires[now.block])
-      if (before(acquire.at, fence.at, fence.lanes)) {
-        place.informed.push_back(left);
-        break;
-      }
-    next_moment(now.thread);
-  }
+  if (fences.empty()) return;
+  Release left{now, {}, release_count++};
+  std::memcpy(left.lanes, lanes_of(now), sizeof left.lanes);
+  Place& place = places[{address, shared ? now.block : kNoBlock}];
+  place.of_block[now.block].push_back(left);
+  const Fence* own = fence_behind(left, now.thread, now.block);
+  for (const Acquire& acquire : acquires[now.block])
+    if (own != nullptr && before(acquire.at, own->at, own->lanes)) {
+      place.informed.push_back(left);
+      break;
+    }
+  next_moment(now.thread);
 }
 
 // threadIdx, blockDim and the like, which kernels read where the scheduler keeps them.
@@ -201,15 +224,17 @@ bool is_index(const void* address, const Block& block) {
 }
 
 // Whether `earlier` (made before, in the order of this run) happens before what `now` does in every
-// order; by way of a fence, in those in which an atomic operation found what another left.
-bool ordered(const Access& earlier, const Access& now, bool shared) {
+// order, but for fences.
+bool ordered_by_barriers(const Access& earlier, const Access& now, bool shared) {
   if (earlier.launch != now.launch) return true;
-  if (earlier.block != now.block) {
-    if (shared) return true;  // the next block's shared memory is another memory
-  } else if (earlier.thread == now.thread || before(earlier, now, lanes_of(now))) {
-    return true;
-  }
-  return !places.empty() && passed_on(earlier, now);
+  if (earlier.block != now.block)
+    return shared;  // the next block's shared memory is another memory
+  return earlier.thread == now.thread || before(earlier, now, lanes_of(now));
+}
+
+// The same with fences, in those orders in which an atomic operation found what another left.
+bool ordered(const Access& earlier, const Access& now, bool shared) {
+  return ordered_by_barriers(earlier, now, shared) || (!places.empty() && passed_on(earlier, now));
 }
 
 enum class Kind { kRead, kWrite, kCopy };
@@ -242,7 +267,8 @@ std::string name_of(const Access& access, Kind kind) {
 
 void remember(Access (&two)[2], const Access& now, bool shared) {
   for (Access& slot : two)
-    if (ordered(slot, now, shared) && (slot.launch != now.launch || slot.atomic || !now.atomic)) {
+    if (ordered_by_barriers(slot, now, shared) &&
+        (slot.launch != now.launch || slot.atomic || !now.atomic)) {
       slot = now;
       return;
     }
@@ -313,6 +339,7 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
 void begin_launch() {
   ++launch_number;
   places.clear();
+  fences.clear();
   acquires.clear();
   release_count = 0;
   if (pages.size() <= kMostPages) return;
@@ -342,10 +369,9 @@ void sync_warp(Thread& thread, uint32_t mask) {
 }
 
 void fence(const Thread& thread, bool whole_device) {
-  Fence& last = last_fence[whole_device][thread.rank];
-  last.at = access_of(thread, false, kAnchor);
-  last.whole_device = whole_device;
-  std::copy_n(lanes_of(last.at), kWarpSize, last.lanes);
+  Fence fence{access_of(thread, false, kAnchor), {}, whole_device, release_count};
+  std::memcpy(fence.lanes, lanes_of(fence.at), sizeof fence.lanes);
+  fences[{fence.at.block, fence.at.thread}].push_back(fence);
   next_moment(thread.rank);
 }
 
