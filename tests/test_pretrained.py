@@ -347,14 +347,16 @@ def test_the_tokenizer_goes_along(tmp_path):
 def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
     """Of a tokenizer without it transformers must hear that there is none, or it would stop at an ordinary token."""
     tokenizers = pytest.importorskip("tokenizers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "<pad>": 1, "</s>": 2, "a": 3}, unk_token="a"))
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "<|endoftext|>": 1, "</s>": 2, "a": 3}, unk_token="a"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=4)
     for about, end in (
-        (None, None),
+        (None, 1),
+        ({}, 1),
         ({"eos_token": "</s>"}, 2),
         ({"eos_token": {"content": "</s>"}}, 2),
+        ({"eos_token": "<pad>"}, None),
         ({"eos_token": None}, None),
     ):
         if about is not None:
@@ -366,7 +368,7 @@ def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
         assert saved["eos_token_id"] == saved["bos_token_id"] == end
         assert tokenizer_of(tmp_path / "model").end_of_text == end
     (tmp_path / "tokenizer_config.json").write_text("{")
-    assert load_tokenizer(tmp_path / "tokenizer.json").end_of_text is None
+    assert load_tokenizer(tmp_path / "tokenizer.json").end_of_text == 1
 
 
 @pytest.mark.skipif("NEEDLE_TEST_TOKENIZER" not in os.environ, reason="NEEDLE_TEST_TOKENIZER names no 20B_tokenizer.json")

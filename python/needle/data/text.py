@@ -139,8 +139,7 @@ def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path |
         if not encoder.extends(its_own):
             wanted = "the tokenizer that it was made with"
             raise DataError(f"[{path.name}] its ids are those of {beside.name}, not of {found} ({wanted})")
-        if its_own.end_of_text is not None:  # with which its documents end
-            encoder.end_of_text = its_own.end_of_text
+        encoder.end_of_text = its_own.end_of_text  # with which its documents end
     if encoder is not None:
         vocab_size = _vocabulary(vocab_size, encoder)
     elif vocab_size is None:

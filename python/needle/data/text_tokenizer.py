@@ -28,14 +28,14 @@ class TextTokenizer:
     """Text to ids and back. ``size``: how many ids it can make; ``end_of_text``: the id after a document, or None.
 
     tokenizer: of the package ``tokenizers``. A file may say that texts are cut off or filled up, which this one never does.
-    end_of_text: the token after a document, where the tokenizer has it.
+    end_of_text: the token after a document, where the tokenizer has it; None for none.
     """
 
-    def __init__(self, tokenizer: Any, end_of_text: str = END_OF_TEXT):
+    def __init__(self, tokenizer: Any, end_of_text: str | None = END_OF_TEXT):
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
-        self.end_of_text: int | None = tokenizer.token_to_id(end_of_text)
+        self.end_of_text: int | None = None if end_of_text is None else tokenizer.token_to_id(end_of_text)
         self.size: int = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
     def extends(self, other: TextTokenizer) -> bool:
@@ -114,8 +114,8 @@ def train_tokenizer(path: Path, texts: Iterable[str], vocab_size: int, name: str
 
 
 def load_tokenizer(path: str | Path) -> TextTokenizer:
-    """The tokenizer of a tokenizer.json. A tokenizer_config.json beside it may name its end-of-text token (beside x.tokenizer.json
-    an x.tokenizer_config.json).
+    """The tokenizer of a tokenizer.json. A tokenizer_config.json beside it may name its end-of-text token, or say with null that
+    there is none (beside x.tokenizer.json an x.tokenizer_config.json).
 
     raises: DataError if ``tokenizers`` is missing, or ``path`` is absent or not in that format.
     """
@@ -128,13 +128,14 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
         return TextTokenizer(tokenizers.Tokenizer.from_str(text), _named_end(path))
 
 
-def _named_end(path: Path) -> str:
+def _named_end(path: Path) -> str | None:
     """The end-of-text token that a tokenizer_config.json beside ``path`` names as transformers does; END_OF_TEXT without one."""
     before = path.name.removesuffix(TOKENIZER)
     with contextlib.suppress(OSError, ValueError):
-        token = files.parse_json(files.read_small(path.with_name(before + TOKENIZER_CONFIG))).get("eos_token")
+        config = files.parse_json(files.read_small(path.with_name(before + TOKENIZER_CONFIG)))
+        token = config.get("eos_token", END_OF_TEXT)
         token = token.get("content") if isinstance(token, dict) else token
-        if before + TOKENIZER == path.name and isinstance(token, str):
+        if before + TOKENIZER == path.name and (token is None or isinstance(token, str)):
             return token
     return END_OF_TEXT
 

@@ -180,7 +180,7 @@ def write(model: Pythia, folder: Path, tokenizer: TextTokenizer | None = None, m
         return
     (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
     name = None if end is None else tokenizer.tokenizer.id_to_token(end)
-    special = {} if name is None else {"bos_token": name, "eos_token": name}
+    special = {"bos_token": name, "eos_token": name}
     if name == END_OF_TEXT:
         special["unk_token"] = name
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.max_seq_len, **special}
