@@ -1,6 +1,8 @@
 """What lies at the edges of arrays, on every device: impossible shapes, numbers outside a dtype, overlapping and empty arrays,
 infinities. Each is done right or is one clear error."""
 
+import math
+import operator
 from types import SimpleNamespace
 
 import numpy as np
@@ -233,6 +235,20 @@ def test_assigning_a_view_of_the_array_to_the_array(device, n):
 
 
 # --- numbers and dtypes ---
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_comparing_16_bits_with_numbers(device, dtype):
+    """As numpy and PyTorch compare them: with the element nearest to the number."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    for number in (0.1, 1 / 3, -1e-8, 65519.9, 70000.0, 2049, 1e300, math.inf, math.nan):
+        x = NDArray([number, 1.0], device=device, dtype=dtype)
+        single = x.astype("float32").numpy()
+        for compare in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
+            expected = compare(single, single[0])
+            assert np.array_equal(compare(x, number).numpy(), expected), (number, compare)
+            assert np.array_equal(compare(x[::-1], number).numpy(), expected[::-1])
 
 
 def test_comparing_integers_with_numbers_outside_their_dtype(device):

@@ -121,6 +121,19 @@ def with_scalar(name: str, scalar: Any, default_float: str) -> str:
 LIMITS = {"int32": (-(2**31), 2**31 - 1), "int64": (-(2**63), 2**63 - 1), "uint8": (0, 255)}
 
 
+def nearest(name: str, value: float) -> float:
+    """``value`` as an array of the 16-bit float dtype ``name`` keeps it."""
+    with np.errstate(over="ignore"):
+        if name == "float16":
+            return float(np.float16(value))
+        single = np.float32(value)
+    if not np.isfinite(single):
+        return float(single)
+    bits = int(single.view(np.uint32))  # bfloat16 is the upper half
+    bits += 0x7FFF + (bits >> 16 & 1)
+    return float(np.uint32(bits & 0xFFFF0000).view(np.float32))
+
+
 def checked_number(op: str, value: Any, dtype: str) -> int | float:
     """``value`` as the Python number that every element of an array of ``dtype`` is to be set to; a fraction is cut off.
 

@@ -608,6 +608,8 @@ class NDArray:
             if not to_bool:
                 raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
             dtype, value = "float32", math.inf if value > 0 else -math.inf  # compares with every integer as the value does
+        if to_bool and dt.ROWS[dtype].itemsize == 2:  # kernels compare in float32, in which few numbers would equal an element
+            value = dt.nearest(dtype, value)
         if dtype != a._dtype:
             a = a.astype(dtype)
         out = _new(a._shape, "bool" if to_bool else dtype, a._device)
