@@ -228,7 +228,27 @@ def test_amounts_of_memory_are_read():
     for same in ("16G", "16g", "16Gi", "16 gib"):  # Slurm's, Docker's, Kubernetes'
         assert memory.parse_bytes(same) == 16 << 30
     assert memory.parse_bytes("512M") == 512 << 20 and memory.parse_bytes("2k") == 2048 and memory.parse_bytes("1TB") == 10**12
-    for wrong in ("T5", "", "GiB", "G", "16i", "16GG", "-1GiB", "0", 0, True, "9" * 400, "9999999TiB", 1 << 63):
+    for nbytes in (900, 1_048_474, 3 << 29, 5 << 40):  # as an error names what would be enough
+        assert abs(memory.parse_bytes(memory.readable(nbytes)) - nbytes) < 2 and memory.parse_bytes(f"{nbytes:,} bytes") == nbytes
+    for wrong in (
+        "1,5GiB",
+        "1,234",
+        "1,23 bytes",
+        "12,34.00 KiB",
+        "T5",
+        "",
+        "GiB",
+        "G",
+        "16i",
+        "16GG",
+        "-1GiB",
+        "0",
+        0,
+        True,
+        "9" * 400,
+        "9999999TiB",
+        1 << 63,
+    ):
         with pytest.raises(ShapeError, match="not an amount of memory"):
             memory.parse_bytes(wrong)
     with pytest.raises(ShapeError, match="not an amount of memory: ''"):

@@ -6,7 +6,7 @@ import re
 
 from ..errors import ShapeError
 
-_UNITS = {"": 1, "b": 1}
+_UNITS = {"": 1, "b": 1, "bytes": 1}
 for _power, _letter in enumerate("kmgt", 1):
     _UNITS |= {f"{_letter}b": 1000**_power, **dict.fromkeys((_letter, f"{_letter}i", f"{_letter}ib"), 1024**_power)}
 
@@ -30,7 +30,8 @@ def parse_bytes(text: int | str, name: str = "memory") -> int:
     else:
         by_name = {name.lower(): size for name, size in GPUS.items()}
         plain = str(text).strip().lower()
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", plain)
+        written = re.sub(r"^\d{1,3}(,\d{3})+(?= bytes$|\.)", lambda found: found[0].replace(",", ""), plain)  # as `readable`
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?|bytes)", written)
         if plain in by_name:
             found = by_name[plain]
         elif match and match[2] in _UNITS:
