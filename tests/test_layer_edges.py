@@ -14,7 +14,7 @@ from making import leaf
 from needle import data, init, memory, nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, OutOfMemoryError, ShapeError
-from needle.optim import SGD, Adam, AdamW
+from needle.optim import SGD, Adam, AdamW, Optimizer
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
@@ -334,6 +334,20 @@ def test_a_parameter_of_two_names(device):
     other.load_state_dict(model.state_dict())
     np.testing.assert_array_equal(other.out[0].weight.numpy(), model.embedding.weight.numpy())
     assert other.out[0].weight is other.embedding.weight
+
+
+def test_an_optimizer_of_ones_own_needs_no_states(cpu):
+    class SignDescent(Optimizer):
+        def step(self):
+            for p in self.params:
+                p.data = p.data - ndl.Tensor(np.sign(p.grad.numpy()), device=p.device, requires_grad=False)
+
+    w = nn.Parameter(ndl.Tensor([1.0, -1.0], device=cpu))
+    (w * w).sum().backward()
+    optimizer = SignDescent([w])
+    optimizer.step()
+    assert w.numpy().tolist() == [0, 0] and optimizer.state_dict() == optimizer.named_states() == {}
+    optimizer.load_state_dict({})
 
 
 def test_what_an_optimizer_takes(device):

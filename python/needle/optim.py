@@ -38,7 +38,7 @@ class Optimizer:
     raises: TypeError for what is no Tensor; ValueError for no parameter at all, one that is there twice, and the result of an op.
     """
 
-    STATES: tuple[str, ...]  # a subclass names its attributes that are dicts of arrays by parameter
+    STATES: tuple[str, ...] = ()  # a subclass names its attributes that are dicts of arrays by parameter
 
     def __init__(self, params: Iterable[Tensor]):
         self.params: list[Tensor] = _several(params)
