@@ -176,7 +176,11 @@ int multiprocessors() {
 }
 // Asked each time, which costs nothing to speak of: the emulated device may change them at run
 // time.
-bool has_tensor_cores() { return device().attribute(cudaDevAttrComputeCapabilityMajor) >= 8; }
+int compute_capability() {
+  const Device& d = device();
+  return 10 * d.attribute(cudaDevAttrComputeCapabilityMajor) +
+         d.attribute(cudaDevAttrComputeCapabilityMinor);
+}
 int64_t max_shared_bytes() { return device().attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 ErrorFlag* error_flag() { return device().flag; }
 

@@ -9,9 +9,9 @@
 
 namespace needle::NEEDLE_DEVICE {
 
-cudaStream_t stream();    // all work of this backend runs in order on this stream
-int multiprocessors();    // how many the device has
-bool has_tensor_cores();  // those of ptx.h, with cp.async: compute capability 8.0 or later
+cudaStream_t stream();     // all work of this backend runs in order on this stream
+int multiprocessors();     // how many the device has
+int compute_capability();  // 75 is 7.5
 // Memory of the backend's own, for partial results inside one operation, which holds the right to
 // it until all its kernels are launched: the next operation, perhaps of another host thread, may
 // overwrite it then, which stream order makes safe. Throws when more than scratch_bytes() are

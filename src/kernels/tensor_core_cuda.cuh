@@ -11,13 +11,19 @@
 
 namespace needle::NEEDLE_DEVICE {
 
-// Code for sm_75 alone runs on later GPUs too, and has no tensor-core kernels there.
+// Whether a GPU of this compute capability runs code with the tensor-core kernels: it takes what is
+// compiled for the latest that it is not older than, and code for sm_75 has none on later GPUs.
+constexpr bool has_tensor_core_code(int capability) {
 #if defined(__CUDA_ARCH_LIST__)
-constexpr int kNewestCompiled = std::max({0, __CUDA_ARCH_LIST__});
+  constexpr int kCompiled[] = {__CUDA_ARCH_LIST__};  // 750 is sm_75
 #else
-constexpr int kNewestCompiled = 900;
+  constexpr int kCompiled[] = {800};
 #endif
-inline bool may_use_tensor_cores() { return kNewestCompiled >= 800 && has_tensor_cores(); }
+  for (int compiled : kCompiled)
+    if (compiled >= 800 && compiled <= 10 * capability) return true;
+  return false;
+}
+inline bool may_use_tensor_cores() { return has_tensor_core_code(compute_capability()); }
 
 constexpr int kChunk = 8;  // 16-bit elements of the 16 bytes that ldmatrix and cp.async move
 

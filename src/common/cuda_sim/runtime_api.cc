@@ -312,6 +312,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrComputeCapabilityMajor:
       *value = compute_capability() / 10;
       return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = compute_capability() % 10;
+      return cudaSuccess;
   }
   return remember(cudaErrorInvalidValue);
 }
