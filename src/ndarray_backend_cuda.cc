@@ -156,6 +156,7 @@ class DeviceMemory : public MemorySource {
     return nullptr;
   }
   void release(void* ptr, int64_t) override {
+    if (forked) return;  // the memory is the parent's
     // In any thread, perhaps one of another library that works on another GPU. It fails only when
     // the driver is already shutting down.
     cudaFreeAsync(ptr, device_in_use().stream);
