@@ -201,11 +201,9 @@ struct Session {
                   alignment[0],
                   alignment[1],
                   alignment[2]};
+    stream();  // the library's handle is of the thread's GPU, and so is what it advises
     std::lock_guard<std::mutex> lock(mutex);
-    if (handle == nullptr) {
-      stream();  // the library's handle is of the thread's GPU
-      lt.check(lt.Create(&handle), "cublasLtCreate");
-    }
+    if (handle == nullptr) lt.check(lt.Create(&handle), "cublasLtCreate");
     const auto known = all.find(key);
     if (known != all.end()) return known->second;
     if (all.size() >= kMostPrepared) all.clear();
