@@ -59,6 +59,12 @@ def test_any_tokens_give_what_decoding_all_of_them_gives():
         assert "".join(pieces) + rest == bytes_decoder(ids)
 
 
+def test_bytes_that_are_no_text_stay_marks_also_when_the_first_are_forgotten():
+    ids = [0xF0, 0xF0, *"é".encode() * 40]
+    pieces, rest = stream(ids, fallback_decoder)
+    assert "".join(pieces) + rest == fallback_decoder(ids) == "\ufffd" * len(ids)
+
+
 def test_a_token_costs_the_same_however_long_the_text_is():
     seen = []
 
