@@ -64,6 +64,15 @@ def test_a_peak_from_before_a_region_gets_no_category_in_it(device):
     assert p.above_start == 0 and p.by_category["data"] >= 36_000
 
 
+def test_what_is_assigned_to_grad_counts_as_gradient_unless_it_has_a_name(device):
+    p, x = nn.Parameter(np.ones(9000), device=device), ndl.Tensor(np.ones(9000), device=device)
+    start = memory.stats(device).by_category
+    x.grad = p.detach()
+    assert memory.stats(device).by_category == start
+    x.grad = ndl.init.ones(9000, device=device)
+    assert memory.stats(device).by_category["gradient"] - start["gradient"] == 36_000
+
+
 @pytest.mark.parametrize("make", [lambda p: SGD(p, momentum=0.9), lambda p: Adam(p), lambda p: AdamW(p)])
 def test_parameters_and_states_keep_their_category_through_steps(cpu, make):
     before = memory.stats(cpu).by_category
