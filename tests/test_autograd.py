@@ -873,6 +873,8 @@ def test_setitem_with_gradient(host):
     new.backward()
     np.testing.assert_array_equal(new.numpy(), [[7, 7, 3], [0, 0, 4]])
     np.testing.assert_array_equal(x.grad.numpy(), [[0, 0, 0], [2, 2, 0]])
+    for value in (7.0, np.full(3, 7.0)):
+        np.testing.assert_array_equal(ops.setitem(x, 0, value).numpy(), [[7, 7, 7], [0, 0, 0]])
     x.sum().backward(create_graph=True)
     x.grad[0] = 9.0  # one element in memory for all
     np.testing.assert_array_equal(x.grad.numpy()[:, 0], [9, 1])
