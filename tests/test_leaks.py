@@ -331,6 +331,13 @@ def test_objects_that_are_none_of_needles_are_not_asked_what_they_are(with_layer
     history.clear()
 
 
+class OneSlot:
+    __slots__ = "loss"
+
+    def __init__(self, loss):
+        self.loss = loss
+
+
 def failed(y):
     try:
         raise ValueError("kept")
@@ -344,6 +351,7 @@ def failed(y):
         (lambda y: lambda y=y: y, "history"),
         (lambda y: {"loss": y, "step": 1}, "history"),
         (lambda y: types.SimpleNamespace(loss=[y]), "SimpleNamespace.loss"),
+        (OneSlot, "OneSlot.loss"),
         (failed, "y in failed, kept by a traceback"),
     ],
 )
