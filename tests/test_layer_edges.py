@@ -722,6 +722,30 @@ def test_a_data_set_that_takes_one_index_is_said_to():
         next(iter(data.DataLoader(OneByOne(range(8)), 8)))
 
 
+def test_a_data_set_that_takes_an_array_for_one_index():
+    """What it computes of an array is no batch: one item, or the items along another axis."""
+
+    class Computed(Pairs):
+        def __init__(self, item):
+            self.item = item
+
+        def __getitem__(self, index):
+            return self.item(index)
+
+    for item, gave in (
+        (lambda i: (np.ones(3), i), r"a part of shape \(3,\)"),
+        (lambda i: (np.array([np.sin(i), np.cos(i)]), i), r"a part of shape \(2, 4\)"),
+        (lambda i: (i, 1), r"a part of shape \(\)"),
+        (lambda i: (ndl.Tensor([1.0]), i), r"a part of shape \(1,\)"),
+    ):
+        with pytest.raises(TypeError, match=rf"\[DataLoader\] Computed gave {gave} for 4 items \(accepted: all items of a batch"):
+            next(iter(data.DataLoader(Computed(item), 4)))
+    with pytest.raises(TypeError, match=r"\[DataLoader\] Computed gave a dict \(accepted: an array, or a tuple of arrays\)"):
+        next(iter(data.DataLoader(Computed(lambda i: {"x": i}), 4)))
+    (x,) = next(iter(data.DataLoader(Computed(lambda i: [np.array([np.sin(i), np.cos(i)]).T]), 4)))
+    assert x.shape == (4, 2)
+
+
 class FromIterator(Pairs):
     def __getitem__(self, index):
         return next(iter(()))

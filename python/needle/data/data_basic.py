@@ -7,6 +7,8 @@ import numpy as np
 from ..autograd import Tensor
 from ..backend_selection import Device
 
+_BATCH = "accepted: all items of a batch at once, as x[indices] of numpy gives them"
+
 
 class Dataset:
     """Items by index, with transforms applied to the first array of each. An index is an int; a loader gives an array of ints."""
@@ -41,7 +43,7 @@ class DataLoader:
     part. batch_size: None stands for 1. shuffle: draw one permutation per pass from numpy's global stream, when the pass
     begins. As in the course the loader is its own iterator: starting a pass ends the one before.
     raises: ValueError for another batch_size than a whole number of at least 1; from ``next``, TypeError for a data set that takes
-    one index only.
+    one index only, and for a part whose first axis is not that of the items.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False, device: Device | str | None = None):
@@ -65,10 +67,18 @@ class DataLoader:
     def __next__(self) -> tuple[Tensor, ...]:
         if self._next >= len(self.ordering):
             raise StopIteration
-        parts = self._items(self.ordering[self._next])
+        indices = self.ordering[self._next]
+        parts = self._items(indices)
         self._next += 1
+        if isinstance(parts, dict):
+            raise TypeError(f"[DataLoader] {type(self.dataset).__name__} gave a dict (accepted: an array, or a tuple of arrays)")
         parts = parts if isinstance(parts, (tuple, list)) else (parts,)
-        return tuple(Tensor(part, device=self.device, requires_grad=False) for part in parts)
+        batch = tuple(Tensor(part, device=self.device, requires_grad=False) for part in parts)
+        for part in batch:
+            if part.shape[:1] != indices.shape:  # one item, or the items along another axis: what was meant for one index
+                gave = f"{type(self.dataset).__name__} gave a part of shape {part.shape} for {len(indices)} items"
+                raise TypeError(f"[DataLoader] {gave} ({_BATCH})")
+        return batch
 
     def _items(self, indices: np.ndarray):
         try:
@@ -79,10 +89,8 @@ class DataLoader:
                     self.dataset[int(index)]  # one that fails by itself says what is wrong
             except StopIteration as ended:  # which would pass for the end of the pass
                 raise RuntimeError(f"[DataLoader] {type(self.dataset).__name__} raised StopIteration for an item") from ended
-            raise TypeError(
-                f"[DataLoader] {type(self.dataset).__name__} takes one index, no array of them (accepted: all items of a batch at "
-                "once, as x[indices] of numpy gives them)"
-            ) from error
+            wrong = f"{type(self.dataset).__name__} takes one index, no array of them"
+            raise TypeError(f"[DataLoader] {wrong} ({_BATCH})") from error
 
     def __len__(self) -> int:
         return -(-len(self.dataset) // self.batch_size)
