@@ -161,8 +161,14 @@ def test_where_takes_numbers(host):
     found.sum().backward()
     np.testing.assert_array_equal(found.numpy(), [-1, 0.5])
     np.testing.assert_array_equal(x.grad.numpy(), [1, 0])
-    with pytest.raises(DTypeError, match=r"\[where\] .* is no real number"):
-        ops.where(x, x, np.ones(2))
+    for wrong in (lambda: ops.where(x, x, np.ones(2)), lambda: ops.maximum(np.ones(2), x), lambda: ops.minimum(x, np.ones(0))):
+        with pytest.raises(DTypeError, match=r"\] an input is of type numpy.ndarray \(accepted: a Tensor, or a number\)"):
+            wrong()
+    with pytest.raises(DTypeError, match=r"\[where\] 'a' is no real number"):
+        ops.where(x, x, "a")
+    np.testing.assert_array_equal(ops.maximum(x, np.ones(1)).numpy(), [1, 2])
+    with pytest.raises(ShapeError, match=r"\[concatenate\] axis of type Tensor is no whole number"):
+        ops.concatenate(x, x)
 
 
 def test_maximum_takes_a_number_on_either_side(host):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from ..errors import ShapeError
+from ..errors import ShapeError, type_name
 
 
 # A program has few shapes and asks for their strides at every op.
@@ -70,7 +70,8 @@ def normalize_axis(axis: Any, ndim: int, op: str) -> int:
     try:
         axis = operator.index(axis)
     except TypeError:
-        raise ShapeError(f"[{op}] axis {axis!r} is no whole number") from None
+        shown = f"of type {type_name(axis)}" if hasattr(axis, "shape") else repr(axis)  # not the numbers of concatenate(a, b)
+        raise ShapeError(f"[{op}] axis {shown} is no whole number") from None
     if not -ndim <= axis < ndim:
         raise ShapeError(f"[{op}] axis {axis} is out of range for {ndim} dimensions")
     return axis + ndim if axis < 0 else axis

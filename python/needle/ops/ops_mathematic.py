@@ -511,9 +511,13 @@ class Minimum(_Extremum):
 
 
 def _tensor_or_number(op: str, x: Tensor | float, dtype: str, device: Device) -> Tensor:
-    """A number as a 0-d Tensor, which widens ``dtype`` as in ``+``; a Tensor as it is. raises: as ``dt.checked_number``."""
+    """A number as a 0-d Tensor, which widens ``dtype`` as in ``+``; a Tensor as it is. raises: DTypeError for an array, and as
+    ``dt.checked_number``.
+    """
     if isinstance(x, Tensor):
         return x
+    if math.prod(getattr(x, "shape", ())) != 1:
+        raise DTypeError(f"[{op}] an input is of type {type_name(x)} (accepted: a Tensor, or a number)")
     dtype = dt.with_scalar(dtype, x, device.default_float)
     return Tensor.make_const(_full((), dt.checked_number(op, x, dtype), dtype, device))
 
