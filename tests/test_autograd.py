@@ -93,6 +93,15 @@ def test_a_scalar_is_a_number_to_python(host):
         float(leaf([1.0, 2.0], host))
 
 
+def test_a_comparison_says_how_a_mask_is_made(host):
+    x = leaf([1.5, -1.0], host)
+    for compare in (lambda: x > 0, lambda: x <= x, lambda: np.zeros(2) < x, lambda: np.float32(1) >= x, lambda: max(x, x)):
+        with pytest.raises(DTypeError, match=r"\[compare\] Tensors are not ordered \(accepted: what \.item\(\) or \.numpy"):
+            compare()
+    mask = ndl.Tensor(x.numpy() > 0, device=host, requires_grad=False)
+    np.testing.assert_array_equal((x * mask).numpy(), [1.5, 0])
+
+
 def test_a_module_and_its_optimizer_are_copied(host):
     model = nn.Sequential(nn.Linear(3, 4, device=host), nn.BatchNorm1d(4, device=host))
     assert model.eval() is model and not model.modules[1].training and model.train() is model

@@ -780,6 +780,12 @@ class Tensor(Value):
     def __neg__(self):
         return ops.Negate()(self)
 
+    def _unordered(self, other):
+        """raises: DTypeError. Elsewhere masks are made so, and Python's own TypeError does not say how they are made here."""
+        raise DTypeError("[compare] Tensors are not ordered (accepted: what .item() or .numpy() gives; ops.maximum and ops.clip)")
+
+    __lt__ = __le__ = __gt__ = __ge__ = _unordered
+
     def __iter__(self):
         if not self.shape:
             raise ShapeError("[iter] a 0-d tensor has no parts")
