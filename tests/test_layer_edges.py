@@ -454,6 +454,20 @@ def test_kernels_and_strides_of_a_convolution(wrong):
     assert nn.Conv(2, 3, (3, 3), [2, 2]).stride == 2
 
 
+def test_a_bias_is_true_or_false():
+    """PyTorch has the padding of a convolution, and the nonlinearity of an RNN, in its place: 0 left the bias out without a word."""
+    makers = (
+        lambda: nn.Conv(3, 4, 3, 1, 0),
+        lambda: nn.RNN(3, 4, 1, "relu"),
+        lambda: nn.RNNCell(3, 4, "relu"),
+        lambda: nn.LSTM(3, 4, 1, 1),
+    )
+    for make in makers:
+        with pytest.raises(TypeError, match=r"\[\w+\] bias is .* \(accepted: True or False\)"):
+            make()
+    assert nn.Conv(3, 4, 3, 1, False).bias is None
+
+
 def test_the_padding_of_a_convolution(device):
     x = leaf(np.random.default_rng(0).standard_normal((2, 3, 6, 5)), device)
     same = nn.Conv(3, 4, 3, device=device)

@@ -24,6 +24,12 @@ def check_number(op: str, name: str, value: Any, most: float | None = None, belo
         raise ValueError(f"[{op}] {name} is {value} (accepted: 0 or more, {'finite' if below == math.inf else f'below {below}'})")
 
 
+def check_flag(op: str, name: str, value: Any) -> None:
+    """raises: TypeError for what is neither True nor False: by place, another library's argument."""
+    if not isinstance(value, bool):
+        raise TypeError(f"[{op}] {name} is {value!r} (accepted: True or False)")
+
+
 class _OneLine(Exception):
     """Its text is one line, also where a value in it would be printed on several, and no longer than can be read: what a file says
     may be a text of megabytes. Then its middle is left out.

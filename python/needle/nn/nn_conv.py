@@ -6,7 +6,7 @@ import math
 
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
-from ..errors import ShapeError
+from ..errors import ShapeError, check_flag
 from .nn_basic import Module, Parameter
 
 
@@ -23,11 +23,13 @@ class Conv(Module):
 
     weight: (K, K, in, out), Kaiming-uniform with fan-in in * K * K; bias: (out,), uniform +-1 / sqrt(in * K * K).
     kernel_size, stride: a number of at least 1, or a tuple of equal ones. padding: how many zeros are put on each side of H and W;
-    the default, (K - 1) // 2, keeps H and W if K is odd and the stride is 1. raises: ShapeError for other values.
+    the default, (K - 1) // 2, keeps H and W if K is odd and the stride is 1. raises: ShapeError for other values, TypeError for a
+    bias that is neither True nor False.
     """
 
     def __init__(self, in_channels, out_channels, kernel_size, stride=1, bias=True, device=None, dtype="float32", padding=None):
         super().__init__()
+        check_flag("Conv", "bias", bias)  # PyTorch has the padding in this place
         self.in_channels, self.out_channels = in_channels, out_channels
         self.kernel_size, self.stride = _side("kernel_size", kernel_size), _side("stride", stride)
         self.padding = (self.kernel_size - 1) // 2 if padding is None else _side("padding", padding, 0)

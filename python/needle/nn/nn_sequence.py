@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
-from ..errors import ShapeError
+from ..errors import ShapeError, check_flag
 from .nn_basic import Module, Parameter
 
 
@@ -25,6 +25,7 @@ class _Cell(Module):
 
     def __init__(self, input_size, hidden_size, bias, device, dtype):
         super().__init__()
+        check_flag(type(self).__name__, "bias", bias)  # PyTorch's RNN has the nonlinearity in this place
         self.input_size, self.hidden_size = input_size, hidden_size
         if hidden_size < 1:
             raise ShapeError(f"[{type(self).__name__}] hidden_size is {hidden_size} (accepted: at least 1)")
