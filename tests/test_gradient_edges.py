@@ -557,7 +557,7 @@ def test_numbers_that_ops_and_clipping_cannot_use(device):
         for wrong in (None, 1.5, "0", (0, 1.0)):
             with pytest.raises(ShapeError, match=rf"^\[{make.__name__}\] axes are .* \(accepted: a whole number, or several\)"):
                 make(x, wrong, 1)
-    for numbers in ((1.5, 0), (0, -1), (2**64, 0)):
+    for numbers in ((1.5, 0), (0, -1), (2**64, 0), (False,), (True,)):
         with pytest.raises(ValueError, match=r"\[dropout\] seed is .* \(accepted: whole numbers, 0 to 2\*\*64 - 1\)"):
             ops.dropout(x, 0.5, *numbers)
     assert np.array_equal(ops.dropout(x, 0, 1).numpy(), x.numpy()) and not ops.dropout(x, 1, 1).numpy().any()

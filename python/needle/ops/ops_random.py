@@ -17,7 +17,8 @@ class Dropout(_NoRead):
     def __init__(self, p: float, seed: int, offset: int):
         if not 0 <= p <= 1:
             raise ValueError(f"[dropout] p is {p} (accepted: 0 to 1)")
-        if any(not hasattr(n, "__index__") or not 0 <= n < 2**64 for n in (seed, offset)):
+        # PyTorch has ``training`` in the place of the seed: False would drop, by the same mask each time.
+        if any(isinstance(n, bool) or not hasattr(n, "__index__") or not 0 <= n < 2**64 for n in (seed, offset)):
             raise ValueError(f"[dropout] seed is {seed!r}, offset is {offset!r} (accepted: whole numbers, 0 to 2**64 - 1)")
         self.p, self.seed, self.offset = p, seed, offset
 
