@@ -905,7 +905,8 @@ def test_setitem_broadcasts_as_numpy_does(host):
         wanted[index] = value
         x, y = leaf(zeros, host), leaf(value, host)
         ops.setitem(x, index, y).backward()
-        np.testing.assert_array_equal(ops.setitem(x, index, y).numpy(), wanted)
+        strided = leaf(np.repeat(value, 2, axis=-1), host)[..., ::2]
+        np.testing.assert_array_equal([ops.setitem(x, index, v).numpy() for v in (y, strided)], [wanted, wanted])
         np.testing.assert_array_equal(y.grad.numpy(), np.full(shape, (wanted != 0).sum() / value.size))
         np.testing.assert_array_equal(x.grad.numpy(), wanted == 0)
         with_graph, without = x * 1, leaf(zeros, host, requires_grad=False)

@@ -47,7 +47,7 @@ def _assign(a: NDArray, index, value: NDArray | float) -> None:
         aligned = zip(reversed(shape), reversed(view.shape))
         if value.size != math.prod(shape) or any(n not in (1, wanted) for n, wanted in aligned):
             raise ShapeError(f"[setitem] value is {value.shape}, a[index] is {view.shape} (accepted: what broadcasts to it)")
-        value = value.reshape(shape) if extra > 0 else value
+        value = value._view(shape, value.strides[extra:]) if extra > 0 else value  # reshape refuses what is not contiguous
     view[...] = value
 
 
