@@ -543,6 +543,7 @@ def test_other_bad_input(tmp_path, tokenizer):
         ([good], "out", {"tokenizer": "~nobody.of.that.name/x"}, r"\[tokenizer\] cannot read ~nobody"),
         ([good], "out", {**made, "workers": 0}, r"\[workers\] is 0 \(accepted: 1 or more\)"),
         ([good], "out", {**made, "end_of_text": "</s>"}, r"\[end_of_text\] the tokenizer has no '</s>'"),
+        ([good], "out", {"vocab_size": 300, "end_of_text": "</s>"}, r"\[end_of_text\] a tokenizer that is trained .* '</s>' \(<"),
         ([good], "out", {**made, "end_of_text": os.fsdecode(b"\xff")}, r"\[end_of_text\] the tokenizer has no '.udcff'"),
         ([good], "empty", made, r"\[output\] no name for files"),
         ([good], "new/", made, r"\[output\] no name for files"),

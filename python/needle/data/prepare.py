@@ -95,6 +95,9 @@ def prepare(
         raise DataError(f"[workers] is {workers} (accepted: 1 or more)")
     if (tokenizer is None) == (vocab_size is None):
         raise DataError("[tokenizer] one of --tokenizer and --vocab_size is needed (a tokenizer.json, or how many ids to train)")
+    if tokenizer is None and end_of_text not in (None, END_OF_TEXT):  # said before the training, which takes minutes
+        accepted = f"{END_OF_TEXT}, a --tokenizer that has it, or --no_end_of_text"
+        raise DataError(f"[end_of_text] a tokenizer that is trained here has no {end_of_text!r} ({accepted})")
     sources, in_folders = find_sources(inputs, _outputs(prefix))
     given = None if tokenizer is None else files.home(tokenizer)
     loaded = load_tokenizer(given) if given else None
