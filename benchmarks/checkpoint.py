@@ -88,7 +88,8 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     folder, plain = CheckpointFolder(options.folder / "run", keep_last=1), options.folder / "plain"
     model, optimizer = make(options.model)
-    state = {"step": 1, "steps": 2, "data": {}, "options": dict.fromkeys(CHANGEABLE + FIXED), "scaler": None, "metrics": {}}
+    options_kept = dict.fromkeys(CHANGEABLE + FIXED, 0)  # null is refused in those that make the model
+    state = {"step": 1, "steps": 2, "data": {}, "options": options_kept, "scaler": None, "metrics": {}}
     state["random"] = random_state(model)
 
     def save() -> Path:

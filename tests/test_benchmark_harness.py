@@ -4,10 +4,13 @@ import json
 import sys
 import textwrap
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from tiny_pythia import TINY
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -136,3 +139,13 @@ def test_a_contestant_may_run_a_row_of_its_own(interleave, script):
     a, b = interleave.measure(row, contestants, threads=1, rounds=2)
     assert a["args"] == {"ms": 1} and b["args"] == {"ms": 20}
     assert "tokens_per_s" in a and "tokens_per_s" not in b and b["median_s"] >= 20e-3 and b["last_value"] == 3.0
+
+
+def test_the_benchmark_of_checkpoints_loads_what_it_saves(interleave, tmp_path, monkeypatch):
+    import checkpoint as benchmark
+
+    records = []
+    monkeypatch.setattr(benchmark.PythiaConfig, "named", lambda size: TINY)
+    monkeypatch.setattr(benchmark, "append_results", lambda path, rows: records.extend(rows))
+    benchmark.measure(Namespace(folder=tmp_path, model="tiny", rounds=1))
+    assert [row["case"] for row in records] == ["save", "load from disk", "load from memory"]
