@@ -54,6 +54,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=10**10)
     parser.add_argument("--documents", type=int, default=2 * 10**7)
     options = parser.parse_args()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         prefix = Path(folder) / "large"
         write(prefix, options.tokens, options.documents)

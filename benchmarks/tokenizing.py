@@ -133,6 +133,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument("--folder", type=Path, help="for the files that are made and removed (default: the system's)")
     options = parser.parse_args()
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         append_results(
             HERE / "results" / "tokenizing.jsonl", {"speed": speed, "memory": memory}[options.case](options, Path(folder))
