@@ -17,12 +17,22 @@
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
+// CUDA cannot be used in the child of a process that has used it, if only to count GPUs; there a
+// mutex of the Device may be another thread's for ever, too.
+bool forked = false;
+void watch_forks() {
+  [[maybe_unused]] static const int once = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+}
+
 // How many GPUs can be used, and CUDA's word for why there is none: no driver, or one too old, is
 // an answer, not an error to be found by the next launch.
 std::pair<int, std::string> devices() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error == cudaSuccess) return {count, ""};
+  if (error == cudaSuccess) {
+    if (!NEEDLE_EMULATED) watch_forks();
+    return {count, ""};
+  }
   cudaGetLastError();
   return {0, cudaGetErrorString(error)};
 }
@@ -58,10 +68,6 @@ class StagingRing {
   Slot slots_[kSlots];
   int next_ = 0;
 };
-
-// CUDA cannot be used in the child of a process that has used it; there a mutex of the Device may
-// be another thread's for ever, too.
-bool forked = false;
 
 // Made when first needed, kept until the process ends: arrays may outlive the interpreter's
 // modules.
@@ -99,10 +105,7 @@ struct Device {
     void* pinned = nullptr;
     cuda_check(cudaMallocHost(&pinned, sizeof(ErrorFlag)), "cudaMallocHost");
     flag_copy = static_cast<ErrorFlag*>(pinned);
-    if (NEEDLE_EMULATED)
-      hold_across_fork();
-    else
-      pthread_atfork(nullptr, nullptr, [] { forked = true; });
+    if (NEEDLE_EMULATED) hold_across_fork();
   }
 
   // Where a child would wait for ever for a mutex that another thread held.
