@@ -166,6 +166,14 @@ def test_without_a_graph_nothing_is_recorded(host):
     assert ndl.remat(ops.exp, x.detach()).op is None
 
 
+def test_backward_leaves_no_inner_arrays_in_a_graph_that_is_retained(host):
+    x = leaf(np.ones(9000), host)
+    loss = ndl.remat(lambda x: ops.tanh(ops.tanh(ops.tanh(x))), x).sum()
+    before = memory.stats(host).by_category["activation"]
+    loss.backward(retain_graph=True)
+    assert memory.stats(host).by_category["activation"] == before
+
+
 def test_a_region_that_raises_is_left(host):
     def wrong(x):
         raise KeyError("inside")
