@@ -77,7 +77,8 @@ def test_more_elements_than_can_be_counted(device):
             make()
 
 
-def test_more_memory_than_there_is(device):
+@pytest.mark.parametrize("none", [None, 0])
+def test_more_memory_than_there_is(device, none):
     live, peak = memory.stats(device).live, memory.stats(device).peak
     with pytest.raises(OutOfMemoryError, match=rf"\[{device.name}\] out of memory: .* requested, .* live") as caught:
         ndarray.empty((1 << 50,), device=device)
@@ -90,7 +91,8 @@ def test_more_memory_than_there_is(device):
         with pytest.raises(OutOfMemoryError, match=rf"404 bytes requested, .* live, .*limit {live + 400} bytes"):
             ndarray.empty((101,), device=device)
     finally:
-        memory.set_limit(None, device)
+        memory.set_limit(none, device)
+    ndarray.empty((101,), device=device)
 
 
 def test_any_and_all_of_nothing(device):
