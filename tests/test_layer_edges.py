@@ -386,6 +386,11 @@ def test_groups_of_parameters(kind, device):
     for wrong in (None, "0.1"):
         with pytest.raises(TypeError, match=rf"\[{kind.__name__}\] lr is of type"):
             one.lr = wrong
+    for wrong, error in (("0.1", TypeError), (leaf([0.1], device), TypeError), (float("nan"), ValueError)):
+        one.param_groups[1]["lr"] = wrong  # as a schedule puts it there
+        with pytest.raises(error, match=rf"\[{kind.__name__}\] lr is "):
+            one.step()
+    assert p.numpy().tolist() == a.numpy().tolist() and q.numpy().tolist() == b.numpy().tolist()
     one = kind([p])
     one.params.append(q)
     assert one.param_groups[0]["params"] == [p, q]

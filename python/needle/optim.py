@@ -179,22 +179,28 @@ class _Grouped(Optimizer):
             {"lr": lr, "weight_decay": weight_decay, **g, "params": _several(g["params"])} for g in groups
         ]
         for g in self.param_groups:
-            for name in ("lr", "weight_decay"):
-                check_number(op, name, g[name])
+            self._check(g)
         super().__init__(p for g in self.param_groups for p in g["params"])
         if len(self.param_groups) == 1:  # one list: what is appended to it is in both
             self.param_groups[0]["params"] = self.params
+
+    def _check(self, group: dict[str, Any]) -> None:
+        for name in ("lr", "weight_decay"):
+            check_number(type(self).__name__, name, group[name])
 
     def _updates(self) -> list[_Update]:
         """(group, parameter, array, array of the gradient) of each parameter with a gradient; arrays that are not compact are
         replaced by compact copies, to be updated in place.
 
-        raises: ShapeError for a gradient of another shape, DTypeError for a parameter that is not floating, ValueError where the
-        groups have other parameters than ``params``. They come before the first update, so nothing is updated then.
+        raises: ShapeError for a gradient of another shape, DTypeError for a parameter that is not floating, TypeError or
+        ValueError for a learning rate or weight decay that is no number, ValueError where the groups have other parameters than
+        ``params``. They come before the first update, so nothing is updated then.
         """
         found, pairs = [], [(g, p) for g in self.param_groups for p in g["params"]]
         if [p for _, p in pairs] != self.params:  # gradients are reset, clipped and saved by params, updated by groups
             raise ValueError("[optim] params and the params of the groups differ (accepted: the same Tensors in both)")
+        for group in self.param_groups:
+            self._check(group)  # a schedule may have put anything there
         for group, p in pairs:
             if p.grad is None:
                 continue
