@@ -98,7 +98,8 @@ def test_a_comparison_says_how_a_mask_is_made(host):
     for compare in (lambda: x > 0, lambda: x <= x, lambda: np.zeros(2) < x, lambda: np.float32(1) >= x, lambda: max(x, x)):
         with pytest.raises(DTypeError, match=r"\[compare\] Tensors are not ordered \(accepted: what \.item\(\) or \.numpy"):
             compare()
-    for compare in (lambda: np.zeros(2) == x, lambda: x != np.zeros(2)):  # np.mean of False would pass for an accuracy
+    # np.mean of False would pass for an accuracy.
+    for compare in (lambda: np.zeros(2) == x, lambda: x != np.zeros(2), lambda: x.cached_data == x):
         with pytest.raises(DTypeError, match=r"\[compare\] == of a Tensor and an array is identity \(accepted: \.numpy"):
             compare()
     assert x == x and x != leaf([1.5, -1.0], host) and (x == 1.5) is False and {x: 1}[x] == 1

@@ -781,8 +781,8 @@ class Tensor(Value):
         return ops.Negate()(self)
 
     def __eq__(self, other):
-        """Identity, as the course has it. raises: DTypeError beside an array of numpy, where np.mean(classes == y) would be 0."""
-        if isinstance(other, np.ndarray):
+        """Identity, as the course has it. raises: DTypeError beside an array, where np.mean(classes == y) would be 0."""
+        if isinstance(other, (np.ndarray, NDArray)):
             raise DTypeError("[compare] == of a Tensor and an array is identity (accepted: .numpy() of the Tensor, compared)")
         return NotImplemented
 
