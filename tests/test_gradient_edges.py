@@ -174,6 +174,16 @@ def test_gradients_with_a_graph_have_the_same_eps(device):
             np.testing.assert_allclose(with_graph, plain, rtol=1e-4, atol=1e-5)
 
 
+def test_the_eps_of_norms_that_are_given_none(device):
+    one = leaf([1.0], device)
+    x = np.array([[1e-3], [-1e-3]])
+    for y in (
+        ops.batch_norm(leaf(x, device), one, one * 0)[0],
+        ops.layer_norm(leaf(x.T, device), leaf([1.0, 1.0], device), leaf([0.0, 0.0], device)),
+    ):
+        np.testing.assert_allclose(y.numpy().ravel(), x.ravel() / np.sqrt(1e-6 + 1e-5), rtol=1e-5)
+
+
 def test_a_part_of_qkv_that_nothing_uses_has_no_gradient(device):
     x, tables = leaf(np.ones((1, 5, 2, 3, 4)), device), [array(np.ones((5, 2)), device)] * 2
     for used in range(3):
