@@ -89,6 +89,7 @@ def test_an_op_keeps_the_axes_it_was_given(host):
 def test_a_scalar_is_a_number_to_python(host):
     x = leaf([1.5], host)
     assert float(x) == 1.5 and int(x) == 1 and f"{x:.2f}" == "1.50" and f"{x}" == str(x) and not math.isnan(x * 2)
+    assert (leaf(1.5, host) + np.array([2.0])).shape == ()  # so is (1,) of numpy, as in the course
     with pytest.raises(ShapeError, match="exactly one"):
         float(leaf([1.0, 2.0], host))
 
