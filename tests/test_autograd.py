@@ -643,6 +643,14 @@ def test_a_convolution_takes_the_memory_of_what_it_reads(cpu):
     assert image.grad is None and peaks[0] - peaks[1] == image.size * 4  # that gradient, and nothing else
 
 
+@pytest.mark.parametrize("op", [ops.matmul, ops.linear, ops.power, lambda x, y: ops.conv(x[None, None], y[None, None])])
+def test_a_gradient_that_nothing_asks_for_is_not_computed(host, op):
+    count = 3 if op is ops.linear else 2
+    for frozen in range(count):
+        y = op(*[leaf(np.ones((2, 2) if i < 2 else 2), host, requires_grad=i != frozen) for i in range(count)])
+        assert [g is None for g in y.op.gradient_as_tuple(y.detach(), y)] == [i == frozen for i in range(count)]
+
+
 def test_a_gradient_that_something_else_holds_is_not_added_to(host):
     x, y = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host)
     (x * y).sum().backward()
