@@ -88,6 +88,26 @@ def test_a_gradient_of_whole_numbers_is_one_of_floats(device, kind):
     assert whole.numpy()[0] < 1
 
 
+@pytest.mark.parametrize(
+    "kind, named",
+    [
+        (SGD, {"lr": 0.01, "momentum": 0.0, "weight_decay": 0.0}),
+        (Adam, {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}),
+        (AdamW, {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}),
+    ],
+)
+def test_what_optimizers_take_for_what_they_are_not_given(host, kind, named):
+    found = []
+    for given in ({}, named):
+        p = nn.Parameter([1.0, 0.0], device=host)
+        optimizer = kind([p], **given)
+        for grad in ([1.0, 1e-8], [3.0, 1e-8]):
+            p.grad = leaf(grad, host)
+            optimizer.step()
+        found.append(p.numpy())
+    np.testing.assert_array_equal(*found)
+
+
 def test_the_first_step_of_adam_is_its_learning_rate(device):
     """What float32 has of 1 - beta is as good as beta: else the first steps are off by some 1e-5."""
     p = nn.Parameter(leaf([0, 0], device))
