@@ -263,6 +263,8 @@ def test_a_parameter_is_cast_once_in_a_region(host):
     with amp.autocast(host):
         first, second = x @ w, x @ w
         assert first.inputs[1] is second.inputs[1]
+        with amp.autocast(host):
+            assert (x @ w).inputs[1] is first.inputs[1]
         w.data = w.data * 2
         third = x @ w
         assert third.inputs[1] is not first.inputs[1]
