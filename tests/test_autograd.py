@@ -643,6 +643,17 @@ def test_a_convolution_takes_the_memory_of_what_it_reads(cpu):
     assert image.grad is None and peaks[0] - peaks[1] == image.size * 4  # that gradient, and nothing else
 
 
+@pytest.mark.parametrize("op", [lambda y, b: y @ y, lambda y, b: ops.linear(y, y, b), lambda y, b: ops.layer_norm(y, b, b)])
+def test_backward_drops_what_it_has_read_while_the_loss_is_there(host, op):
+    x, b = leaf(np.ones((64, 64)), host), leaf(np.ones(64), host)
+    activations = lambda: ndl.memory.stats(host).by_category["activation"]  # noqa: E731
+    before = activations()
+    loss = op(x @ x, b).sum()
+    assert activations() >= before + x.size * 4
+    loss.backward()
+    assert activations() == before + 4
+
+
 @pytest.mark.parametrize("op", [ops.matmul, ops.linear, ops.power, lambda x, y: ops.conv(x[None, None], y[None, None])])
 def test_a_gradient_that_nothing_asks_for_is_not_computed(host, op):
     count = 3 if op is ops.linear else 2
