@@ -654,6 +654,22 @@ def test_backward_drops_what_it_has_read_while_the_loss_is_there(host, op):
     assert activations() == before + 4
 
 
+def test_what_the_program_still_holds_is_not_computed_again(host):
+    computed = []
+
+    class Counted(ops.MatMul):
+        def compute(self, a, b):
+            computed.append(self)
+            return super().compute(a, b)
+
+    x = leaf(np.ones((2, 2)), host)
+    held = Counted()(x, x)
+    loss = (held * held).sum()
+    loss.backward()
+    loss.backward()
+    assert len(computed) == 1
+
+
 @pytest.mark.parametrize("op", [ops.matmul, ops.linear, ops.power, lambda x, y: ops.conv(x[None, None], y[None, None])])
 def test_a_gradient_that_nothing_asks_for_is_not_computed(host, op):
     count = 3 if op is ops.linear else 2
