@@ -359,6 +359,13 @@ def test_memory_is_free_although_the_traceback_is_kept(limited):
     assert memory.stats(limited).live == base
 
 
+def failure(run, *args):
+    try:
+        run(*args)
+    except OutOfMemoryError as error:
+        return error
+
+
 def test_what_functions_hold_is_free_although_the_traceback_is_kept(limited):
     """From Python 3.11 on the frames that a traceback keeps have their functions: with defaults, closures, what they wrap."""
 
@@ -373,17 +380,11 @@ def test_what_functions_hold_is_free_although_the_traceback_is_kept(limited):
         keep(step)
         step()
 
-    def failure(*args):
-        try:
-            run(*args)
-        except OutOfMemoryError as error:
-            return error
-
     base, again = memory.stats(limited).live, []
     memory.set_limit(base + 200_000, limited)
-    error = failure()
+    error = failure(run)
     assert error is not None and memory.stats(limited).live == base
-    error = failure(again.append)
+    error = failure(run, again.append)
     assert memory.stats(limited).live > base
     memory.set_limit(None, limited)
     assert again[0]()[0].shape == (1000, 100)  # what can still be called has lost nothing
@@ -420,19 +421,13 @@ def test_what_local_functions_share_is_free_although_the_traceback_is_kept(limit
         keep(step)
         step(1000)
 
-    def failure(*args):
-        try:
-            run(*args)
-        except OutOfMemoryError as error:
-            return error
-
     base, again = memory.stats(limited).live, []
     memory.set_limit(base + 1_000_000, limited)
-    error = failure()
+    error = failure(run)
     memory.stats(limited)  # clears the frames: before Python 3.11 the functions are then in nothing but a cycle
     gc.collect()
     assert error is not None and memory.stats(limited).live == base
-    error = failure(again.append)
+    error = failure(run, again.append)
     memory.set_limit(None, limited)
     gc.collect()
     assert memory.stats(limited).live > base
