@@ -184,9 +184,9 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
     if kept is not None:
         checkpoints.go_on_from(saved)
 
-    def save(state: dict | None = None) -> Path:
+    def save() -> Path:
         report.flush()
-        return checkpoint.save(checkpoints, trainer.model, trainer.optimizer, state or trainer.state(), text.tokenizer)
+        return checkpoint.save(checkpoints, trainer.model, trainer.optimizer, trainer.state(), text.tokenizer)
 
     def due() -> bool:
         return bool(options.save_every) and trainer.step % options.save_every == 0 and trainer.step < trainer.steps
@@ -209,12 +209,12 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
             while trainer.step < trainer.steps and not stop.asked and not report.unread:
                 reset_peak(trainer.device)
                 before = time.perf_counter()
-                skipped, state = trainer.scaler.skipped_steps, trainer.state()
+                skipped = trainer.scaler.skipped_steps
                 try:
                     made = trainer.train_step()
-                except DataError:  # of the text, before any weight has changed
+                except DataError:
                     if trainer.step not in (first, kept):
-                        report.say(f"stopped after step {trainer.step}; saved {save(state)}")
+                        report.say(f"stopped after step {trainer.step}; saved {save()}")
                     raise
                 except FloatingPointError as error:
                     report.say(f"step {trainer.step + 1}: {error}; stopped, nothing saved")

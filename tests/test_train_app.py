@@ -282,6 +282,7 @@ def test_text_that_cannot_be_read_on_loses_no_step(run, tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, 1000)
     ids, file = np.arange(40_000, dtype="<u2") % 300, tmp_path / "ids.bin"
     flags = ["--dataset", file, "--vocab_size", 300, "--in_order", "--accumulation_steps", 2, "--save_every", 0, "--max_steps", 6]
+    flags += ["--dropout", 0.1]
     ids.tofile(file)
     assert run(*flags, "--checkpoint_dir", tmp_path / "whole").returncode == 0
     np.where(np.arange(40_000) == 1200, np.uint16(700), ids).tofile(file)  # in the second batch of the fifth step

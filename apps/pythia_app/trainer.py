@@ -159,14 +159,23 @@ class Trainer:
         return self.options.batch_size * self.options.seq_len * self.options.accumulation_steps
 
     def train_step(self) -> Step:
-        """One optimizer step: the mean loss of its micro-batches, in nats, and the norm of its gradients."""
+        """One optimizer step: the mean loss of its micro-batches, in nats, and the norm of its gradients.
+
+        raises: DataError for text that cannot be read; ``state`` is that of before then.
+        """
         start, options = time.perf_counter(), self.options
+        place, drawn = self.batches.state_dict(), self.model.dropout.drawn
         self.optimizer.lr = learning_rate(self.step, self.steps, options.lr, options.warmup_steps, options.min_lr_ratio)
         micro_batches = (self.tensors(batch) for batch in self.batches)
-        found = train_step(
-            self.model, self.optimizer, micro_batches, options.accumulation_steps, options.max_grad_norm, options.precision,
-            self.scaler,
-        )  # fmt: skip
+        try:
+            found = train_step(
+                self.model, self.optimizer, micro_batches, options.accumulation_steps, options.max_grad_norm, options.precision,
+                self.scaler,
+            )  # fmt: skip
+        except DataError:  # in the middle of the micro-batches, before any weight has changed
+            self.batches.load_state_dict(place)
+            self.model.dropout.drawn = drawn
+            raise
         self.step += 1
         self.metrics["tokens"] += self.step_tokens
         self.metrics["seconds"] += time.perf_counter() - start

@@ -30,8 +30,9 @@ def parse_bytes(text: int | str, name: str = "memory") -> int:
     else:
         by_name = {name.lower(): size for name, size in GPUS.items()}
         plain = str(text).strip().lower()
-        written = re.sub(r"^\d{1,3}(,\d{3})+(?= bytes$|\.)", lambda found: found[0].replace(",", ""), plain)  # as `readable`
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?|bytes)", written)
+        # needle's own texts have commas between thousands; where neither "bytes" nor a point follows, one might be a decimal comma.
+        number = re.sub(r"^\d{1,3}(,\d{3})+(?= bytes$|\.)", lambda found: found[0].replace(",", ""), plain)
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?|bytes)", number)
         if plain in by_name:
             found = by_name[plain]
         elif match and match[2] in _UNITS:
