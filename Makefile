@@ -8,7 +8,7 @@ SOURCES := CMakeLists.txt pyproject.toml $(wildcard cmake/*.cmake cmake/inplace/
            $(wildcard src/*.c* src/common/*.* src/common/cuda_sim/*.* src/kernels/*.*)
 BUILT := $(VENV)/.built
 SANITIZE ?=  # --smallest: of asan and race, the kernels' smallest cases alone
-JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 2)
 REQUIRED_DEVICES ?= cpu_numpy,cpu,cuda_sim
 
 .DEFAULT_GOAL := lib

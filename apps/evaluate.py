@@ -60,6 +60,8 @@ def run(options: argparse.Namespace) -> int:
     model, tokenizer = load_model(options.model, where)
     texts = [(path, *tokens(path, tokenizer, options.max_tokens)) for path in options.text]
     window = options.window or model.config.max_seq_len
+    if window > model.config.max_seq_len:
+        print(f"note: the window has {window} positions, and the model was made for {model.config.max_seq_len}", file=sys.stderr)
     stride = options.stride or max(window // 2, 1)
     if stride > window:
         raise ShapeError(f"[stride] is {stride} (accepted: at most the window, {window})")

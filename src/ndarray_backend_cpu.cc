@@ -1,9 +1,11 @@
 // The CPU backend's module: its memory, the pool's size, and everything of bindings.h.
-#include <malloc.h>
 #include <sys/mman.h>
 
 #include <cstdlib>
 #include <cstring>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include "common/asan.h"
 #include "common/bindings.h"
@@ -32,7 +34,9 @@ class HostMemory : public MemorySource {
     const int64_t before = round_up(int64_t(address), kHugePage) - int64_t(address);
     if (before > 0) munmap(raw, size_t(before));
     if (before < kHugePage) munmap(raw + before + bytes, size_t(kHugePage - before));
+#ifdef MADV_HUGEPAGE
     madvise(raw + before, size_t(bytes), MADV_HUGEPAGE);
+#endif
     return raw + before;
   }
   void release(void* ptr, int64_t bytes) override {

@@ -166,6 +166,8 @@ def test_notes_about_what_makes_no_difference(app, made):
     said = app("generate", *flags).stderr
     assert "note: temperature, top_k, top_p have no effect without --do_sample" in said
     assert "and the model was made for 64" in said
+    done = app("evaluate", "--model", made / "dense", "--text", made / "words.txt", "--max_tokens", 90, "--window", 65)
+    assert done.stderr == "note: the window has 65 positions, and the model was made for 64\n" and "window 65" in done.stdout
 
 
 def test_evaluation(app, made):

@@ -48,6 +48,16 @@ def test_out_of_memory_is_explained(limited):
     assert caught.value.requested_bytes > 0
 
 
+def test_a_limit_that_is_a_rounded_plan(limited):
+    build = plannable(TINY, 8, 64)
+    needed, live = memory.peak_bytes(build), memory.stats(limited).live
+    memory.set_limit(live + needed - 1, limited)
+    with pytest.raises(OutOfMemoryError) as caught, memory.advise(lambda: build):
+        step = build(limited)
+        step(), step()
+    assert f"the step needs {needed:,} bytes at its peak (planned); {needed - 1:,} bytes is there" in str(caught.value)
+
+
 @pytest.mark.parametrize("room, asked", [(3.5, "gradient of MatMul"), (4.5, "SGD"), (5.5, "SGD")])
 def test_gradients_are_held_in_the_name_of_their_layer(limited, room, asked):
     """Where there is room for so many matrices: not for all gradients, for no clipped one beside them, for no state."""

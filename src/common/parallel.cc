@@ -1,7 +1,6 @@
 #include "parallel.h"
 
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +16,8 @@
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include "processors.h"
 
 namespace needle::cpu {
 namespace {
@@ -164,12 +165,9 @@ class Pool {
   bool stop_ = false;
 };
 
-// The cores this process may use: its affinity mask, cut by a container's CPU quota.
+// The processors this process may use, cut by a container's CPU quota.
 int usable_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  int cores = int(std::thread::hardware_concurrency());
-  if (sched_getaffinity(0, sizeof(set), &set) == 0) cores = CPU_COUNT(&set);
+  int cores = usable_processors();
   if (std::FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
     long long quota = 0, period = 0;
     if (std::fscanf(file, "%lld %lld", &quota, &period) == 2 && quota > 0 && period > 0)

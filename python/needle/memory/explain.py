@@ -58,7 +58,10 @@ class advise:
 
     def _text(self, budget: int) -> str:
         needed = peak_bytes(self.build_for(), self.steps)
-        lines = [f"the step needs {readable(needed)} at its peak (planned); {readable(budget)} is there"]
+        said = [readable(needed), readable(budget)]
+        if said[0] == said[1]:  # a limit that was read off a plan, rounded
+            said = [f"{needed:,} bytes", f"{budget:,} bytes"]
+        lines = [f"the step needs {said[0]} at its peak (planned); {said[1]} is there"]
         if needed <= budget:
             lines.append("so it would fit: something is held that the plan does not have (needle.memory.leaks() tells of graphs)")
             return "\n".join(lines)

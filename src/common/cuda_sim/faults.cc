@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <signal.h>
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <cstdio>
 #include <cstring>
@@ -37,24 +36,45 @@ constexpr size_t kEntryMisalignment =
 constexpr size_t kEntryMisalignment = 0;
 #endif
 
-void** instruction_pointer(ucontext_t* context) {
-#if defined(__x86_64__)
-  return reinterpret_cast<void**>(&context->uc_mcontext.gregs[REG_RIP]);
+// The registers of an interrupted thread that are known here: where it was, and its stack.
+#if defined(__APPLE__) && defined(__x86_64__)
+#define PC uc_mcontext->__ss.__rip
+#define SP uc_mcontext->__ss.__rsp
+#elif defined(__APPLE__)
+#define PC uc_mcontext->__ss.__pc
+#define SP uc_mcontext->__ss.__sp
+#elif defined(__x86_64__)
+#define PC uc_mcontext.gregs[REG_RIP]
+#define SP uc_mcontext.gregs[REG_RSP]
 #elif defined(__aarch64__)
-  return reinterpret_cast<void**>(&context->uc_mcontext.pc);
+#define PC uc_mcontext.pc
+#define SP uc_mcontext.sp
+#endif
+void** instruction_pointer(ucontext_t* context) {
+#ifdef PC
+  return reinterpret_cast<void**>(&context->PC);
 #else
   (void)context;
   return nullptr;
 #endif
 }
 uintptr_t* stack_pointer(ucontext_t* context) {
-#if defined(__x86_64__)
-  return reinterpret_cast<uintptr_t*>(&context->uc_mcontext.gregs[REG_RSP]);
-#elif defined(__aarch64__)
-  return reinterpret_cast<uintptr_t*>(&context->uc_mcontext.sp);
+#ifdef SP
+  return reinterpret_cast<uintptr_t*>(&context->SP);
 #else
   (void)context;
   return nullptr;
+#endif
+}
+#undef PC
+#undef SP
+
+// Whether the signal has the address that was accessed.
+bool is_addressed(const siginfo_t& info) {
+#ifdef SI_KERNEL
+  return info.si_code != SI_KERNEL;
+#else
+  return info.si_addr != nullptr;
 #endif
 }
 
@@ -83,7 +103,7 @@ void on_signal(int signal, siginfo_t* info, void* raw) {
   const uintptr_t stack = stack_pointer(context) ? *stack_pointer(context) : 0;
   if (stack != 0 && on_fiber_stack(reinterpret_cast<void*>(stack))) {
     const size_t index = (stack - reinterpret_cast<uintptr_t>(stack_region)) >> kStackShift;
-    found[index / kMaxBlockThreads] = {signal, info->si_code != SI_KERNEL, info->si_addr,
+    found[index / kMaxBlockThreads] = {signal, is_addressed(*info), info->si_addr,
                                        *instruction_pointer(context)};
     const uintptr_t top = reinterpret_cast<uintptr_t>(stack_region) + ((index + 1) << kStackShift);
     *stack_pointer(context) = top - 64 - kEntryMisalignment;

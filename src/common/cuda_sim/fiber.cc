@@ -68,14 +68,17 @@ static void* first_frame(char* bottom, char* top, void (*entry)()) {
 // needle_sim_switch(void** save_stack_pointer, void* stack_pointer): pushes the registers that a
 // call preserves, changes stacks, pops. Floating point control words are not kept: kernels do not
 // change them.
+#if defined(__APPLE__)
+#define BEGIN ".text\n.p2align 4\n.globl needle_sim_switch\n.private_extern needle_sim_switch\n"
+#define END ""
+#else
+#define BEGIN                                                                \
+  ".text\n.p2align 4\n.globl needle_sim_switch\n.hidden needle_sim_switch\n" \
+  ".type needle_sim_switch, %function\n"
+#define END ".size needle_sim_switch, . - needle_sim_switch\n"
+#endif
 #if defined(__x86_64__)
-asm(R"(
-.text
-.p2align 4
-.globl needle_sim_switch
-.hidden needle_sim_switch
-.type needle_sim_switch, @function
-needle_sim_switch:
+asm(BEGIN R"(needle_sim_switch:
   pushq %rbp
   pushq %rbx
   pushq %r12
@@ -91,18 +94,11 @@ needle_sim_switch:
   popq %rbx
   popq %rbp
   ret
-.size needle_sim_switch, . - needle_sim_switch
-)");
+)" END);
 constexpr int kSavedWords = 6;  // below the return address
 constexpr int kReturnWord = 6;
 #else
-asm(R"(
-.text
-.p2align 4
-.globl needle_sim_switch
-.hidden needle_sim_switch
-.type needle_sim_switch, %function
-needle_sim_switch:
+asm(BEGIN R"(needle_sim_switch:
   sub sp, sp, #160
   stp x19, x20, [sp, #0]
   stp x21, x22, [sp, #16]
@@ -129,11 +125,12 @@ needle_sim_switch:
   ldp d14, d15, [sp, #144]
   add sp, sp, #160
   ret
-.size needle_sim_switch, . - needle_sim_switch
-)");
+)" END);
 constexpr int kSavedWords = 20;
 constexpr int kReturnWord = 11;  // x30
 #endif
+#undef BEGIN
+#undef END
 
 // What needle_sim_switch would have left there, had `entry` called it as its first act.
 static void* first_frame(char*, char* top, void (*entry)()) {

@@ -12,8 +12,8 @@
 #define NEEDLE_SIM_UCONTEXT 1
 #else
 #define NEEDLE_SIM_UCONTEXT 0
-extern "C" __attribute__((visibility("hidden"))) void needle_sim_switch(void** save_stack_pointer,
-                                                                        void* stack_pointer);
+extern "C" __attribute__((visibility("hidden"))) void needle_sim_switch(
+    void** save_stack_pointer, void* stack_pointer) asm("needle_sim_switch");  // macOS: without _
 #endif
 
 namespace needle::sim {

@@ -1,6 +1,5 @@
 // From a launch to its blocks: the checks that the driver makes, and a pool of workers.
 #include <pthread.h>
-#include <sched.h>
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +11,7 @@
 #include <system_error>
 #include <thread>
 
+#include "../processors.h"
 #include "faults.h"
 #include "scheduler.h"
 
@@ -122,12 +122,8 @@ class Pool {
 // Processors this process may use, or NEEDLE_NUM_THREADS. Sanitizers see one worker.
 int worker_count() {
   if (NEEDLE_ASAN || race_hooks) return 1;
-  int n = wanted_workers();
-  if (n == 0) {
-    cpu_set_t usable;
-    n = sched_getaffinity(0, sizeof(usable), &usable) == 0 ? CPU_COUNT(&usable) : 1;
-  }
-  return std::clamp(n, 1, kMaxWorkers);
+  const int wanted = wanted_workers();
+  return std::clamp(wanted ? wanted : usable_processors(), 1, kMaxWorkers);
 }
 
 Pool* pool = nullptr;

@@ -1,8 +1,12 @@
 // Memory, streams and events of the CUDA runtime, on host memory.
 #include "runtime_api.h"
 
-#include <malloc.h>
 #include <unistd.h>
+#ifdef __APPLE__
+#include <malloc/malloc.h>
+#else
+#include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -20,6 +24,15 @@
 namespace needle::sim {
 
 namespace {
+
+// What the heap gave for a request.
+size_t block_bytes(void* pointer) {
+#ifdef __APPLE__
+  return malloc_size(pointer);
+#else
+  return malloc_usable_size(pointer);
+#endif
+}
 
 struct Item {
   uint64_t sequence;  // over all streams
@@ -150,25 +163,25 @@ cudaError_t cudaMalloc(void** pointer, size_t bytes) {
     return remember(cudaErrorMemoryAllocation);
   }
   std::memset(*pointer, 0xff, bytes);
-  bytes_in_use += malloc_usable_size(*pointer);
+  bytes_in_use += block_bytes(*pointer);
   return cudaSuccess;
 }
 cudaError_t cudaFree(void* pointer) {
   const cudaError_t error = cudaDeviceSynchronize();
-  if (pointer) bytes_in_use -= malloc_usable_size(pointer);
+  if (pointer) bytes_in_use -= block_bytes(pointer);
   std::free(pointer);
   return error;
 }
 cudaError_t cudaMallocAsync(void** pointer, size_t bytes, cudaStream_t) {
   const cudaError_t error = cudaMalloc(pointer, bytes);
-  if (error == cudaSuccess) bytes_in_pool += malloc_usable_size(*pointer);
+  if (error == cudaSuccess) bytes_in_pool += block_bytes(*pointer);
   return error;
 }
 cudaError_t cudaFreeAsync(void* pointer, cudaStream_t stream) {
   return do_or_enqueue(stream, [pointer] {
     if (pointer) {
-      bytes_in_use -= malloc_usable_size(pointer);
-      bytes_in_pool -= malloc_usable_size(pointer);
+      bytes_in_use -= block_bytes(pointer);
+      bytes_in_pool -= block_bytes(pointer);
     }
     std::free(pointer);
   });
