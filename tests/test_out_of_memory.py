@@ -148,6 +148,7 @@ def test_what_the_system_does_not_give_is_not_there(monkeypatch):
 
         return build
 
+    gc.collect()  # as `limited` does
     numpy = usable("cpu_numpy")
     most = memory.stats(numpy).live + memory.peak_bytes(build_for(), steps=1) - 1
     really_empty = np.empty
