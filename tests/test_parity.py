@@ -156,7 +156,10 @@ def test_elementwise_rows_on_special_values(device, dtype):
         tolerance = 3 * TOLERANCES[dtype][0]
         same = np.where(finite, np.isclose(found, expected, rtol=tolerance, atol=tolerance), found == expected)
         same |= np.isnan(found) & np.isnan(expected)
-        same &= (found != 0) | (expected != 0) | (np.signbit(found) == np.signbit(expected))
+        signed = (found != 0) | (expected != 0) | (np.signbit(found) == np.signbit(expected))
+        if name in ("maximum", "minimum"):  # which of two zeros is the larger, numpy too says otherwise on ARM than on x86-64
+            signed |= (x == 0) & (y == 0)
+        same &= signed
         if not same.all():
             i = int(np.flatnonzero(~same)[0])
             inputs = (x[i],) if arity == "UNARY" else (x[i], y[i])
