@@ -151,15 +151,15 @@ def test_elementwise_rows_on_special_values(device, dtype):
                 out = a._binary(b, f"ewise_{name}", f"scalar_{name}", to_bool=to_bool)
             results.append(out.numpy().astype(np.float64))
         expected, found = results
+        if name in ("maximum", "minimum") and device != reference:  # of two zeros the second; numpy's answer is the processor's
+            first, second = (v.numpy().astype(np.float64) for v in (a, b))
+            expected = np.where((first == 0) & (second == 0), second, expected)
         # Subnormals may count as zero; infinities and NaN must be where they are in numpy.
         finite = np.isfinite(expected)
         tolerance = 3 * TOLERANCES[dtype][0]
         same = np.where(finite, np.isclose(found, expected, rtol=tolerance, atol=tolerance), found == expected)
         same |= np.isnan(found) & np.isnan(expected)
-        signed = (found != 0) | (expected != 0) | (np.signbit(found) == np.signbit(expected))
-        if name in ("maximum", "minimum"):  # which of two zeros is the larger, numpy too says otherwise on ARM than on x86-64
-            signed |= (x == 0) & (y == 0)
-        same &= signed
+        same &= (found != 0) | (expected != 0) | (np.signbit(found) == np.signbit(expected))
         if not same.all():
             i = int(np.flatnonzero(~same)[0])
             inputs = (x[i],) if arity == "UNARY" else (x[i], y[i])
