@@ -644,6 +644,28 @@ def test_a_save_that_fails_anywhere_keeps_the_one_before(small_run, monkeypatch,
     assert checkpoint.find(folder) == (saved, []) and len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_macs_disk_is_told_to_empty_its_own_cache(tmp_path, monkeypatch, there):
+    """And where its file system cannot be told so, fsync has to do."""
+    fcntl = pytest.importorskip("fcntl")
+    told, synced = [], []
+
+    def tell(descriptor, command):
+        told.append(command)
+        if not there:
+            raise OSError(45, "Operation not supported")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "darwin")
+        patch.setattr(fcntl, "F_FULLFSYNC", 51, raising=False)
+        patch.setattr(fcntl, "fcntl", tell)
+        patch.setattr(os, "fsync", synced.append)
+        with files.write_atomically(tmp_path / "a") as file:
+            file.write(b"kept")
+    assert told == [51, 51] and len(synced) == (0 if there else 2)  # the file and its folder
+    assert (tmp_path / "a").read_bytes() == b"kept"
+
+
 def test_leftovers_of_a_killed_process_go_with_the_next_save(two):
     shutil.copytree(two.path / "step-000002", two.path / "step-000009")  # renamed, and not yet in the index
     for step in (3, 10):

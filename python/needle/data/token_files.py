@@ -294,7 +294,7 @@ class TokenWriter:
         with files.writing(self.folder):
             for file in self._files.values():
                 file.flush()
-                os.fsync(file.fileno())
+                files.sync(file.fileno())
         return dict(self._state)
 
     def finish(self, prefix: Path) -> None:
