@@ -120,6 +120,18 @@ def test_a_writer_goes_on_from_its_last_flush(tmp_path):
         TokenWriter(folder, 1000, state)
 
 
+def test_a_flush_waits_for_the_disk(tmp_path, monkeypatch):
+    """For all three files, each with everything in it by then."""
+    sizes = []
+    monkeypatch.setattr(token_files.files, "sync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    writer = TokenWriter(tmp_path, 1000)
+    writer.write(np.array([1, 2, 3]), [2])
+    assert not sizes
+    writer.flush()
+    writer.close()
+    assert sizes == [6, 4, 8]
+
+
 def test_finishing_can_be_cut_short_anywhere(tmp_path, monkeypatch):
     """Before each call that changes a name on the disk; what is seen then is the old pair, no index, or the new pair."""
     write(tmp_path / "old", tmp_path / "out", [([1, 2, 3], [3])])
