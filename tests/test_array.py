@@ -151,6 +151,8 @@ def test_large_products_of_parts_and_of_transposes(cpu, shape, dtype, extra):
             rng.integers(-3, 4, (s[0], s[1] + extra)).astype(np.float64)
             for s in ((k, m) if turn_a else (m, k), (n, k) if turn_b else (k, n))
         )
+        for v in (a, b):
+            v[:, v.shape[1] - extra :] = np.nan  # beyond the rows: nothing that counts
         x, y = (NDArray(v, device=cpu, dtype=dtype)[:, : v.shape[1] - extra] for v in (a, b))
         a, b = a[:, : a.shape[1] - extra], b[:, : b.shape[1] - extra]
         x, y = x.permute((1, 0)) if turn_a else x, y.permute((1, 0)) if turn_b else y
@@ -161,6 +163,13 @@ def test_large_products_of_parts_and_of_transposes(cpu, shape, dtype, extra):
             wanted = (out.numpy().astype(np.float64) + exact).astype(out.numpy().dtype)
             matmul(x, y, out=out, accumulate=True)
             np.testing.assert_array_equal(out.numpy(), wanted)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_large_products_forget_what_was_packed_for_the_last_one(cpu, dtype):
+    for k, value in ((1003, np.nan), (1001, 1.0)):
+        found = matmul(full((100, k), value, dtype, cpu), full((k, 200), value, dtype, cpu))
+    np.testing.assert_array_equal(found.numpy(), np.full((100, 200), 1001).astype(found.numpy().dtype))
 
 
 @pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((4,), (4, 5)), ((2, 3, 4), (4,)), ((4,), (4,))], ids=str)

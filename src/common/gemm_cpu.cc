@@ -5,12 +5,15 @@
 // compute, and so that B is packed once and not, as a BLAS called per tile would, once per tile.
 //
 // 16-bit floats become float as they are packed, and are rounded once, when their sum is complete.
+// Where the processor multiplies pairs of bfloat16 (multiplies_pairs), they stay as they are: k
+// goes by words of two elements then.
 //
 // Each element of C is a chain of multiply-adds in ascending k, one chain per depth of k, and
 // depths depend on k alone: neither threads nor tasks change a bit.
 #include "gemm_cpu.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <limits>
 #include <type_traits>
@@ -52,89 +55,143 @@ void copy_row(const From* from, int64_t n, T* to) {
         n, [&](int64_t i, auto... lanes) { store(to + i, load(from + i, lanes...), lanes...); });
 }
 
-// A and B are stored as In, C as Out; T is what they are multiplied and summed in.
-template <class In, class Out, class T = accum_t<In>>
+// A and B are stored as In, C as Out; the inner loop reads P, which is In or float, and sums in T.
+// It reads words of the size of a T: elements of P, or pairs of such that follow each other in k.
+template <class In, class Out, class P = accum_t<In>>
 struct Own {
-  static constexpr bool kReadable = std::is_same_v<In, T>;  // by the inner loop, where it lies
+  using T = accum_t<In>;
+  static constexpr bool kReadable = std::is_same_v<In, P>;  // by the inner loop, where it lies
+  static constexpr int kWord = sizeof(T) / sizeof(P);       // elements
   static constexpr int kLane = kLanes<T>,
                        kCols = 2 * kLane;  // registers: 2 kRows sums, 2 of B, an A
-  // Packed rows of A stay in the last-level cache, a strip of B in L2.
+  // Packed rows of A stay in the last-level cache, a strip of B in L2. Depth and strip in words.
   static constexpr int64_t kDepth = 4096 / sizeof(T), kM = 1032, kStrip = (512 << 10) / sizeof(T);
   static constexpr int64_t kSummed = 1024;  // columns of C that are summed before they are rounded
   static constexpr int64_t kMinRows = 96, kMinCols = 2 * kCols;  // of a task
   static constexpr int64_t kPacked = 4 * kRows;                  // rows of A a task packs
   static_assert(kM % kRows == 0 && kStrip >= kMinCols * kDepth);
-  // Of a row in a panel of A; the excess keeps the rows of a panel in different sets of the cache.
+  // Words of a row in a panel of A; the excess keeps a panel's rows in different sets of the cache.
   static constexpr int64_t kStride = kDepth + kLane;
 
   struct Workspace {
-    alignas(64) T panels[kM * kStride], strip[kStrip], sums[kM * kSummed];
+    alignas(64) std::byte panels[kM * kStride * sizeof(T)], strip[kStrip * sizeof(T)];
+    T sums[kM * kSummed];
   };
   static auto& workspace() { return of_this_thread<typename Own<T, T>::Workspace>(); }
+  static P* panels() { return reinterpret_cast<P*>(workspace().panels); }
 
   struct Exact {};
   using Mode = std::conditional_t<std::is_same_v<T, float>, FlushSubnormals, Exact>;
 
   // Rows that lie a multiple of this apart share a set of the first cache, which has fewer ways
   // than kRows.
-  static constexpr int64_t kSets = 4096 / sizeof(T);
+  static constexpr int64_t kSets = 4096 / sizeof(P);
 
-  // Panels of Width columns, those beyond `cols` zero: element (p, j) of a panel at [p][j], and
-  // `distance` elements from a panel to the next. Rows are read across all panels at once: memory
+  // Panels of Width columns, those beyond `cols` zero: word (p, j) of a panel at [p][j], and
+  // `distance` words from a panel to the next. Rows are read across all panels at once: memory
   // gives what lies side by side the fastest.
   template <int Width>
-  static void pack_columns(int64_t k, int64_t cols, const In* from, int64_t ld, T* to,
+  static void pack_columns(int64_t k, int64_t cols, const In* from, int64_t ld, P* to,
                            int64_t distance) {
     const int64_t whole = cols / Width, rest = cols % Width;
-    if (rest > 0) std::fill_n(to + whole * distance, Width * k, T(0));
+    distance *= kWord;
+    if (rest > 0) std::fill_n(to + whole * distance, Width * round_up(k, kWord), P(0.f));
     constexpr int64_t kAhead = 6;  // rows, each on a page of its own, which hardware stops at
-    for (int64_t p = 0; p < k; ++p, from += ld, to += Width) {
+    for (int64_t p = 0; p < k; p += kWord, from += kWord * ld, to += kWord * Width) {
       if (p + kAhead < k)
-        for (int64_t j = 0; j < cols; j += kLane) __builtin_prefetch(from + kAhead * ld + j);
-      for (int64_t i = 0; i < whole; ++i) copy_row(from + i * Width, Width, to + i * distance);
-      if (rest > 0) std::copy_n(from + whole * Width, rest, to + whole * distance);
+        for (int w = 0; w < kWord; ++w)
+          for (int64_t j = 0; j < cols; j += kLane)
+            __builtin_prefetch(from + (kAhead + w) * ld + j);
+      if constexpr (kWord == 1) {
+        for (int64_t i = 0; i < whole; ++i) copy_row(from + i * Width, Width, to + i * distance);
+        if (rest > 0) std::copy_n(from + whole * Width, rest, to + whole * distance);
+      } else {
+        const bool both = p + 1 < k;
+        for (int64_t i = 0; i < whole; ++i)
+          pair_rows(from + i * Width, ld, both, Width, to + i * distance);
+        if (rest > 0) pair_rows(from + whole * Width, ld, both, rest, to + whole * distance);
+      }
     }
   }
 
-  // Panels of kRows rows, kRows * kStride elements each, those beyond `rows` zero: element (i, p)
-  // of a panel at [i][p], or at [p][i] when ta, so that each is a copy in order of memory.
-  static void pack_a(bool ta, int64_t rows, int64_t k, const In* a, int64_t lda, T* to) {
+  // Words of n elements of a row and of those below them, or zeros.
+  static void pair_rows(const In* from, int64_t ld, bool both, int64_t n, P* to) {
+    int64_t j = 0;
+    for (; j + kLane <= n; j += kLane) {
+      HalfBits upper, lower = {};
+      std::memcpy(&upper, from + j, sizeof upper);
+      if (both) std::memcpy(&lower, from + ld + j, sizeof lower);
+      const WordBits words =
+          __builtin_convertvector(upper, WordBits) | __builtin_convertvector(lower, WordBits) << 16;
+      std::memcpy(to + j * kWord, &words, sizeof words);
+    }
+    for (; j < n; ++j) {
+      to[j * kWord] = from[j];
+      to[j * kWord + 1] = both ? from[ld + j] : P(0.f);
+    }
+  }
+
+  // Panels of kRows rows, kRows * kStride words each, those beyond `rows` zero: word (i, p) of a
+  // panel at [i][p], or at [p][i] when ta, so that each is a copy in order of memory.
+  static void pack_a(bool ta, int64_t rows, int64_t k, const In* a, int64_t lda, P* to) {
     if (ta) return pack_columns<kRows>(k, rows, a, lda, to, kRows * kStride);
-    for (int64_t i = 0; i < round_up(rows, kRows); ++i, a += lda, to += kStride) {
-      if (i < rows)
-        copy_row(a, k, to);
-      else
-        std::fill(to, to + k, T(0));
+    const int64_t whole = round_up(k, kWord);
+    for (int64_t i = 0; i < round_up(rows, kRows); ++i, a += lda, to += kStride * kWord) {
+      if (i < rows) copy_row(a, k, to);
+      std::fill(to + (i < rows ? k : 0), to + whole, P(0.f));
     }
   }
 
-  // Panels of kCols columns, k * kCols elements each, those beyond `cols` zero: element (p, j) of a
-  // panel at [p][j].
-  static void pack_b(bool tb, int64_t k, int64_t cols, const In* b, int64_t ldb, T* to) {
-    if (!tb) return pack_columns<kCols>(k, cols, b, ldb, to, k * kCols);
-    if (cols % kCols) std::fill_n(to + cols / kCols * kCols * k, kCols * k, T(0));
-    for (int64_t j = 0; j < cols; j += kCols)
-      transpose_tile(b + j * ldb, ldb, std::min<int64_t>(kCols, cols - j), k, to + j * k, kCols);
+  // Panels of kCols columns, those beyond `cols` zero: word (p, j) of a panel at [p][j].
+  static void pack_b(bool tb, int64_t k, int64_t cols, const In* b, int64_t ldb, P* to) {
+    const int64_t words = ceil_div(k, kWord);
+    if (!tb) return pack_columns<kCols>(k, cols, b, ldb, to, words * kCols);
+    if (cols % kCols)
+      std::fill_n(to + cols / kCols * kCols * words * kWord, kCols * words * kWord, P(0.f));
+    for (int64_t j = 0; j < cols; j += kCols) {
+      const int64_t there = std::min<int64_t>(kCols, cols - j);
+      if constexpr (kWord == 1)
+        transpose_tile(b + j * ldb, ldb, there, k, to + j * k, kCols);
+      else
+        transpose_pairs(b + j * ldb, ldb, there, k, to + j * words * kWord, kCols);
+    }
   }
 
-  // kRows x kCols of C, of which rows x cols are there.
+  // Words that are multiplied: each the product of two elements, or the sum of two such.
+  using Words = std::conditional_t<kWord == 1, Vec<T>, WordBits>;
+  NEEDLE_INLINE static Words words(const P* x) {
+    Words v;
+    std::memcpy(&v, x, sizeof v);
+    return v;
+  }
+  NEEDLE_INLINE static Vec<T> multiply_add(const P* a, Words b, Vec<T> sum) {
+    if constexpr (kWord == 1) {
+      return sum + *a * b;
+    } else {
+      uint32_t pair;
+      std::memcpy(&pair, a, sizeof pair);
+      return add_products_of_pairs(sum, WordBits{} + pair, b);
+    }
+  }
+
+  // kRows x kCols of C, of which rows x cols are there; k is in words.
   template <bool ta>
-  static void micro(int64_t k, const T* a, int64_t lda, const T* b, bool accumulate, Out* c,
+  static void micro(int64_t k, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
                     int64_t ldc, int64_t rows, int64_t cols) {
-    constexpr int64_t kAhead = 8 * kCols;  // panels of B come from L2 or beyond
+    constexpr int64_t kAhead = 8 * kCols * kWord;  // panels of B come from L2 or beyond
     for (int64_t i = 0; i < rows; ++i)
       for (int j = 0; j < 2; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
     Vec<T> sum[kRows][2] = {};
 #pragma clang loop unroll(disable)  // it would run out of registers
-    for (int64_t p = 0; p < k; ++p, b += kCols) {
+    for (int64_t p = 0; p < k; ++p, b += kCols * kWord) {
       __builtin_prefetch(b + kAhead);
-      __builtin_prefetch(b + kAhead + kLane);
-      const Vec<T> b0 = load(b), b1 = load(b + kLane);
+      __builtin_prefetch(b + kAhead + kLane * kWord);
+      const Words b0 = words(b), b1 = words(b + kLane * kWord);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
-        const T x = ta ? a[p * kRows + i] : a[i * lda + p];
-        sum[i][0] += x * b0;
-        sum[i][1] += x * b1;
+        const P* x = a + (ta ? (p * kRows + i) * kWord : i * lda + p * kWord);
+        sum[i][0] = multiply_add(x, b0, sum[i][0]);
+        sum[i][1] = multiply_add(x, b1, sum[i][1]);
       }
     }
     if (rows == kRows && cols == kCols) {
@@ -158,21 +215,22 @@ struct Own {
   static void multiply(bool ta, bool tb, int64_t rows, int64_t n, int64_t depth, const In* a,
                        int64_t lda, const In* b, int64_t ldb, bool accumulate, Out* c,
                        int64_t ldc) {
-    T* const panels = workspace().panels;
-    const int64_t in_place =
-        !kReadable || ta || lda % kSets == 0 ? 0 : rows / kRows * kRows;  // rows
+    P* const panels = Own::panels();
+    const int64_t words = ceil_div(depth, kWord);
+    const bool as_they_lie = kReadable && !ta && lda % kSets != 0 && depth % kWord == 0;
+    const int64_t in_place = as_they_lie ? rows / kRows * kRows : 0;  // rows
     parallel_for(ceil_div(rows - in_place, kPacked), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
       const int64_t i = in_place + task * kPacked;
       pack_a(ta, std::min(kPacked, rows - i), depth, a + (ta ? i : i * lda), lda,
-             panels + i * kStride);
+             panels + i * kStride * kWord);
     });
 
     // Four tasks per thread, for cores that are not equally fast, by splitting the columns; rows,
     // for which B is packed again, are split only where that leaves less than two.
     const int64_t threads = num_threads();
     const int64_t width = std::clamp(round_up(ceil_div(n, 4 * threads), kCols), kMinCols,
-                                     kStrip / depth / kCols * kCols);
+                                     kStrip / words / kCols * kCols);
     const int64_t strips = ceil_div(n, width);
     const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(2 * threads, strips));
     const int64_t height = round_up(ceil_div(rows, groups), kRows);
@@ -180,24 +238,25 @@ struct Own {
       [[maybe_unused]] const Mode mode;
       const int64_t j0 = task % strips * width, cols = std::min(width, n - j0);
       const int64_t i0 = task / strips * height, i1 = std::min(rows, i0 + height);
-      T* const strip = workspace().strip;
+      P* const strip = reinterpret_cast<P*>(workspace().strip);
       pack_b(tb, depth, cols, b + (tb ? j0 * ldb : j0), ldb, strip);
       for (int64_t i = i0; i < i1; i += kRows) {
-        const T* from = panels + i * kStride;
+        const P* from = panels + i * kStride * kWord;
         if constexpr (kReadable)
           if (i < in_place) from = a + i * lda;
         for (int64_t j = 0; j < cols; j += kCols)
-          (ta ? micro<true> : micro<false>)(depth, from, i < in_place ? lda : kStride,
-                                            strip + j * depth, accumulate, c + i * ldc + j0 + j,
-                                            ldc, std::min<int64_t>(kRows, i1 - i),
-                                            std::min<int64_t>(kCols, cols - j));
+          (ta ? micro<true>
+              : micro<false>)(words, from, i < in_place ? lda : kStride * kWord,
+                              strip + j * words * kWord, accumulate, c + i * ldc + j0 + j, ldc,
+                              std::min<int64_t>(kRows, i1 - i), std::min<int64_t>(kCols, cols - j));
       }
     });
   }
 
   static void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
                    const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc) {
-    const int64_t even = ceil_div(k, ceil_div(k, kDepth));  // depths of equal size
+    // Depths of equal size, of whole words.
+    const int64_t even = round_up(ceil_div(k, ceil_div(k, kDepth * kWord)), kWord);
     const auto all_depths = [&](auto kernel, int64_t i, int64_t j, int64_t cols, bool add, auto* to,
                                 int64_t ld) {
       for (int64_t p = 0; p < k; p += even)
@@ -205,7 +264,7 @@ struct Own {
                a + (ta ? p * lda + i : i * lda + p), lda, b + (tb ? j * ldb + p : p * ldb + j), ldb,
                add || p > 0, to, ld);
     };
-    if (std::is_same_v<Out, T> || even == k) {
+    if (std::is_same_v<Out, T> || even >= k) {
       for (int64_t i = 0; i < m; i += kM)
         all_depths(multiply, i, 0, n, accumulate, c + i * ldc, ldc);
       return;
@@ -214,7 +273,7 @@ struct Own {
     for (int64_t i = 0; i < m; i += kM)
       for (int64_t j = 0; j < n; j += kSummed) {
         const int64_t rows = std::min(kM, m - i), cols = std::min(kSummed, n - j);
-        all_depths(Own<In, T>::multiply, i, j, cols, false, sums, kSummed);
+        all_depths(Own<In, T, P>::multiply, i, j, cols, false, sums, kSummed);
         parallel_for(rows, [&](int64_t row) {
           const T* from = sums + row * kSummed;
           Out* to = c + (i + row) * ldc + j;
@@ -239,6 +298,11 @@ bool fit_int(Sizes... sizes) {
 template <class In, class Out>
 void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
               const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc) {
+#ifdef NEEDLE_PAIRS
+  if constexpr (std::is_same_v<In, bfloat16>)
+    if (multiplies_pairs())
+      return Own<In, Out, In>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
+#endif
   Own<In, Out>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
 }
 

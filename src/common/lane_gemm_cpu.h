@@ -24,4 +24,9 @@ template <class From, class To>
 void transpose_tile(const From* from, int64_t ld_from, int64_t rows, int64_t cols, To* to,
                     int64_t ld_to);
 
+// The same of words, which are two elements that follow each other in a row of `from`, with a zero
+// after the last of an odd number: to (ceil(cols / 2), rows), ld_to in words.
+void transpose_pairs(const bfloat16* from, int64_t ld_from, int64_t rows, int64_t cols,
+                     bfloat16* to, int64_t ld_to);
+
 }  // namespace needle::cpu

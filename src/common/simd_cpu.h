@@ -88,6 +88,21 @@ NEEDLE_INLINE HalfBits narrowed(Vec<float> v) {
   return __builtin_convertvector(bits, HalfBits);
 }
 
+// Products of pairs of bfloat16, which lie next to each other, as words. In assembly, so that what
+// is compiled for any processor with AVX-512 has them: where multiplies_pairs().
+#if defined(__AVX512F__)
+#define NEEDLE_PAIRS
+inline bool multiplies_pairs() {
+  static const bool answer = __builtin_cpu_supports("avx512bf16");
+  return answer;
+}
+// sum + a0 b0 + a1 b1 in each lane, in float.
+NEEDLE_INLINE Vec<float> add_products_of_pairs(Vec<float> sum, WordBits a, WordBits b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+#endif
+
 // Some lanes in one instruction; sanitizers do not see what that touches.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)

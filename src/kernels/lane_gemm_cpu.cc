@@ -2,6 +2,8 @@
 
 #include <type_traits>
 
+#include "../common/integers.h"
+
 namespace needle::cpu {
 namespace {
 
@@ -99,6 +101,16 @@ NEEDLE_INLINE void transpose_stage(Vec<A>* row) {
   }
 }
 
+// A square of as many rows as a register has lanes.
+template <class A>
+NEEDLE_INLINE void transpose_square(Vec<A>* row) {
+  constexpr int L = kLanes<A>;
+  transpose_stage<A, 1>(row);
+  if constexpr (L > 2) transpose_stage<A, 2>(row);
+  if constexpr (L > 4) transpose_stage<A, 4>(row);
+  if constexpr (L > 8) transpose_stage<A, 8>(row);
+}
+
 }  // namespace
 
 template <class A>
@@ -129,16 +141,35 @@ void transpose_tile(const From* from, int64_t ld_from, int64_t rows, int64_t col
       Vec<A> square[L];
 #pragma GCC unroll 16
       for (int r = 0; r < L; ++r) square[r] = load(from + (i + r) * ld_from + j);
-      transpose_stage<A, 1>(square);
-      if constexpr (L > 2) transpose_stage<A, 2>(square);
-      if constexpr (L > 4) transpose_stage<A, 4>(square);
-      if constexpr (L > 8) transpose_stage<A, 8>(square);
+      transpose_square<A>(square);
 #pragma GCC unroll 16
       for (int r = 0; r < L; ++r) store(to + (j + r) * ld_to + i, square[r]);
     }
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = i < whole_rows ? whole_cols : 0; j < cols; ++j)
       to[j * ld_to + i] = To(A(from[i * ld_from + j]));
+}
+
+void transpose_pairs(const bfloat16* from, int64_t ld_from, int64_t rows, int64_t cols,
+                     bfloat16* to, int64_t ld_to) {
+  constexpr int L = kLanes<float>;
+  const int64_t whole_rows = rows - rows % L, whole_words = cols / 2 - cols / 2 % L;
+  for (int64_t i = 0; i < whole_rows; i += L)
+    for (int64_t p = 0; p < whole_words; p += L) {
+      Vec<float> square[L];  // only moved, whatever the bits would be as a float
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r)
+        memcpy(&square[r], from + (i + r) * ld_from + 2 * p, kVectorBytes);
+      transpose_square<float>(square);
+#pragma GCC unroll 16
+      for (int r = 0; r < L; ++r) memcpy(to + 2 * ((p + r) * ld_to + i), &square[r], kVectorBytes);
+    }
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t p = i < whole_rows ? whole_words : 0; p < ceil_div(cols, 2); ++p) {
+      bfloat16* const pair = to + 2 * (p * ld_to + i);
+      pair[0] = from[i * ld_from + 2 * p];
+      pair[1] = 2 * p + 1 < cols ? from[i * ld_from + 2 * p + 1] : bfloat16(0.f);
+    }
 }
 
 template void lane_gemm(int64_t, int64_t, int64_t, const float*, int64_t, int64_t, const float*,
