@@ -112,6 +112,7 @@ def _of_some_ms(row: Row) -> Row:
     return replace(row, repeat=int(min(200, max(1, wanted / flops))))
 
 
+GROUPS["step_bf16"] = [replace(row, args={**row.args, "precision": "bf16"}) for row in GROUPS["step"]]
 for group in ("gpu_gemm", "gpu_attention", "gpu_products"):
     GROUPS[group] = [_of_some_ms(row) for row in GROUPS[group]]
 
