@@ -10,7 +10,7 @@
     scaler.update()
 
 Casts are nodes of the graph, made as forward runs, so backward and recomputation give the same dtypes outside the region. On a CPU
-products are stored in 16 bits and computed in 32.
+products are stored in 16 bits and summed in 32.
 """
 
 from __future__ import annotations
