@@ -28,7 +28,7 @@ from needle.data.text_stream import UNFINISHED
 from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
 from pythia_app.loading import MODEL_HELP, load_model
-from pythia_app.options import DEVICE_HELP, device
+from pythia_app.options import DEVICE_HELP, KEPT_HELP, device, model_dtype
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -40,6 +40,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag(parser, "stride", type=int, help="positions from one window to the next (default: half a window)")
     flag(parser, "batch_size", type=int, default=4, help="windows or texts at a time")
     flag(parser, "max_tokens", type=int, help="use only this many tokens of each text (default: all)")
+    flag(parser, "precision", default="fp32", help=KEPT_HELP)
     flag(parser, "device", default="auto", help=DEVICE_HELP)
     return parser.parse_args(argv)
 
@@ -55,9 +56,9 @@ def run(options: argparse.Namespace) -> int:
             raise ShapeError(f"[{name}] is {value} (accepted: at least 1)")
     if not options.text and not options.lambada:
         raise DataError("[evaluate] nothing to evaluate on (--text FILE, --lambada FILE, or both)")
-    where = device(options.device)
+    where, dtype = device(options.device), model_dtype(options.precision)
     endings = [(path, last_words(path)) for path in options.lambada]
-    model, tokenizer = load_model(options.model, where)
+    model, tokenizer = load_model(options.model, where, dtype)
     texts = [(path, *tokens(path, tokenizer, options.max_tokens)) for path in options.text]
     window = options.window or model.config.max_seq_len
     if window > model.config.max_seq_len:

@@ -23,7 +23,7 @@ from needle.errors import DataError
 from needle.models import GenerationConfig
 from pythia_app import printable
 from pythia_app.loading import MODEL_HELP, load_model
-from pythia_app.options import DEVICE_HELP, device
+from pythia_app.options import DEVICE_HELP, KEPT_HELP, device, model_dtype
 
 SAMPLING = ("temperature", "top_k", "top_p")
 
@@ -42,6 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag(choosing, "eos_token_id", type=int, action="append", metavar="ID", help="stop at it; repeatable (default: end of a text)")
     flag(choosing, "ignore_eos", action="store_true", help="go on after the end of a text")
     flag(choosing, "seed", type=int, default=0, help="of the random numbers")
+    flag(parser, "precision", default="fp32", help=KEPT_HELP)
     flag(parser, "device", default="auto", help=DEVICE_HELP)
     return parser.parse_args(argv)
 
@@ -53,12 +54,12 @@ def main(argv: list[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> int:
     names = ("max_new_tokens", "do_sample", *SAMPLING, "repetition_penalty", "seed")
     config = GenerationConfig(**{name: getattr(options, name) for name in names})
-    where = device(options.device)
+    where, dtype = device(options.device), model_dtype(options.precision)
     texts = options.prompt if options.prompt is not None else [read_stdin()]
     for text in texts:
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise DataError("[prompt] not valid UTF-8 (text in UTF-8)")
-    model, tokenizer = load_model(options.model, where)
+    model, tokenizer = load_model(options.model, where, dtype)
     ends = [i for i in (*model.generation_config.eos_ids, tokenizer.end_of_text) if i is not None]
     stops = [] if options.ignore_eos else options.eos_token_id or ends
     prompts = [tokenizer.encode(text) for text in texts]

@@ -85,14 +85,20 @@ def _causal_layout(seq_len: int, density: float) -> BlockLayout:
 
 
 def generation(
-    prompt: int, new_tokens: int, vocab_size: int, device: str = "cpu", pattern: str | None = None, batch_size: int = 1
+    prompt: int,
+    new_tokens: int,
+    vocab_size: int,
+    device: str = "cpu",
+    pattern: str | None = None,
+    batch_size: int = 1,
+    dtype: str = "float32",
 ) -> Case:
     """Pythia-70M reads a prompt and goes on for ``new_tokens``, the likeliest ones; the value is the last."""
     where = _device(device)
     config = PythiaConfig.named("70m", vocab_size=vocab_size, max_seq_len=prompt + new_tokens)
     if pattern:
         config = config.with_sparse(pattern, block=64)
-    model = Pythia(config, device=where, seed=0)
+    model = Pythia(config, device=where, dtype=dtype, seed=0)
     ids = np.random.default_rng(0).integers(0, vocab_size, (batch_size, prompt))
     return _case(lambda: float(model.generate(ids, max_new_tokens=new_tokens)[0, -1]), where)
 

@@ -64,7 +64,7 @@ LOCAL = {"pattern": "local"}  # own block and the one before it
 SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the blocks, beside all of them
 ATTENTION = [_attention(seq_len, backward) for seq_len in (2048, 8192) for backward in (False, True)]
 LAYERS = 6  # of Pythia-70M
-BF16 = {"dtype": "bfloat16"}  # on a GPU, tensor cores
+BF16 = {"dtype": "bfloat16"}
 GROUPS: dict[str, list[Row]] = {
     "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
     "long": [_step(2, 512, 10000), _step(1, 2048, 10000), _step(1, 8192, 10000)],
@@ -75,6 +75,7 @@ GROUPS: dict[str, list[Row]] = {
         _generation(16, 50304, batch_size=8),
         Row("read", {"megabytes": 178.7}, settle=1, steps=5),
     ],
+    "decoding_bf16": [_generation(16, 50304, batch_size=batch_size, **BF16) for batch_size in (1, 8)],
     "attention": ATTENTION,
     "loss": [_loss(rows, vocab_size) for rows in (1024, 4096) for vocab_size in (10000, 50304)],
     "layers": [_conv(16, 32), _conv(64, 32), _conv(128, 16), _recurrent("RNN"), _recurrent("LSTM")],

@@ -1,6 +1,7 @@
 """apps/generate.py and apps/evaluate.py as a user runs them, on a model that apps/train_pythia.py has just made."""
 
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -188,6 +189,26 @@ def test_evaluation(app, made):
     assert float(accuracy) == 100 * int(right) / 40
 
 
+@pytest.mark.parametrize("run", ["dense", "sparse"])
+def test_a_model_in_16_bits(app, made, run):
+    losses = []
+    for precision in ("fp32", "bf16", "fp16"):
+        given = "--model", made / run, "--precision", precision
+        done = app("evaluate", *given, "--text", made / "words.txt", "--max_tokens", 900)
+        losses.append(float(re.search(r"loss ([\d.]+)", done.stdout)[1]))
+        done = app("generate", *given, "--prompt", "the quick", "--max_new_tokens", 20, "--ignore-eos")
+        assert done.returncode == 0 and len(done.stdout) > len("the quick") + 20
+    exact, bf16, fp16 = losses
+    assert 0 < abs(bf16 - exact) < 0.02 and abs(fp16 - exact) < 0.002
+
+
+def test_bf16_without_its_package(app, made, monkeypatch):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ml_dtypes" else there(name, *more))
+    done = app("generate", "--model", made / "dense", "--precision", "bf16", "--prompt", "a")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "pip install ml_dtypes" in done.stderr
+
+
 def test_a_byte_order_mark_is_no_text(app, made, tmp_path):
     shown = {}
     for name, mark in (("plain", b""), ("marked", b"\xef\xbb\xbf")):
@@ -332,6 +353,8 @@ WRONG = [
     ("generate", ["--seed", -1], "seed is -1"),
     ("generate", ["--eos_token_id", 99999], "eos_token_id 99999 is outside the vocabulary"),
     ("generate", ["--device", "tpu"], "unknown device: tpu"),
+    ("generate", ["--precision", "int8"], "unknown precision: int8 (accepted: fp32, bf16, fp16)"),
+    ("evaluate", ["--text", "README.md", "--precision", "half"], "unknown precision: half (accepted"),
     ("generate", ["--model", "no/such/folder"], "no such folder: no/such/folder"),
     ("generate", ["--model", "tests"], "cannot read tests/config.json"),
     ("generate", ["--model", ""], "[path] is empty"),

@@ -37,13 +37,13 @@ def find_model(source: str) -> Path:
     return folder_of(found)
 
 
-def load_model(source: str, device) -> tuple[Pythia, TextTokenizer]:
-    """The newest checkpoint of a run's folder, or what ``Pythia.from_pretrained`` takes, with its tokenizer.
+def load_model(source: str, device, dtype: str = "float32") -> tuple[Pythia, TextTokenizer]:
+    """The newest checkpoint of a run's folder, or what ``Pythia.from_pretrained`` takes, in ``dtype``, with its tokenizer.
 
     raises: DataError or CheckpointError, in one line, if it cannot be used.
     """
     found = find_model(source)
-    return Pythia.from_pretrained(found, device=device), tokenizer_of(found)
+    return Pythia.from_pretrained(found, device, dtype), tokenizer_of(found)
 
 
 def fit_options(options: argparse.Namespace, folder: Path) -> None:

@@ -29,6 +29,7 @@ from pythia_app import config_file
 from pythia_app.loading import MODEL_HELP
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
+KEPT_HELP = f"what the model is kept and computed in: {', '.join(PRECISIONS)}"
 DEVICE_HELP = f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}"
 MOST_TOKENS = 1 << 22  # in a micro-batch
 HUGE = (1 << 63) - 1
@@ -241,8 +242,7 @@ def check(options: argparse.Namespace) -> None:
     options.model = size_name(options.model)
     if options.model not in SIZES:
         raise ShapeError(f"[model] unknown model: {options.model} (accepted: {', '.join(SIZES)})")
-    if options.precision not in PRECISIONS:
-        raise ShapeError(f"[precision] unknown precision: {options.precision} (accepted: {', '.join(PRECISIONS)})")
+    check_precision(options.precision)
     if options.pattern not in PATTERNS:
         raise ShapeError(f"[pattern] unknown pattern: {options.pattern} (accepted: {', '.join(PATTERNS)})")
     if options.sparse or options.compare_dense:
@@ -254,6 +254,20 @@ def check(options: argparse.Namespace) -> None:
     if options.memory_limit is not None:
         parse_bytes(options.memory_limit, "memory_limit")
     device(options.device)
+
+
+def check_precision(precision: str) -> None:
+    """raises: ShapeError if it is unknown."""
+    if precision not in PRECISIONS:
+        raise ShapeError(f"[precision] unknown precision: {precision} (accepted: {', '.join(PRECISIONS)})")
+
+
+def model_dtype(precision: str) -> str:
+    """Of a model that is kept in that precision. raises: ShapeError if it is unknown, DataError without what it needs."""
+    check_precision(precision)
+    if precision == "bf16" and importlib.util.find_spec("ml_dtypes") is None:
+        raise DataError("[precision] bf16 needs the package ml_dtypes, which is missing (pip install ml_dtypes)")
+    return PRECISIONS[precision] or "float32"
 
 
 def device(name: str):

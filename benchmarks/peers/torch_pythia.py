@@ -82,7 +82,8 @@ def generate(model: Pythia, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
     B, T = ids.shape
     heads, width = model.blocks[0].n_heads, model.norm.normalized_shape[0]
     shape = (B, heads, T + new_tokens, width // heads)
-    caches = [(ids.new_empty(shape, dtype=torch.float32), ids.new_empty(shape, dtype=torch.float32)) for _ in model.blocks]
+    dtype = model.norm.weight.dtype
+    caches = [(ids.new_empty(shape, dtype=dtype), ids.new_empty(shape, dtype=dtype)) for _ in model.blocks]
     fresh, used = ids, 0
     for _ in range(new_tokens):
         n = fresh.shape[1]

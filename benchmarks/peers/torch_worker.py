@@ -65,12 +65,18 @@ def pythia_step(
 
 
 def generation(
-    prompt: int, new_tokens: int, vocab_size: int, device: str = "cpu", pattern: str | None = None, batch_size: int = 1
+    prompt: int,
+    new_tokens: int,
+    vocab_size: int,
+    device: str = "cpu",
+    pattern: str | None = None,
+    batch_size: int = 1,
+    dtype: str = "float32",
 ) -> Case:
     """Pythia-70M reads a prompt and goes on for ``new_tokens``, the likeliest ones; the value is the last."""
     device = _place(device)
     torch.manual_seed(0)
-    model = Pythia(vocab_size, prompt + new_tokens).to(device)
+    model = Pythia(vocab_size, prompt + new_tokens).to(device, getattr(torch, dtype))
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, vocab_size, (batch_size, prompt))).to(device)
     return _case(lambda: float(generate(model, ids, new_tokens)[0, -1]), device)
 
