@@ -221,9 +221,13 @@ def test_peaks_that_are_published():
 
 
 def test_a_peak_that_is_measured(host):
-    live = host.memory_stats()["live"]
-    peak, known = flops.peak_flops(host, "fp32")
-    assert peak > 0 and "1024 x 1024" in known and host.memory_stats()["live"] == live
+    before = host.memory_stats()["live"]
+    for precision, itemsize in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
+        host.require().reset_peak()
+        peak, known = flops.peak_flops(host, precision)
+        stats = host.memory_stats()
+        assert peak > 0 and f"{precision} products of 1024 x 1024" in known
+        assert (stats["live"], stats["peak"]) == (before, before + 2 * 1024**2 * itemsize)
     assert flops.peak_flops(ndl.meta(), "fp32") == (0.0, "")
 
 
