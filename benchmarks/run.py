@@ -65,6 +65,7 @@ SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the blocks, beside all of them
 ATTENTION = [_attention(seq_len, backward) for seq_len in (2048, 8192) for backward in (False, True)]
 LAYERS = 6  # of Pythia-70M
 BF16 = {"dtype": "bfloat16"}
+ATTENTION_BF16 = [replace(row, args={**row.args, **BF16}) for row in ATTENTION]
 GROUPS: dict[str, list[Row]] = {
     "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
     "long": [_step(2, 512, 10000), _step(1, 2048, 10000), _step(1, 8192, 10000)],
@@ -77,6 +78,7 @@ GROUPS: dict[str, list[Row]] = {
     ],
     "decoding_bf16": [_generation(16, 50304, batch_size=batch_size, **BF16) for batch_size in (1, 8)],
     "attention": ATTENTION,
+    "attention_bf16": ATTENTION_BF16,
     "loss": [_loss(rows, vocab_size) for rows in (1024, 4096) for vocab_size in (10000, 50304)],
     "layers": [_conv(16, 32), _conv(64, 32), _conv(128, 16), _recurrent("RNN"), _recurrent("LSTM")],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
@@ -93,7 +95,7 @@ GROUPS: dict[str, list[Row]] = {
         for shape in ((16384, 512, 50304), (16384, 512, 2048), (512, 16384, 512), (4096, 4096, 4096), (512, 512, 512))
     ],
     "gpu_generation": [_generation(2016, 50304, batch_size=batch_size) for batch_size in (1, 8)],
-    "gpu_attention": [*ATTENTION, *(replace(row, args={**row.args, **BF16}) for row in ATTENTION)],
+    "gpu_attention": [*ATTENTION, *ATTENTION_BF16],
     "gpu_products": [_product(kind, 4096, 1, **more) for more in ({}, BF16) for kind in ("sdd", "dsd", "dds")],
     "smoke": [
         _step(1, 192, 512, pattern="local", model_size="14m"), _step(1, 64, 512, model_size="14m", precision="bf16"),
@@ -121,7 +123,7 @@ for group in ("gpu_gemm", "gpu_attention", "gpu_products"):
 def _beside(group: str, row: Row) -> dict[str, Row]:
     """What needle runs in the same turns as a row, by name: shares of the blocks; the sparse model and the attention of both; the
     loss by whole logits; on a GPU the product by needle's own kernel."""
-    if group in ("attention", "gpu_attention", "gpu_products"):
+    if group in ("attention", "attention_bf16", "gpu_attention", "gpu_products"):
         return {f"needle-{share:g}": replace(row, args={**row.args, "density": share}) for share in SHARES}
     if group == "loss":
         return {"needle-dense": replace(row, args={**row.args, "dense": True})}

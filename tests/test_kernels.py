@@ -455,7 +455,7 @@ def layouts(rows, cols, block, q_start):
 @pytest.mark.parametrize(
     ("B", "H", "T", "S", "D", "block", "q_start"),
     [(1, 1, 1, 1, 8, 16, 0), (1, 8, 63, 63, 16, 64, 0), (2, 6, 65, 65, 16, 16, 0), (1, 3, 130, 130, 80, 64, 0), (1, 2, 130, 130, 12, 32, 0),
-     (2, 3, 200, 200, 64, 128, 0), (1, 4, 5, 133, 64, 64, 128), (1, 6, 70, 257, 24, 32, 187), (1, 6, 100, 200, 24, 64, 40),
+     (2, 3, 200, 200, 64, 128, 0), (1, 4, 5, 133, 64, 64, 128), (1, 6, 70, 257, 24, 32, 187), (1, 6, 100, 200, 24, 64, 40), (1, 2, 70, 90, 13, 32, 20),
      (1, 2, 1, 300, 256, 64, 299), (1, 1, 70, 70, 100, 64, 0), (1, 1, 40, 40, 200, 32, 0), (1, 3, 0, 5, 8, 16, 0), (0, 3, 5, 5, 8, 16, 0),
      (1, 2, 5, 0, 8, 16, 0), (1, 2, 5, 20, 0, 16, 0)],
 )  # fmt: skip
@@ -477,17 +477,19 @@ def test_attention_of_layout_heads(dtype):
     check_random_attention(dtype, 1, 1, 37, 80, 24, 32, 1, 43)
 
 
-def test_attention_reads_strided_views_and_never_the_future():
-    B, H, T, D, block = 1, 2, 100, 32, 32
-    qkv = normal(B, T, H, 3, D).astype(np.float32)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("D", [32, 31])
+def test_attention_reads_strided_views_and_never_the_future(dtype, D):
+    B, H, T, block = 1, 2, 100, 32
+    qkv = normal(B, T, H, 3, D).astype(dt.to_numpy(dtype))
     nb = -(-T // block)
     rows, _ = index_of(np.tri(nb, dtype=bool)[None], np.eye(nb, dtype=bool))
     strides, out_strides = (T * H * 3 * D, 3 * D, H * 3 * D), (H * T * D, T * D, D)
 
     def run(values):
-        whole = put(backend, values, "float32")
+        whole = put(backend, values, dtype)
         views = [part for i in range(3) for part in (whole.view(i * D, values.size - i * D), strides)]
-        out, lse = (put(backend, np.full(n, np.nan), "float32") for n in (H * T * D, H * T))
+        out, lse = put(backend, np.full(H * T * D, np.nan), dtype), put(backend, np.full(H * T, np.nan), "float32")
         index = [put(backend, array, array.dtype.name) for array in rows[:3]]
         backend.attention_forward(*views, out, out_strides, lse, *index, B, H, T, T, D, 1, block, 0, 0.2)
         return get(backend, out).reshape(B, H, T, D)
@@ -497,10 +499,10 @@ def test_attention_reads_strided_views_and_never_the_future():
     p = np.exp(np.where(np.tri(T, dtype=bool), s, -np.inf))
     first = run(qkv)
     wanted = np.einsum("bhts,bshd->bhtd", p / p.sum(-1, keepdims=True), x[..., 2, :])
-    np.testing.assert_allclose(first, wanted, rtol=TOLERANCE["float32"], atol=TOLERANCE["float32"])
+    np.testing.assert_allclose(first.astype(np.float64), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     for t in (0, 31, 50, 98):
         changed = qkv.copy()
-        changed[:, t + 1 :] = normal(*changed[:, t + 1 :].shape) * 10
+        changed[:, t + 1 :] = (normal(*changed[:, t + 1 :].shape) * 10).astype(changed.dtype)
         assert run(changed)[:, :, : t + 1].tobytes() == first[:, :, : t + 1].tobytes()
 
 

@@ -55,13 +55,13 @@ void copy_row(const From* from, int64_t n, T* to) {
         n, [&](int64_t i, auto... lanes) { store(to + i, load(from + i, lanes...), lanes...); });
 }
 
-// A and B are stored as In, C as Out; the inner loop reads P, which is In or float, and sums in T.
-// It reads words of the size of a T: elements of P, or pairs of such that follow each other in k.
+// A and B are stored as In, C as Out; the inner loop reads words of P, which is In or float, and
+// sums in T. Elements of a word follow each other in k.
 template <class In, class Out, class P = accum_t<In>>
 struct Own {
   using T = accum_t<In>;
   static constexpr bool kReadable = std::is_same_v<In, P>;  // by the inner loop, where it lies
-  static constexpr int kWord = sizeof(T) / sizeof(P);       // elements
+  static constexpr int kWord = cpu::kWord<P>;
   static constexpr int kLane = kLanes<T>,
                        kCols = 2 * kLane;  // registers: 2 kRows sums, 2 of B, an A
   // Packed rows of A stay in the last-level cache, a strip of B in L2. Depth and strip in words.
@@ -157,23 +157,6 @@ struct Own {
     }
   }
 
-  // Words that are multiplied: each the product of two elements, or the sum of two such.
-  using Words = std::conditional_t<kWord == 1, Vec<T>, WordBits>;
-  NEEDLE_INLINE static Words words(const P* x) {
-    Words v;
-    std::memcpy(&v, x, sizeof v);
-    return v;
-  }
-  NEEDLE_INLINE static Vec<T> multiply_add(const P* a, Words b, Vec<T> sum) {
-    if constexpr (kWord == 1) {
-      return sum + *a * b;
-    } else {
-      uint32_t pair;
-      std::memcpy(&pair, a, sizeof pair);
-      return add_products_of_pairs(sum, WordBits{} + pair, b);
-    }
-  }
-
   // kRows x kCols of C, of which rows x cols are there; k is in words.
   template <bool ta>
   static void micro(int64_t k, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
@@ -186,12 +169,12 @@ struct Own {
     for (int64_t p = 0; p < k; ++p, b += kCols * kWord) {
       __builtin_prefetch(b + kAhead);
       __builtin_prefetch(b + kAhead + kLane * kWord);
-      const Words b0 = words(b), b1 = words(b + kLane * kWord);
+      const Words<P> b0 = load_words(b), b1 = load_words(b + kLane * kWord);
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
         const P* x = a + (ta ? (p * kRows + i) * kWord : i * lda + p * kWord);
-        sum[i][0] = multiply_add(x, b0, sum[i][0]);
-        sum[i][1] = multiply_add(x, b1, sum[i][1]);
+        sum[i][0] = add_product(sum[i][0], x, b0);
+        sum[i][1] = add_product(sum[i][1], x, b1);
       }
     }
     if (rows == kRows && cols == kCols) {
@@ -298,11 +281,9 @@ bool fit_int(Sizes... sizes) {
 template <class In, class Out>
 void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
               const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc) {
-#ifdef NEEDLE_PAIRS
   if constexpr (std::is_same_v<In, bfloat16>)
     if (multiplies_pairs())
       return Own<In, Out, In>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
-#endif
   Own<In, Out>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
 }
 

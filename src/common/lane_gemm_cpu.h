@@ -13,10 +13,11 @@
 namespace needle::cpu {
 
 // C (m, n) = A (m, k) B (k, n), or C += with accumulate. A element (i, p) is a[i * a_row + p *
-// a_col]; rows of B and C are contiguous. float and double.
-template <class A>
-void lane_gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_col,
-               const A* b, int64_t ldb, A* c, int64_t ldc, bool accumulate);
+// a_col]; rows of B and C are contiguous. float and double; and bfloat16, where k counts pairs, as
+// which B lies, ldb of them in a row: where multiplies_pairs(), and n is of whole vectors.
+template <class P>
+void lane_gemm(int64_t m, int64_t n, int64_t k, const P* a, int64_t a_row, int64_t a_col,
+               const P* b, int64_t ldb, accum_t<P>* c, int64_t ldc, bool accumulate);
 
 // to (cols, rows) = the transpose of from (rows, cols), both with contiguous rows. From and To are
 // one floating type, or one of them is the accumulate type of the other.

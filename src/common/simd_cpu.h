@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 #include "dtype.h"
@@ -88,21 +89,6 @@ NEEDLE_INLINE HalfBits narrowed(Vec<float> v) {
   return __builtin_convertvector(bits, HalfBits);
 }
 
-// Products of pairs of bfloat16, which lie next to each other, as words. In assembly, so that what
-// is compiled for any processor with AVX-512 has them: where multiplies_pairs().
-#if defined(__AVX512F__)
-#define NEEDLE_PAIRS
-inline bool multiplies_pairs() {
-  static const bool answer = __builtin_cpu_supports("avx512bf16");
-  return answer;
-}
-// sum + a0 b0 + a1 b1 in each lane, in float.
-NEEDLE_INLINE Vec<float> add_products_of_pairs(Vec<float> sum, WordBits a, WordBits b) {
-  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
-  return sum;
-}
-#endif
-
 // Some lanes in one instruction; sanitizers do not see what that touches.
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
     !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -167,6 +153,44 @@ NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v, int64_t n) {
 #else
   for (int64_t l = 0; l < n; ++l) to[l] = T(v[l]);
 #endif
+}
+
+// Whether the processor multiplies pairs of bfloat16 that lie next to each other.
+inline bool multiplies_pairs() {
+#if defined(__AVX512F__)
+  static const bool answer = __builtin_cpu_supports("avx512bf16");
+  return answer;
+#else
+  return false;
+#endif
+}
+
+// What the inner loop of a product multiplies: words, of the size of a sum, which are float or
+// double, or, where multiplies_pairs(), pairs of bfloat16.
+template <class P>
+constexpr int kWord = int(sizeof(accum_t<P>) / sizeof(P));  // elements
+template <class P>
+using Words = std::conditional_t<kWord<P> == 1, Vec<accum_t<P>>, WordBits>;
+template <class P>
+NEEDLE_INLINE Words<P> load_words(const P* from) {
+  Words<P> v;
+  memcpy(&v, from, sizeof v);
+  return v;
+}
+// sum + the word at a times the words b: the product of the elements, or the sum of two such.
+template <class P>
+NEEDLE_INLINE Vec<accum_t<P>> add_product(Vec<accum_t<P>> sum, const P* a, Words<P> b) {
+  if constexpr (kWord<P> == 1) {
+    return sum + *a * b;
+  } else {
+    static_assert(std::is_same_v<P, bfloat16>);
+#if defined(__AVX512F__)  // in assembly: this may be compiled for any processor with AVX-512
+    uint32_t pair;
+    memcpy(&pair, a, sizeof pair);
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(WordBits{} + pair), "v"(b));
+#endif
+    return sum;
+  }
 }
 
 // Over 0 .. n: whole(offset) for each whole vector, then rest(offset, lanes).

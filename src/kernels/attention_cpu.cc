@@ -7,7 +7,8 @@
 // A tile is up to 64 queries against a run of adjacent key blocks. Queries lie along the vector
 // lanes: scores are kept as S^T (keys, queries), so that row maxima and sums are plain vector
 // operations, and both products read k and v where they are (lane_gemm). Forward carries a running
-// maximum and sum (Milakov & Gimelshein 2018; Dao et al. 2022).
+// maximum and sum (Milakov & Gimelshein 2018; Dao et al. 2022). Of bfloat16, products of two inputs
+// go by pairs where the processor multiplies those; p and ds stay float32.
 //
 // Backward has two ways that give the same bits: all three gradients of one (batch, head) in one
 // task, five products per tile, when there are heads enough to feed the pool; else dq by query
@@ -69,12 +70,36 @@ Matrix<A> fetch(const Rows<T>& from, int64_t first, int64_t n, int64_t D, A* buf
   }
 }
 
-// lanes (D, kTile) = the transpose of n rows; lanes up to `width` beyond n are zero.
+// Whether rows of bfloat16 are multiplied by pairs of their elements.
+bool by_pairs(int64_t D) { return D % 2 == 0 && multiplies_pairs(); }
+
+// lanes (D, kTile), or (D / 2, kTile) of pairs, = the transpose of n rows; lanes up to `width`
+// beyond n are zero.
 template <class T, class A = accum_t<T>>
-void to_lanes(const Rows<T>& from, int64_t first, int64_t n, int64_t width, int64_t D, A* lanes) {
-  transpose_tile(from.row(first), from.stride, n, D, lanes, kTile);
-  for (int64_t d = 0; d < D && n < width; ++d)
+void to_lanes(const Rows<const T>& from, int64_t first, int64_t n, int64_t width, int64_t D,
+              A* lanes) {
+  int64_t words = D;
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (by_pairs(D)) {
+      words = D / 2;
+      transpose_pairs(from.row(first), from.stride, n, D, reinterpret_cast<T*>(lanes), kTile);
+    }
+  if (words == D) transpose_tile(from.row(first), from.stride, n, D, lanes, kTile);
+  for (int64_t d = 0; d < words && n < width; ++d)
     std::fill(lanes + d * kTile + n, lanes + d * kTile + width, A(0));
+}
+
+// to (n, begin .. end) = n rows from `first` on, which are `fetched`, times what to_lanes made.
+template <class T, class A = accum_t<T>>
+void multiply_lanes(const Rows<const T>& from, int64_t first, const Matrix<A>& fetched, int64_t n,
+                    int64_t begin, int64_t end, int64_t D, const A* lanes, A* to) {
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (by_pairs(D))
+      return lane_gemm<T>(n, end - begin, D / 2, from.row(first), from.stride, 2,
+                          reinterpret_cast<const T*>(lanes + begin), kTile, to + begin, kTile,
+                          false);
+  lane_gemm(n, end - begin, D, fetched.data, fetched.stride, 1, lanes + begin, kTile, to + begin,
+            kTile, false);
 }
 
 // The block layout as attention reads it: block -> the blocks of the other side.
@@ -235,8 +260,7 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
     if (n <= 0) return;
     const int64_t begin = partial ? first_lane<A>(p.q_start + first, key) : 0;
     const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
-    lane_gemm(n, width - begin, D, keys.data, keys.stride, 1, s.q_lanes + begin, kTile,
-              s.scores + begin, kTile, false);
+    multiply_lanes(k, key, keys, n, begin, width, D, s.q_lanes, s.scores);
     const bool first_run = out_sums.begin_run(begin);
     if (partial) causal_limits(p.q_start + first, key, width, s.limit);
     const auto softmax = partial ? online_softmax<A, true> : online_softmax<A, false>;
@@ -319,10 +343,8 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
     const int64_t begin = partial ? first_lane<A>(p.q_start + first, key) : 0;
     const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
     const Matrix<A> values = fetch<const T>(v, key, n, D, s.rows2);
-    lane_gemm(n, width - begin, D, keys.data, keys.stride, 1, s.q_lanes + begin, kTile,
-              s.scores + begin, kTile, false);
-    lane_gemm(n, width - begin, D, values.data, values.stride, 1, s.dout_lanes + begin, kTile,
-              s.dscores + begin, kTile, false);
+    multiply_lanes(k, key, keys, n, begin, width, D, s.q_lanes, s.scores);
+    multiply_lanes(v, key, values, n, begin, width, D, s.dout_lanes, s.dscores);
     if (partial) causal_limits(p.q_start + first, key, width, s.limit);
     const auto gradient =
         partial ? softmax_gradient<A, true, true> : softmax_gradient<A, false, true>;
@@ -365,8 +387,8 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
     if (n <= 0) return;
     const Matrix<A> queries = fetch<const T>(q, query, n, D, s.rows);
     const Matrix<A> douts = fetch<const T>(dout, query, n, D, s.rows2);
-    lane_gemm(n, end, D, queries.data, queries.stride, 1, s.q_lanes, kTile, s.scores, kTile, false);
-    lane_gemm(n, end, D, douts.data, douts.stride, 1, s.dout_lanes, kTile, s.dscores, kTile, false);
+    multiply_lanes(q, query, queries, n, 0, end, D, s.q_lanes, s.scores);
+    multiply_lanes(dout, query, douts, n, 0, end, D, s.dout_lanes, s.dscores);
     load_lse(lse + query, n, n, row_lse);
     if (partial) causal_limits(p.q_start + query, first, n, limit);
     const auto gradient =

@@ -8,8 +8,8 @@ namespace needle::cpu {
 namespace {
 
 // C (rows, vectors) in registers: rows x vectors sums, `vectors` of B and one element of A.
-template <class A, int rows, int vectors, bool whole>
-NEEDLE_INLINE void lane_gemm_tile(int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b,
+template <class P, int rows, int vectors, bool whole, class A = accum_t<P>>
+NEEDLE_INLINE void lane_gemm_tile(int64_t k, const P* a, int64_t a_row, int64_t a_col, const P* b,
                                   int64_t ldb, A* c, int64_t ldc, bool accumulate, int64_t lanes) {
   static_assert(whole || vectors == 1, "only a single vector may be cut");
   constexpr int L = kLanes<A>;
@@ -25,21 +25,19 @@ NEEDLE_INLINE void lane_gemm_tile(int64_t k, const A* a, int64_t a_row, int64_t 
       else
         sum[r][v] = load(c + r * ldc, lanes);
     }
-  for (int64_t p = 0; p < k; ++p, a += a_col, b += ldb) {
-    Vec<A> bv[vectors];
+  for (int64_t p = 0; p < k; ++p, a += a_col, b += ldb * kWord<P>) {
+    Words<P> bv[vectors];
 #pragma GCC unroll 16
     for (int v = 0; v < vectors; ++v) {
       if constexpr (whole)
-        bv[v] = load(b + v * L);
+        bv[v] = load_words(b + v * L * kWord<P>);
       else
         bv[v] = load(b, lanes);
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < rows; ++r) {
-      const A element = a[r * a_row];
+    for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 16
-      for (int v = 0; v < vectors; ++v) sum[r][v] += element * bv[v];
-    }
+      for (int v = 0; v < vectors; ++v) sum[r][v] = add_product(sum[r][v], a + r * a_row, bv[v]);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < rows; ++r)
@@ -53,13 +51,13 @@ NEEDLE_INLINE void lane_gemm_tile(int64_t k, const A* a, int64_t a_row, int64_t 
 }
 
 // All m rows of a strip of `vectors` vectors.
-template <class A, int vectors, bool whole>
-void lane_gemm_strip(int64_t m, int64_t k, const A* a, int64_t a_row, int64_t a_col, const A* b,
+template <class P, int vectors, bool whole, class A = accum_t<P>>
+void lane_gemm_strip(int64_t m, int64_t k, const P* a, int64_t a_row, int64_t a_col, const P* b,
                      int64_t ldb, A* c, int64_t ldc, bool accumulate, int64_t lanes) {
   constexpr int kRows = whole ? 6 : 2;
   int64_t i = 0;
   for (; i + kRows <= m; i += kRows)
-    lane_gemm_tile<A, kRows, vectors, whole>(k, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc,
+    lane_gemm_tile<P, kRows, vectors, whole>(k, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc,
                                              ldc, accumulate, lanes);
   a += i * a_row;
   c += i * ldc;
@@ -67,7 +65,7 @@ void lane_gemm_strip(int64_t m, int64_t k, const A* a, int64_t a_row, int64_t a_
 #define ROWS(r)                                                                                    \
   case r:                                                                                          \
     if constexpr (r < kRows)                                                                       \
-      lane_gemm_tile<A, r, vectors, whole>(k, a, a_row, a_col, b, ldb, c, ldc, accumulate, lanes); \
+      lane_gemm_tile<P, r, vectors, whole>(k, a, a_row, a_col, b, ldb, c, ldc, accumulate, lanes); \
     break;
     ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5)
 #undef ROWS
@@ -113,20 +111,23 @@ NEEDLE_INLINE void transpose_square(Vec<A>* row) {
 
 }  // namespace
 
-template <class A>
-void lane_gemm(int64_t m, int64_t n, int64_t k, const A* a, int64_t a_row, int64_t a_col,
-               const A* b, int64_t ldb, A* c, int64_t ldc, bool accumulate) {
-  constexpr int L = kLanes<A>, kVectors = kVectorRegisters >= 32 ? 4 : 2;
+template <class P>
+void lane_gemm(int64_t m, int64_t n, int64_t k, const P* a, int64_t a_row, int64_t a_col,
+               const P* b, int64_t ldb, accum_t<P>* c, int64_t ldc, bool accumulate) {
+  constexpr int L = kLanes<accum_t<P>>, kVectors = kVectorRegisters >= 32 ? 4 : 2;
   int64_t j = 0;
-  for (; j + kVectors * L <= n; j += kVectors * L)
-    lane_gemm_strip<A, kVectors, true>(m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, accumulate,
-                                       L);
-  for (; j + 2 * L <= n; j += 2 * L)
-    lane_gemm_strip<A, 2, true>(m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, accumulate, L);
-  for (; j + L <= n; j += L)
-    lane_gemm_strip<A, 1, true>(m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, accumulate, L);
-  if (j < n)
-    lane_gemm_strip<A, 1, false>(m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, accumulate, n - j);
+  const auto strips = [&](auto vectors) {
+    for (; j + vectors * L <= n; j += vectors * L)
+      lane_gemm_strip<P, vectors, true>(m, k, a, a_row, a_col, b + j * kWord<P>, ldb, c + j, ldc,
+                                        accumulate, L);
+  };
+  strips(std::integral_constant<int, kVectors>{});
+  strips(std::integral_constant<int, 2>{});
+  strips(std::integral_constant<int, 1>{});
+  if constexpr (kWord<P> == 1)
+    if (j < n)
+      lane_gemm_strip<P, 1, false>(m, k, a, a_row, a_col, b + j, ldb, c + j, ldc, accumulate,
+                                   n - j);
 }
 
 template <class From, class To>
@@ -174,6 +175,8 @@ void transpose_pairs(const bfloat16* from, int64_t ld_from, int64_t rows, int64_
 
 template void lane_gemm(int64_t, int64_t, int64_t, const float*, int64_t, int64_t, const float*,
                         int64_t, float*, int64_t, bool);
+template void lane_gemm(int64_t, int64_t, int64_t, const bfloat16*, int64_t, int64_t,
+                        const bfloat16*, int64_t, float*, int64_t, bool);
 template void lane_gemm(int64_t, int64_t, int64_t, const double*, int64_t, int64_t, const double*,
                         int64_t, double*, int64_t, bool);
 #define TRANSPOSE(From, To) \
