@@ -368,6 +368,8 @@ def test_errors_name_what_was_wrong(host):
     for given in ({"dtype": "float64"}, {"out": np.zeros(())}):
         with pytest.raises(DTypeError, match=r"\[sum\] dtype or out is given"):
             np.sum(a, **given)
+    with pytest.raises(DTypeError, match="cannot store these values as int64"):
+        NDArray([2**70], dtype="int64")
     with pytest.raises(DTypeError, match="complex"):
         NDArray(np.zeros(3, complex), device=host)
     with pytest.raises(DTypeError, match="accepted: float32"):

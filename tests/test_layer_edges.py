@@ -539,6 +539,20 @@ def test_dropout_of_everything(device):
                 layer(p, **more)
 
 
+def test_sizes_that_are_no_whole_numbers():
+    for wrong in (
+        lambda: nn.Linear("4", 2), lambda: nn.Linear(4, None), lambda: nn.Linear(4.0, 2), lambda: nn.Conv("3", 2, 3),
+        lambda: ndl.init.xavier_uniform("4", 2), lambda: ndl.init.xavier_normal(4, "2"), lambda: ndl.init.kaiming_normal("4", 2),
+    ):  # fmt: skip
+        with pytest.raises(ShapeError, match="is no shape"):
+            wrong()
+    for layer in (nn.RNN, nn.LSTM):
+        with pytest.raises(ShapeError, match="hidden_size is None"):
+            layer(4, None)
+        with pytest.raises(ShapeError, match="num_layers is 2"):
+            layer(4, 4, num_layers="2")
+
+
 def test_shapes_of_sequences_and_images(device):
     X = np.ones((5, 2, 3))
     for layer, wrap in ((nn.RNN, lambda h: h), (nn.LSTM, lambda h: (h, h))):

@@ -867,7 +867,7 @@ def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArr
     with np.errstate(all="ignore"):
         try:
             values = np.ascontiguousarray(values, dtype=dt.to_numpy(dtype)).reshape(values.shape)
-        except (TypeError, ValueError) as error:  # objects that are no numbers
+        except (OverflowError, TypeError, ValueError) as error:  # too large, or no numbers
             raise DTypeError(f"[array] cannot store these values as {dtype}: {error}") from None
     mod = device.require()
     out = _new(values.shape, dtype, device)
