@@ -28,7 +28,7 @@ from needle.data.text_stream import UNFINISHED
 from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
 from pythia_app.loading import MODEL_HELP, load_model
-from pythia_app.options import DEVICE_HELP, KEPT_HELP, device, model_dtype
+from pythia_app.options import DEVICE_HELP, PRECISION_HELP, device, model_dtype
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -40,7 +40,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag(parser, "stride", type=int, help="positions from one window to the next (default: half a window)")
     flag(parser, "batch_size", type=int, default=4, help="windows or texts at a time")
     flag(parser, "max_tokens", type=int, help="use only this many tokens of each text (default: all)")
-    flag(parser, "precision", default="fp32", help=KEPT_HELP)
+    flag(parser, "precision", default="fp32", help=PRECISION_HELP)
     flag(parser, "device", default="auto", help=DEVICE_HELP)
     return parser.parse_args(argv)
 

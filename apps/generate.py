@@ -23,7 +23,7 @@ from needle.errors import DataError
 from needle.models import GenerationConfig
 from pythia_app import printable
 from pythia_app.loading import MODEL_HELP, load_model
-from pythia_app.options import DEVICE_HELP, KEPT_HELP, device, model_dtype
+from pythia_app.options import DEVICE_HELP, PRECISION_HELP, device, model_dtype
 
 SAMPLING = ("temperature", "top_k", "top_p")
 
@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     flag(choosing, "eos_token_id", type=int, action="append", metavar="ID", help="stop at it; repeatable (default: end of a text)")
     flag(choosing, "ignore_eos", action="store_true", help="go on after the end of a text")
     flag(choosing, "seed", type=int, default=0, help="of the random numbers")
-    flag(parser, "precision", default="fp32", help=KEPT_HELP)
+    flag(parser, "precision", default="fp32", help=PRECISION_HELP)
     flag(parser, "device", default="auto", help=DEVICE_HELP)
     return parser.parse_args(argv)
 

@@ -60,12 +60,15 @@ def _loss(rows: int, vocab_size: int) -> Row:
     return Row("loss", {"rows": rows, "vocab_size": vocab_size}, tokens=rows, settle=1, steps=3)
 
 
+def _with(rows: list[Row], **more) -> list[Row]:
+    return [replace(row, args={**row.args, **more}) for row in rows]
+
+
 LOCAL = {"pattern": "local"}  # own block and the one before it
 SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the blocks, beside all of them
 ATTENTION = [_attention(seq_len, backward) for seq_len in (2048, 8192) for backward in (False, True)]
 LAYERS = 6  # of Pythia-70M
 BF16 = {"dtype": "bfloat16"}
-ATTENTION_BF16 = [replace(row, args={**row.args, **BF16}) for row in ATTENTION]
 GROUPS: dict[str, list[Row]] = {
     "step": [_step(8, 128, 50304), _step(2, 512, 50304), _step(8, 128, 10000)],
     "long": [_step(2, 512, 10000), _step(1, 2048, 10000), _step(1, 8192, 10000)],
@@ -76,9 +79,7 @@ GROUPS: dict[str, list[Row]] = {
         _generation(16, 50304, batch_size=8),
         Row("read", {"megabytes": 178.7}, settle=1, steps=5),
     ],
-    "decoding_bf16": [_generation(16, 50304, batch_size=batch_size, **BF16) for batch_size in (1, 8)],
     "attention": ATTENTION,
-    "attention_bf16": ATTENTION_BF16,
     "loss": [_loss(rows, vocab_size) for rows in (1024, 4096) for vocab_size in (10000, 50304)],
     "layers": [_conv(16, 32), _conv(64, 32), _conv(128, 16), _recurrent("RNN"), _recurrent("LSTM")],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
@@ -95,7 +96,7 @@ GROUPS: dict[str, list[Row]] = {
         for shape in ((16384, 512, 50304), (16384, 512, 2048), (512, 16384, 512), (4096, 4096, 4096), (512, 512, 512))
     ],
     "gpu_generation": [_generation(2016, 50304, batch_size=batch_size) for batch_size in (1, 8)],
-    "gpu_attention": [*ATTENTION, *ATTENTION_BF16],
+    "gpu_attention": [*ATTENTION, *_with(ATTENTION, **BF16)],
     "gpu_products": [_product(kind, 4096, 1, **more) for more in ({}, BF16) for kind in ("sdd", "dsd", "dds")],
     "smoke": [
         _step(1, 192, 512, pattern="local", model_size="14m"), _step(1, 64, 512, model_size="14m", precision="bf16"),
@@ -115,7 +116,10 @@ def _of_some_ms(row: Row) -> Row:
     return replace(row, repeat=int(min(200, max(1, wanted / flops))))
 
 
-GROUPS["step_bf16"] = [replace(row, args={**row.args, "precision": "bf16"}) for row in GROUPS["step"]]
+GROUPS["step_bf16"] = _with(GROUPS["step"], precision="bf16")
+GROUPS["decoding_bf16"] = _with(GROUPS["decoding"][:2], **BF16)
+for group in ("attention", "gemm"):
+    GROUPS[f"{group}_bf16"] = _with(GROUPS[group], **BF16)
 for group in ("gpu_gemm", "gpu_attention", "gpu_products"):
     GROUPS[group] = [_of_some_ms(row) for row in GROUPS[group]]
 

@@ -1,7 +1,6 @@
 """apps/generate.py and apps/evaluate.py as a user runs them, on a model that apps/train_pythia.py has just made."""
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -21,6 +20,7 @@ import pytest
 import evaluate
 import needle as ndl
 import pythia_app
+from needle import dtype
 from needle.data.text_corpus import Piece
 from needle.data.text_tokenizer import load_tokenizer
 from needle.models import Pythia, pretrained, score_text
@@ -190,21 +190,29 @@ def test_evaluation(app, made):
 
 
 @pytest.mark.parametrize("run", ["dense", "sparse"])
-def test_a_model_in_16_bits(app, made, run):
-    losses = []
+def test_a_model_in_16_bits(app, made, run, monkeypatch):
+    losses, dtypes, load = [], [], Pythia.from_pretrained
+
+    def noted(*arguments):
+        model = load(*arguments)
+        dtypes.append({p.dtype for p in model.parameters()})
+        return model
+
+    monkeypatch.setattr(Pythia, "from_pretrained", noted)
     for precision in ("fp32", "bf16", "fp16"):
         given = "--model", made / run, "--precision", precision
         done = app("evaluate", *given, "--text", made / "words.txt", "--max_tokens", 900)
         losses.append(float(re.search(r"loss ([\d.]+)", done.stdout)[1]))
         done = app("generate", *given, "--prompt", "the quick", "--max_new_tokens", 20, "--ignore-eos")
         assert done.returncode == 0 and len(done.stdout) > len("the quick") + 20
+    assert dtypes == [{name} for name in ("float32", "bfloat16", "float16") for _ in range(2)]
     exact, bf16, fp16 = losses
-    assert 0 < abs(bf16 - exact) < 0.02 and abs(fp16 - exact) < 0.002
+    assert abs(bf16 - exact) < 0.02 and abs(fp16 - exact) < 0.002
 
 
 def test_bf16_without_its_package(app, made, monkeypatch):
-    there = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "ml_dtypes" else there(name, *more))
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    monkeypatch.delitem(dtype._NUMPY, "bfloat16", raising=False)
     done = app("generate", "--model", made / "dense", "--precision", "bf16", "--prompt", "a")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "pip install ml_dtypes" in done.stderr
 

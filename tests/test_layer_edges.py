@@ -549,7 +549,7 @@ def test_sizes_that_are_no_whole_numbers():
     for layer in (nn.RNN, nn.LSTM):
         with pytest.raises(ShapeError, match="hidden_size is None"):
             layer(4, None)
-        with pytest.raises(ShapeError, match="num_layers is 2"):
+        with pytest.raises(ShapeError, match="num_layers is '2'"):
             layer(4, 4, num_layers="2")
 
 

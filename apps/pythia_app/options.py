@@ -21,7 +21,8 @@ from needle.command_line import Parser, flag
 from needle.data.text_corpus import CORPORA
 from needle.data.text_tokenizer import DEFAULT_VOCABULARY, LARGEST_VOCABULARY
 from needle.data.token_files import find_token_file
-from needle.errors import DataError, DeviceError, ShapeError
+from needle.dtype import to_numpy
+from needle.errors import DataError, DeviceError, DTypeError, ShapeError
 from needle.memory import parse_bytes, readable
 from needle.models import SIZES, PythiaConfig, check_blocks, layers_or_bytes, size_name
 from needle.nn import PATTERNS
@@ -29,7 +30,7 @@ from pythia_app import config_file
 from pythia_app.loading import MODEL_HELP
 
 DEVICES = ("cpu", "cuda", "cuda_sim", "cpu_numpy")
-KEPT_HELP = f"what the model is kept and computed in: {', '.join(PRECISIONS)}"
+PRECISION_HELP = f"what the model is kept and computed in: {', '.join(PRECISIONS)}"
 DEVICE_HELP = f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}"
 MOST_TOKENS = 1 << 22  # in a micro-batch
 HUGE = (1 << 63) - 1
@@ -265,9 +266,12 @@ def check_precision(precision: str) -> None:
 def model_dtype(precision: str) -> str:
     """Of a model that is kept in that precision. raises: ShapeError if it is unknown, DataError without what it needs."""
     check_precision(precision)
-    if precision == "bf16" and importlib.util.find_spec("ml_dtypes") is None:
-        raise DataError("[precision] bf16 needs the package ml_dtypes, which is missing (pip install ml_dtypes)")
-    return PRECISIONS[precision] or "float32"
+    dtype = PRECISIONS[precision] or "float32"
+    try:
+        to_numpy(dtype)  # through which weights are loaded
+    except DTypeError as error:
+        raise DataError(error) from None
+    return dtype
 
 
 def device(name: str):

@@ -78,7 +78,6 @@ struct Own {
     T sums[kM * kSummed];
   };
   static auto& workspace() { return of_this_thread<typename Own<T, T>::Workspace>(); }
-  static P* panels() { return reinterpret_cast<P*>(workspace().panels); }
 
   struct Exact {};
   using Mode = std::conditional_t<std::is_same_v<T, float>, FlushSubnormals, Exact>;
@@ -198,7 +197,7 @@ struct Own {
   static void multiply(bool ta, bool tb, int64_t rows, int64_t n, int64_t depth, const In* a,
                        int64_t lda, const In* b, int64_t ldb, bool accumulate, Out* c,
                        int64_t ldc) {
-    P* const panels = Own::panels();
+    P* const panels = reinterpret_cast<P*>(workspace().panels);
     const int64_t words = ceil_div(depth, kWord);
     const bool as_they_lie = kReadable && !ta && lda % kSets != 0 && depth % kWord == 0;
     const int64_t in_place = as_they_lie ? rows / kRows * kRows : 0;  // rows

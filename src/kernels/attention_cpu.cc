@@ -89,6 +89,15 @@ void to_lanes(const Rows<const T>& from, int64_t first, int64_t n, int64_t width
     std::fill(lanes + d * kTile + n, lanes + d * kTile + width, A(0));
 }
 
+// What multiply_lanes alone reads; pairs it reads where they are.
+template <class T, class A = accum_t<T>>
+Matrix<A> fetch_for_lanes(const Rows<const T>& from, int64_t first, int64_t n, int64_t D,
+                          A* buffer) {
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (by_pairs(D)) return {};
+  return fetch<const T>(from, first, n, D, buffer);
+}
+
 // to (n, begin .. end) = n rows from `first` on, which are `fetched`, times what to_lanes made.
 template <class T, class A = accum_t<T>>
 void multiply_lanes(const Rows<const T>& from, int64_t first, const Matrix<A>& fetched, int64_t n,
@@ -259,7 +268,7 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
     if (partial) n = std::min(n, p.q_start + first + nq - key);  // no query here sees the rest
     if (n <= 0) return;
     const int64_t begin = partial ? first_lane<A>(p.q_start + first, key) : 0;
-    const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
+    const Matrix<A> keys = fetch_for_lanes(k, key, n, D, s.rows);
     multiply_lanes(k, key, keys, n, begin, width, D, s.q_lanes, s.scores);
     const bool first_run = out_sums.begin_run(begin);
     if (partial) causal_limits(p.q_start + first, key, width, s.limit);
@@ -342,7 +351,7 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
     if (n <= 0) return;
     const int64_t begin = partial ? first_lane<A>(p.q_start + first, key) : 0;
     const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
-    const Matrix<A> values = fetch<const T>(v, key, n, D, s.rows2);
+    const Matrix<A> values = fetch_for_lanes(v, key, n, D, s.rows2);
     multiply_lanes(k, key, keys, n, begin, width, D, s.q_lanes, s.scores);
     multiply_lanes(v, key, values, n, begin, width, D, s.dout_lanes, s.dscores);
     if (partial) causal_limits(p.q_start + first, key, width, s.limit);

@@ -28,7 +28,7 @@ class _Cell(Module):
         check_flag(type(self).__name__, "bias", bias)  # PyTorch's RNN has the nonlinearity in this place
         self.input_size, self.hidden_size = input_size, hidden_size
         if not hasattr(hidden_size, "__index__") or hidden_size < 1:
-            raise ShapeError(f"[{type(self).__name__}] hidden_size is {hidden_size} (accepted: at least 1)")
+            raise ShapeError(f"[{type(self).__name__}] hidden_size is {hidden_size!r} (accepted: a whole number of at least 1)")
         bound = 1 / math.sqrt(hidden_size)
         kwargs = {"low": -bound, "high": bound, "device": device, "dtype": dtype}
         width = self.gates * hidden_size
@@ -94,9 +94,9 @@ def _check_sequence(op: str, X: Tensor, input_size: int, layers: int, hidden_siz
 
 
 def _input_sizes(op: str, input_size: int, hidden_size: int, num_layers: int) -> list[int]:
-    """What comes into the cell of each layer. raises: ShapeError for no layers."""
+    """What comes into the cell of each layer. raises: ShapeError for a num_layers below 1."""
     if not hasattr(num_layers, "__index__") or num_layers < 1:
-        raise ShapeError(f"[{op}] num_layers is {num_layers} (accepted: at least 1)")
+        raise ShapeError(f"[{op}] num_layers is {num_layers!r} (accepted: a whole number of at least 1)")
     return [input_size] + [hidden_size] * (num_layers - 1)
 
 
