@@ -199,7 +199,7 @@ def test_matmul_of_few_tiles_and_long_sums(dtype, k, parts):
             check("matmul", dtype, In(a), 8, (0, a.shape[1] * lda), lda, trans_a,
                   In(b), 16, (b.shape[1] * ldb, 0), ldb, trans_b,
                   Out((2, 2, m, n), wide, normal(2, 2, m, n)), (2, 2), m, k, n, accumulate, looser=3)  # fmt: skip
-    assert ran("matmul_sum_kernel") == [24 if parts > 1 else 0]
+    assert ran("sum_parts_kernel") == [24 if parts > 1 else 0]
 
 
 def test_matmul_of_more_than_is_counted():
@@ -207,6 +207,62 @@ def test_matmul_of_more_than_is_counted():
     x, out, k = put(backend, [1], "int32"), backend.Array(1, "int32"), 2**31 + 1
     with pytest.raises(ValueError, match=rf"^\[matmul\] an inner dimension of {k} has no kernel on this device"):
         backend.matmul(x, 0, (), k, False, x, 0, (), 1, False, out, (), 1, k, 1, False)
+
+
+# --- convolution ----------------------------------------------------------------------------------------------------------
+
+
+@half_float
+def test_convolution_on_tensor_cores(dtype):
+    """Tiles of every size, their tails, windows that end on any side of the image; parts of the windows."""
+    properties = backend.device_properties()
+    large = math.ceil(128 * properties["multiprocessors"] ** 0.5 / 12)  # whose square has a tile for every multiprocessor
+    sizes = [(1, 1, 8, 8), (3, 9, 16, 24), (2, 19, 8, 72), (2, large, 8, 136)]
+    for images, side, channels, outputs in sizes:
+        rows, cols = (side, 3, 1, 1, side), (side + 1, 4, 2, 3, side // 2 + 2)
+        windows, elements, about = images * rows[4] * cols[4], 12 * channels, (images, channels, rows, cols, outputs)
+        x, kernel = In(normal(images, side, side + 1, channels)), In(normal(elements, outputs))
+        check("conv_forward", dtype, x, kernel, Out((windows, outputs)), *about)
+        dkernel = Out((outputs, elements), True, normal(outputs, elements))
+        check("conv_backward", dtype, x, In(normal(windows, outputs)), dkernel, *about, True, looser=10)
+    assert ran("conv_forward_mma_kernel", "conv_backward_mma_kernel") == [2 * len(sizes)] * 2
+    assert ran("conv_forward_kernel", "conv_backward_kernel") == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("why", "dtype", "channels", "outputs"),
+    [
+        ("channels", "float16", 4, 16),
+        ("outputs", "bfloat16", 8, 12),
+        ("dtype", "float32", 8, 16),
+        ("capability", "bfloat16", 8, 16),
+    ],
+)
+def test_convolution_that_tensor_cores_cannot_take(request, why, dtype, channels, outputs):
+    if why == "capability":
+        request.getfixturevalue("capability")("75")
+    about = 2, channels, (5, 3, 1, 1, 5), (4, 3, 1, 1, 4), outputs
+    x = In(normal(2, 5, 4, channels))
+    check("conv_forward", dtype, x, In(normal(9 * channels, outputs)), Out((40, outputs)), *about, looser=3)
+    check("conv_backward", dtype, x, In(normal(40, outputs)), Out((outputs, 9 * channels), True), *about, False, looser=10)
+    assert ran("conv_forward_mma_kernel", "conv_forward_kernel", "conv_backward_mma_kernel", "conv_backward_kernel") == [0, 2, 0, 2]
+
+
+@every_float
+@pytest.mark.parametrize(("images", "parts"), [(15, 1), (16, 2), (40, 5)])
+def test_the_gradient_of_a_kernel_by_parts(dtype, images, parts):
+    """Of 32 windows an image, 256 or a few more to a part; with and without accumulation."""
+    about = images, 3, (4, 3, 1, 1, 4), (8, 3, 1, 1, 8), 5
+    x, dy = In(normal(images, 4, 8, 3)), In(normal(images * 32, 5))
+    for values in (None, normal(5, 27)):
+        check("conv_backward", dtype, x, dy, Out((5, 27), True, values), *about, values is not None, looser=10)
+    assert ran("sum_parts_kernel") == [4 if parts > 1 else 0]
+
+
+def test_more_windows_than_are_counted():
+    x, out = put(backend, [1], "float32"), backend.Array(1, "float32")
+    with pytest.raises(ValueError, match=r"^\[conv\] 2147483648 windows of 1 elements have no kernel on this device"):
+        backend.conv_forward(x, x, out, 1, 1, (1, 1, 1, 0, 2**31), (1, 1, 1, 0, 1), 1)
 
 
 # --- ids ----------------------------------------------------------------------------------------------------------------
@@ -390,7 +446,7 @@ def test_threads_of_the_host_do_not_share_partial_results():
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(sums, arrays)) == [{n}, {2 * n}]
-    assert ran("reduce_partials_kernel", "matmul_sum_kernel") == [100, 100]
+    assert ran("reduce_partials_kernel", "sum_parts_kernel") == [100, 100]
 
 
 @pytest.mark.parametrize("wait", ["sync", "to_numpy"])

@@ -107,6 +107,13 @@ def tensor_cores(dtype):
     check_blocksparse(dtype, 16, heads=2, batch=2, n_rows=2, n_cols=2, other=24)
 
 
+def convolution(dtype):
+    about = 1, 8, (5, 3, 1, 1, 5), (14, 3, 1, 1, 14), 40  # images, channels, windows along rows and along columns, outputs
+    x, kernel, dy = In(normal(5, 14, 8)), In(normal(72, 40)), In(normal(70, 40))
+    check("conv_forward", dtype, x, kernel, Out((70, 40)), *about, looser=3)
+    check("conv_backward", dtype, x, dy, Out((40, 72), True), *about, False, looser=3)
+
+
 def softmax(dtype):
     for rows, cols in ((ROWS, COLS), (2, 1025)):  # a warp a row, a block a row
         x, dy = normal(rows, cols), normal(rows, cols)
@@ -203,8 +210,8 @@ def blocksparse(dtype):
     check_blocksparse(dtype, 16, heads=2, batch=2, n_rows=2, n_cols=2, other=21)
 
 
-CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, softmax, layer_norm, lstm, rotary, embedding,
-         updates, unscale, dropout, attention, attention_decode, blocksparse]  # fmt: skip
+CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, convolution, softmax, layer_norm, lstm, rotary,
+         embedding, updates, unscale, dropout, attention, attention_decode, blocksparse]  # fmt: skip
 
 
 def run(case, dtype, monkeypatch):

@@ -12,7 +12,6 @@ from needle import nn, ops
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
-from needle.ops import ops_conv
 from needle.optim import SGD, AdamW
 
 
@@ -267,26 +266,27 @@ def test_flattening_an_empty_batch(device):
 
 
 @pytest.mark.parametrize("most", [1, 700, 3000])
-@pytest.mark.parametrize("padding, stride", [(0, 1), (1, 1), (2, 3)])
-def test_a_convolution_whose_windows_are_copied_in_parts(device, monkeypatch, most, padding, stride):
-    values = [np.random.default_rng(0).integers(-4, 5, shape) for shape in ((5, 7, 6, 2), (3, 2, 2, 3))]  # whose sums are exact
+@pytest.mark.parametrize("padding, stride, size", [(0, 1, (3, 2)), (1, 1, (3, 2)), (2, 3, (3, 2)), (0, 1, (1, 1))])
+def test_a_convolution_of_images_that_are_copied_some_at_a_time(device, monkeypatch, most, padding, stride, size):
+    values = [np.random.default_rng(0).integers(-4, 5, shape) for shape in ((5, 2, 7, 6), (*size, 2, 3))]  # whose sums are exact
 
-    def results():
+    def results(copied):
         image, kernel = (leaf(v, device) for v in values)
-        out = ops.conv(image, kernel, stride, padding)
+        channels_last = image.permute((0, 2, 3, 1))  # a view
+        out = ops.conv(channels_last if copied else channels_last + 0, kernel, stride, padding)
         (out * out).sum().backward()
         return [x.numpy() for x in (out, image.grad, kernel.grad)]
 
-    whole = results()
-    monkeypatch.setattr(ops_conv, "_WINDOWS_BYTES", most)
-    for a, b in zip(results(), whole):
+    whole = results(copied=False)
+    monkeypatch.setattr(kernels, "IMAGE_BYTES", most)
+    for a, b in zip(results(copied=True), whole):
         np.testing.assert_array_equal(a, b)
 
 
 def test_the_gradient_of_a_kernel_adds_up_what_16_bits_would_lose(device, monkeypatch):
-    monkeypatch.setattr(ops_conv, "_WINDOWS_BYTES", 1)  # 600 products of one window each
-    kernel = leaf(np.ones((2, 1, 1, 1)), device, "bfloat16")
-    ops.conv(leaf(np.ones((1, 601, 1, 1)), device, "bfloat16"), kernel, padding=0).backward()
+    monkeypatch.setattr(kernels, "IMAGE_BYTES", 1)  # the sum of 600 images
+    kernel, image = leaf(np.ones((1, 2, 1, 1)), device, "bfloat16"), leaf(np.ones((600, 2, 1, 2)), device, "bfloat16")
+    ops.conv(image.permute((0, 2, 3, 1))[:, :, :, :1], kernel, padding=0).backward()
     np.testing.assert_array_equal(kernel.grad.numpy(), 600)
 
 

@@ -192,6 +192,60 @@ def test_empty_inner_dimension_gives_zeros(dtype, ldb):
     check("matmul", dtype, In(normal(1)), 0, (), 8, False, In(normal(1)), 0, (), ldb, False, Out((4, 3)), (), 4, 0, 3, False)
 
 
+# --- convolution ----------------------------------------------------------------------------------------------------------
+
+# An image, windows along its rows and columns (n, size, stride, before, windows), and outputs.
+CONVOLUTIONS = {
+    "one of each": ((1, 1, 1, 1), (1, 1, 1, 0, 1), (1, 1, 1, 0, 1), 1),
+    "odd": ((2, 5, 7, 3), (5, 3, 1, 1, 5), (7, 3, 1, 1, 7), 4),
+    "strides": ((3, 9, 8, 8), (9, 3, 2, 1, 5), (8, 2, 3, 0, 3), 16),
+    "from inside, from far outside": ((2, 6, 5, 16), (6, 3, 1, -2, 2), (5, 2, 1, 4, 10), 24),
+    "larger than the image": ((1, 4, 4, 40), (4, 6, 1, 2, 3), (4, 6, 1, 3, 5), 136),
+    "few, of many elements": ((1, 3, 3, 520), (3, 3, 1, 1, 3), (3, 3, 1, 1, 3), 33),
+    "many": ((5, 17, 16, 8), (17, 3, 1, 1, 17), (16, 3, 1, 1, 16), 72),
+    "many for a small result": ((17, 16, 16, 3), (16, 3, 1, 1, 16), (16, 3, 1, 1, 16), 5),
+    "no images": ((0, 4, 4, 8), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 8),
+    "no channels": ((2, 4, 4, 0), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 8),
+    "no outputs": ((2, 4, 4, 8), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 0),
+}
+every_convolution = pytest.mark.parametrize(("image", "rows", "cols", "outputs"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+
+
+@every_float
+@every_convolution
+def test_convolution(dtype, image, rows, cols, outputs):
+    images, channels = image[0], image[3]
+    windows, elements = images * rows[4] * cols[4], rows[1] * cols[1] * channels
+    x, about = In(normal(*image)), (images, channels, rows, cols, outputs)
+    check("conv_forward", dtype, x, In(normal(elements, outputs)), Out((windows, outputs)), *about, looser=2)
+    dy = In(normal(windows, outputs))
+    for values in (None, normal(outputs, elements)):
+        dkernel = Out((outputs, elements), True, values)
+        check("conv_backward", dtype, x, dy, dkernel, *about, values is not None, looser=10)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_convolution_of_integers_wraps(dtype):
+    image, rows, cols, outputs = CONVOLUTIONS["odd"]
+    x, kernel = (RNG.integers(0, 200, shape).astype(dtype) for shape in (image, (27, outputs)))
+    dy = RNG.integers(0, 200, (70, outputs)).astype(dtype)
+    for name, other, size in (("conv_forward", kernel, 70 * outputs), ("conv_backward", dy, 27 * outputs)):
+        found = []
+        for module in (backend, reference):
+            out = module.Array(size, dtype)
+            more = (False,) if name == "conv_backward" else ()
+            getattr(module, name)(put(module, x, dtype), put(module, other, dtype), out, 2, 3, rows, cols, outputs, *more)
+            found.append(get(module, out))
+        np.testing.assert_array_equal(*found)
+
+
+def test_windows_that_are_none_are_refused():
+    x, out = put(backend, np.ones(16), "float32"), backend.Array(16, "float32")
+    for axis in ((4, 1, 0, 0, 4), (4, 1, 1, 0), (4, -1, 1, 0, 4)):
+        with pytest.raises(ValueError, match=r"^\[conv\] windows along an axis are n, size, stride, before, windows"):
+            backend.conv_forward(x, x, out, 1, 1, axis, (4, 1, 1, 0, 4), 1)
+
+
 # --- rows -----------------------------------------------------------------------------------------------------------------
 
 

@@ -84,15 +84,15 @@ def test_pixels_of_a_kernel_that_meet_only_padding_take_no_memory():
 
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.parametrize("shape", [(64, 16, 32, 32), (1, 16, 256, 256)])
-def test_the_windows_of_a_convolution_take_four_mebibytes(shape):
+def test_the_windows_of_a_convolution_take_no_memory(shape):
     bytes_of_image = 4 * math.prod(shape)  # 4 MiB, and its windows 36
 
     def build(device):
         model, x = nn.Conv(16, 16, 3, device=device), ndl.Tensor(np.zeros(shape), device=device)
         return lambda: model(x).sum().backward()
 
-    # The image, its gradient and the last one, what those are made of, once more with its padding, and at most 4 MiB of windows.
-    assert memory.peak_bytes(build) < 6.5 * bytes_of_image
+    # The image, its gradient and the last one, what those are made of, and copies with the channels last.
+    assert memory.peak_bytes(build) < 5.1 * bytes_of_image
 
 
 @pytest.mark.usefixtures("few_objects")

@@ -429,6 +429,8 @@ inline void bind_matmul(py::module_& m) {
 
 inline void bind_fused(py::module_& m) {
 #define NEEDLE_BIND(name) m.def(#name, &Bound<&name>::call);
+  NEEDLE_BIND(conv_forward)
+  NEEDLE_BIND(conv_backward)
   NEEDLE_BIND(softmax_forward)
   NEEDLE_BIND(softmax_backward)
   NEEDLE_BIND(log_softmax_forward)

@@ -55,6 +55,80 @@ void copy_row(const From* from, int64_t n, T* to) {
         n, [&](int64_t i, auto... lanes) { store(to + i, load(from + i, lanes...), lanes...); });
 }
 
+// An operand is lines, rows of op(A) or columns of op(B), of k elements; from(line, p) is the part
+// of it that begins there.
+
+// As it is stored: a line lies along memory, ld from its neighbours, or across it.
+template <class In>
+struct Stored {
+  const In* data;
+  int64_t ld;
+  bool along;
+  Stored from(int64_t line, int64_t p) const {
+    return {data + (along ? line * ld + p : p * ld + line), ld, along};
+  }
+};
+
+// Windows one after the other, of each n elements from the p-th on.
+template <class In>
+class WindowReader {
+ public:
+  WindowReader(const Windows<In>& w, int64_t window, int64_t p, int64_t n)
+      : w_(w), size_(w.cols.size * w.channels), length_(w.cols.n * w.channels), n_(n) {
+    const int64_t line = window / w.cols.windows;
+    place_ = window % w.cols.windows;
+    line_ = line % w.rows.windows;
+    image_ = line / w.rows.windows;
+    row_ = p / size_;
+    first_ = p % size_;
+  }
+
+  // Those that are not in the image are zero.
+  template <class P>
+  void next(P* to) {
+    const int64_t x = (place_ * w_.cols.stride - w_.cols.before) * w_.channels;
+    int64_t y = line_ * w_.rows.stride - w_.rows.before + row_, left = n_;
+    for (int64_t q = first_; left > 0; q = 0, ++y) {
+      const int64_t count = std::min(left, size_ - q);
+      const bool inside = y >= 0 && y < w_.rows.n;
+      const int64_t begin = inside ? std::clamp<int64_t>(-x - q, 0, count) : count;
+      const int64_t end = std::clamp(length_ - x - q, begin, count);
+      for (int64_t i = 0; i < begin; ++i) to[i] = P(0.f);
+      if (begin < end)
+        copy_row(w_.image + (image_ * w_.rows.n + y) * length_ + x + q + begin, end - begin,
+                 to + begin);
+      for (int64_t i = end; i < count; ++i) to[i] = P(0.f);
+      to += count;
+      left -= count;
+    }
+    if (++place_ < w_.cols.windows) return;
+    place_ = 0;
+    if (++line_ < w_.rows.windows) return;
+    line_ = 0;
+    ++image_;
+  }
+
+ private:
+  const Windows<In>& w_;
+  int64_t size_, length_, n_;     // of a window's row, of an image's, of what is read
+  int64_t image_, line_, place_;  // of the window
+  int64_t row_, first_;           // of its first element
+};
+
+// Windows as lines of A, and their elements as lines of B.
+template <class In>
+struct WindowLines {
+  const Windows<In>& windows;
+  int64_t window, element;
+  WindowLines from(int64_t line, int64_t p) const { return {windows, window + line, element + p}; }
+};
+template <class In>
+struct ElementLines {
+  const Windows<In>& windows;
+  int64_t window, element;
+  ElementLines from(int64_t line, int64_t p) const { return {windows, window + p, element + line}; }
+};
+
 // A and B are stored as In, C as Out; the inner loop reads words of P, which is In or float, and
 // sums in T. Elements of a word follow each other in k.
 template <class In, class Out, class P = accum_t<In>>
@@ -73,8 +147,11 @@ struct Own {
   // Words of a row in a panel of A; the excess keeps a panel's rows in different sets of the cache.
   static constexpr int64_t kStride = kDepth + kLane;
 
+  static constexpr int64_t kWindows = 16;  // whose elements are copied to a strip at a time
+
   struct Workspace {
     alignas(64) std::byte panels[kM * kStride * sizeof(T)], strip[kStrip * sizeof(T)];
+    alignas(64) std::byte windows[kWindows * kStride * sizeof(T)];  // or kRows of them
     T sums[kM * kSummed];
   };
   static auto& workspace() { return of_this_thread<typename Own<T, T>::Workspace>(); }
@@ -131,20 +208,41 @@ struct Own {
   }
 
   // Panels of kRows rows, kRows * kStride words each, those beyond `rows` zero: word (i, p) of a
-  // panel at [i][p], or at [p][i] when ta, so that each is a copy in order of memory.
-  static void pack_a(bool ta, int64_t rows, int64_t k, const In* a, int64_t lda, P* to) {
-    if (ta) return pack_columns<kRows>(k, rows, a, lda, to, kRows * kStride);
+  // panel at [i][p], or at [p][i] where rows do not lie along memory, so that each is a copy in
+  // order of it.
+  static void pack_a(int64_t rows, int64_t k, Stored<In> a, P* to) {
+    if (!a.along) return pack_columns<kRows>(k, rows, a.data, a.ld, to, kRows * kStride);
+    pack_rows(rows, k, to, [&](int64_t i, P* row) { copy_row(a.data + i * a.ld, k, row); });
+  }
+  static void pack_a(int64_t rows, int64_t k, WindowLines<In> a, P* to) {
+    WindowReader<In> reader(a.windows, a.window, a.element, k);
+    pack_rows(rows, k, to, [&](int64_t, P* row) { reader.next(row); });
+  }
+  template <class CopyRow>
+  static void pack_rows(int64_t rows, int64_t k, P* to, CopyRow copy) {
     const int64_t whole = round_up(k, kWord);
-    for (int64_t i = 0; i < round_up(rows, kRows); ++i, a += lda, to += kStride * kWord) {
-      if (i < rows) copy_row(a, k, to);
+    for (int64_t i = 0; i < round_up(rows, kRows); ++i, to += kStride * kWord) {
+      if (i < rows) copy(i, to);
       std::fill(to + (i < rows ? k : 0), to + whole, P(0.f));
     }
   }
 
   // Panels of kCols columns, those beyond `cols` zero: word (p, j) of a panel at [p][j].
-  static void pack_b(bool tb, int64_t k, int64_t cols, const In* b, int64_t ldb, P* to) {
+  static void pack_b(int64_t k, int64_t cols, ElementLines<In> b, P* to) {
     const int64_t words = ceil_div(k, kWord);
-    if (!tb) return pack_columns<kCols>(k, cols, b, ldb, to, words * kCols);
+    In* const some = reinterpret_cast<In*>(workspace().windows);
+    WindowReader<In> reader(b.windows, b.window, b.element, cols);
+    for (int64_t p = 0; p < k; p += kWindows) {
+      const int64_t count = std::min(kWindows, k - p);
+      for (int64_t i = 0; i < count; ++i) reader.next(some + i * kStride);
+      pack_columns<kCols>(count, cols, some, kStride, to + p * kCols, words * kCols);
+    }
+  }
+  static void pack_b(int64_t k, int64_t cols, Stored<In> stored, P* to) {
+    const int64_t words = ceil_div(k, kWord);
+    const In* const b = stored.data;
+    const int64_t ldb = stored.ld;
+    if (!stored.along) return pack_columns<kCols>(k, cols, b, ldb, to, words * kCols);
     if (cols % kCols)
       std::fill_n(to + cols / kCols * kCols * words * kWord, kCols * words * kWord, P(0.f));
     for (int64_t j = 0; j < cols; j += kCols) {
@@ -156,106 +254,129 @@ struct Own {
     }
   }
 
-  // kRows x kCols of C, of which rows x cols are there; k is in words.
-  template <bool ta>
+  // kRows rows of C and as many of a panel's columns as V vectors have, of which rows x cols are
+  // there; k is in words.
+  template <bool ta, int V>
   static void micro(int64_t k, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
                     int64_t ldc, int64_t rows, int64_t cols) {
     constexpr int64_t kAhead = 8 * kCols * kWord;  // panels of B come from L2 or beyond
     for (int64_t i = 0; i < rows; ++i)
-      for (int j = 0; j < 2; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
-    Vec<T> sum[kRows][2] = {};
+      for (int j = 0; j < V; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
+    Vec<T> sum[kRows][V] = {};
 #pragma clang loop unroll(disable)  // it would run out of registers
     for (int64_t p = 0; p < k; ++p, b += kCols * kWord) {
-      __builtin_prefetch(b + kAhead);
-      __builtin_prefetch(b + kAhead + kLane * kWord);
-      const Words<P> b0 = load_words(b), b1 = load_words(b + kLane * kWord);
+      Words<P> words[V];
+#pragma GCC unroll 2
+      for (int j = 0; j < V; ++j) {
+        __builtin_prefetch(b + kAhead + j * kLane * kWord);
+        words[j] = load_words(b + j * kLane * kWord);
+      }
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i) {
         const P* x = a + (ta ? (p * kRows + i) * kWord : i * lda + p * kWord);
-        sum[i][0] = add_product(sum[i][0], x, b0);
-        sum[i][1] = add_product(sum[i][1], x, b1);
+#pragma GCC unroll 2
+        for (int j = 0; j < V; ++j) sum[i][j] = add_product(sum[i][j], x, words[j]);
       }
     }
-    if (rows == kRows && cols == kCols) {
+    if (rows == kRows && cols == V * kLane) {
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i)
-        for (int j = 0; j < 2; ++j) {
+        for (int j = 0; j < V; ++j) {
           Out* to = c + i * ldc + j * kLane;
           store(to, accumulate ? load(to) + sum[i][j] : sum[i][j]);
         }
       return;
     }
-    T edge[kRows][kCols];
+    T edge[kRows][V * kLane];
     for (int i = 0; i < kRows; ++i)
-      for (int j = 0; j < 2; ++j) store(&edge[i][j * kLane], sum[i][j]);
+      for (int j = 0; j < V; ++j) store(&edge[i][j * kLane], sum[i][j]);
     for (int64_t i = 0; i < rows; ++i)
       for (int64_t j = 0; j < cols; ++j)
         c[i * ldc + j] = Out(accumulate ? T(c[i * ldc + j]) + edge[i][j] : edge[i][j]);
   }
 
   // C (rows, n) from rows of A and all columns of B, depth deep.
-  static void multiply(bool ta, bool tb, int64_t rows, int64_t n, int64_t depth, const In* a,
-                       int64_t lda, const In* b, int64_t ldb, bool accumulate, Out* c,
+  template <class A, class B>
+  static void multiply(int64_t rows, int64_t n, int64_t depth, A a, B b, bool accumulate, Out* c,
                        int64_t ldc) {
+    constexpr bool kStored = std::is_same_v<A, Stored<In>>;
     P* const panels = reinterpret_cast<P*>(workspace().panels);
-    const int64_t words = ceil_div(depth, kWord);
-    const bool as_they_lie = kReadable && !ta && lda % kSets != 0 && depth % kWord == 0;
-    const int64_t in_place = as_they_lie ? rows / kRows * kRows : 0;  // rows
-    parallel_for(ceil_div(rows - in_place, kPacked), [&](int64_t task) {
-      [[maybe_unused]] const Mode mode;
-      const int64_t i = in_place + task * kPacked;
-      pack_a(ta, std::min(kPacked, rows - i), depth, a + (ta ? i : i * lda), lda,
-             panels + i * kStride * kWord);
-    });
+    const int64_t words = ceil_div(depth, kWord), threads = num_threads();
+    int64_t in_place = 0;  // rows
+    bool across = false;
+    if constexpr (kStored) {
+      across = !a.along;
+      if (kReadable && a.along && a.ld % kSets != 0 && depth % kWord == 0)
+        in_place = rows / kRows * kRows;
+      parallel_for(ceil_div(rows - in_place, kPacked), [&](int64_t task) {
+        [[maybe_unused]] const Mode mode;
+        const int64_t i = in_place + task * kPacked;
+        pack_a(std::min(kPacked, rows - i), depth, a.from(i, 0), panels + i * kStride * kWord);
+      });
+    }
 
     // Four tasks per thread, for cores that are not equally fast, by splitting the columns; rows,
-    // for which B is packed again, are split only where that leaves less than two.
-    const int64_t threads = num_threads();
-    const int64_t width = std::clamp(round_up(ceil_div(n, 4 * threads), kCols), kMinCols,
-                                     kStrip / words / kCols * kCols);
+    // for which B is packed again, are split only where that leaves less than two. Windows are many
+    // and are copied for each strip: they are split.
+    const int64_t widest = std::is_same_v<B, Stored<In>>
+                               ? kStrip / words / kCols * kCols
+                               : std::min(kStrip / words, kDepth) / kCols * kCols;
+    const int64_t tasks = (kStored ? 2 : 4) * threads;
+    const int64_t width =
+        kStored ? std::clamp(round_up(ceil_div(n, 4 * threads), kCols), kMinCols, widest)
+                : std::min(round_up(n, kCols), widest);
     const int64_t strips = ceil_div(n, width);
-    const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(2 * threads, strips));
+    const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(tasks, strips));
     const int64_t height = round_up(ceil_div(rows, groups), kRows);
     parallel_for(strips * ceil_div(rows, height), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
       const int64_t j0 = task % strips * width, cols = std::min(width, n - j0);
       const int64_t i0 = task / strips * height, i1 = std::min(rows, i0 + height);
       P* const strip = reinterpret_cast<P*>(workspace().strip);
-      pack_b(tb, depth, cols, b + (tb ? j0 * ldb : j0), ldb, strip);
+      pack_b(depth, cols, b.from(j0, 0), strip);
       for (int64_t i = i0; i < i1; i += kRows) {
+        const int64_t there = std::min<int64_t>(kRows, i1 - i);
         const P* from = panels + i * kStride * kWord;
-        if constexpr (kReadable)
-          if (i < in_place) from = a + i * lda;
-        for (int64_t j = 0; j < cols; j += kCols)
-          (ta ? micro<true>
-              : micro<false>)(words, from, i < in_place ? lda : kStride * kWord,
-                              strip + j * words * kWord, accumulate, c + i * ldc + j0 + j, ldc,
-                              std::min<int64_t>(kRows, i1 - i), std::min<int64_t>(kCols, cols - j));
+        int64_t ld = kStride * kWord;
+        if constexpr (!kStored) {
+          P* const some = reinterpret_cast<P*>(workspace().windows);
+          pack_a(there, depth, a.from(i, 0), some);
+          from = some;
+        } else if constexpr (kReadable) {
+          if (i < in_place) from = a.data + i * a.ld, ld = a.ld;
+        }
+        for (int64_t j = 0; j < cols; j += kCols) {
+          const int64_t left = std::min<int64_t>(kCols, cols - j);
+          const auto part = left > kLane ? (across ? micro<true, 2> : micro<false, 2>)
+                                         : (across ? micro<true, 1> : micro<false, 1>);
+          part(words, from, ld, strip + j * words * kWord, accumulate, c + i * ldc + j0 + j, ldc,
+               there, left);
+        }
       }
     });
   }
 
-  static void gemm(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
-                   const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc) {
+  template <class A, class B>
+  static void gemm(int64_t m, int64_t n, int64_t k, A a, B b, bool accumulate, Out* c,
+                   int64_t ldc) {
     // Depths of equal size, of whole words.
     const int64_t even = round_up(ceil_div(k, ceil_div(k, kDepth * kWord)), kWord);
-    const auto all_depths = [&](auto kernel, int64_t i, int64_t j, int64_t cols, bool add, auto* to,
-                                int64_t ld) {
+    const auto all_depths = [&](auto kernel, int64_t i, int64_t rows, int64_t j, int64_t cols,
+                                bool add, auto* to, int64_t ld) {
       for (int64_t p = 0; p < k; p += even)
-        kernel(ta, tb, std::min(kM, m - i), cols, std::min(even, k - p),
-               a + (ta ? p * lda + i : i * lda + p), lda, b + (tb ? j * ldb + p : p * ldb + j), ldb,
-               add || p > 0, to, ld);
+        kernel(rows, cols, std::min(even, k - p), a.from(i, p), b.from(j, p), add || p > 0, to, ld);
     };
     if (std::is_same_v<Out, T> || even >= k) {
-      for (int64_t i = 0; i < m; i += kM)
-        all_depths(multiply, i, 0, n, accumulate, c + i * ldc, ldc);
+      const int64_t most = std::is_same_v<A, Stored<In>> ? kM : m;
+      for (int64_t i = 0; i < m; i += most)
+        all_depths(multiply<A, B>, i, std::min(most, m - i), 0, n, accumulate, c + i * ldc, ldc);
       return;
     }
     T* const sums = workspace().sums;
     for (int64_t i = 0; i < m; i += kM)
       for (int64_t j = 0; j < n; j += kSummed) {
         const int64_t rows = std::min(kM, m - i), cols = std::min(kSummed, n - j);
-        all_depths(Own<In, T, P>::multiply, i, j, cols, false, sums, kSummed);
+        all_depths(Own<In, T, P>::template multiply<A, B>, i, rows, j, cols, false, sums, kSummed);
         parallel_for(rows, [&](int64_t row) {
           const T* from = sums + row * kSummed;
           Out* to = c + (i + row) * ldc + j;
@@ -277,13 +398,30 @@ bool fit_int(Sizes... sizes) {
 
 }  // namespace
 
+template <class In, class Out, class A, class B>
+void gemm_of(int64_t m, int64_t n, int64_t k, A a, B b, bool accumulate, Out* c, int64_t ldc) {
+  if constexpr (std::is_same_v<In, bfloat16>)
+    if (multiplies_pairs()) return Own<In, Out, In>::gemm(m, n, k, a, b, accumulate, c, ldc);
+  Own<In, Out>::gemm(m, n, k, a, b, accumulate, c, ldc);
+}
+
 template <class In, class Out>
 void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
               const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc) {
-  if constexpr (std::is_same_v<In, bfloat16>)
-    if (multiplies_pairs())
-      return Own<In, Out, In>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
-  Own<In, Out>::gemm(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
+  gemm_of<In>(m, n, k, Stored<In>{a, lda, !ta}, Stored<In>{b, ldb, tb}, accumulate, c, ldc);
+}
+
+template <class T>
+void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c) {
+  gemm_of<T>(a.count(), n, a.elements(), WindowLines<T>{a, 0, 0}, Stored<T>{b, n, false}, false, c,
+             n);
+}
+
+template <class T>
+void gemm_of_windows(int64_t m, const T* a, const Windows<T>& b, int64_t first, int64_t count,
+                     bool accumulate, accum_t<T>* c) {
+  gemm_of<T>(m, b.elements(), count, Stored<T>{a + first * m, m, false},
+             ElementLines<T>{b, first, 0}, accumulate, c, b.elements());
 }
 
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
@@ -324,6 +462,14 @@ void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, in
                          int64_t, bool, Out*, int64_t);
 TILE(float)
 TILE(double)
+#define WINDOWS(T)                                                                            \
+  template void gemm_windows(const Windows<T>&, int64_t, const T*, T*);                       \
+  template void gemm_of_windows(int64_t, const T*, const Windows<T>&, int64_t, int64_t, bool, \
+                                accum_t<T>*);
+WINDOWS(float)
+WINDOWS(double)
+WINDOWS(float16)
+WINDOWS(bfloat16)
 OWN(float, float)
 OWN(double, double)
 OWN(float16, float16)
@@ -332,5 +478,6 @@ OWN(bfloat16, bfloat16)
 OWN(bfloat16, float)
 #undef TILE
 #undef OWN
+#undef WINDOWS
 
 }  // namespace needle::cpu

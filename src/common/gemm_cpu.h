@@ -6,6 +6,9 @@
 
 #include <cstdint>
 
+#include "dtype.h"
+#include "windows.h"
+
 namespace needle::cpu {
 
 // On one thread, for use inside a task of the pool; of float or double. Through OpenBLAS where it
@@ -19,6 +22,23 @@ void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, in
 template <class In, class Out>
 void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
               const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc);
+
+// The same of the windows of an image, which are not written down: C (windows, n) = A B with B
+// (elements, n); and C (m, elements) = A^T B with A (windows, m), over the `count` windows from
+// the first on, or C +=.
+template <class T>
+struct Windows {
+  const T* image;  // (N, H, W, channels)
+  int64_t images, channels;
+  WindowAxis rows, cols;
+  int64_t count() const { return images * rows.windows * cols.windows; }
+  int64_t elements() const { return rows.size * cols.size * channels; }
+};
+template <class T>
+void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c);
+template <class T>
+void gemm_of_windows(int64_t m, const T* a, const Windows<T>& b, int64_t first, int64_t count,
+                     bool accumulate, accum_t<T>* c);
 
 // Whether gemm_own is the faster way to a product of this size, rather than tiles on the pool.
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k);

@@ -54,6 +54,20 @@ void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64
             int64_t ldb, bool trans_b, const Array& out, const Dims& batch_shape, int64_t m,
             int64_t k, int64_t n, bool accumulate);
 
+// --- convolution
+// ---------------------------------------------------------------------------------- Windows of
+// `image` (images, rows[0], cols[0], channels): rows and cols are window_axis of windows.h, and
+// pixels outside of the image are zeros. A window's elements are in the order of the kernel's:
+// rows, columns, channels. Every numeric dtype. out (windows, out_channels) = windows (windows,
+// elements) @ kernel (elements, out_channels).
+void conv_forward(const Array& image, const Array& kernel, const Array& out, int64_t images,
+                  int64_t channels, const Dims& rows, const Dims& cols, int64_t out_channels);
+// dkernel (out_channels, elements) = dy (windows, out_channels)^T @ windows, or += with accumulate;
+// float32 where the others are 16-bit floats.
+void conv_backward(const Array& image, const Array& dy, const Array& dkernel, int64_t images,
+                   int64_t channels, const Dims& rows, const Dims& cols, int64_t out_channels,
+                   bool accumulate);
+
 // --- softmax family: rows x cols ----------------------------------------------------------------
 void softmax_forward(const Array& x, const Array& y, int64_t rows, int64_t cols);
 void softmax_backward(const Array& y, const Array& dy, const Array& dx, int64_t rows, int64_t cols);

@@ -79,7 +79,7 @@ class BlockSlices {
     read_index();
   }
 
-  __device__ Slice<T> operator()() {
+  __device__ MatrixSlice<T> operator()() {
     if (left_ == 0) {
       const MatrixRef<T> block{block_.data + entry_ * g_.block * g_.block, block_.row_stride,
                                block_.col_stride};

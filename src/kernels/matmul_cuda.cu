@@ -10,7 +10,7 @@
 // single row, k is cut into equal parts, which are items of a larger batch and are added up
 // afterwards, in their order. The cut depends on the shape alone.
 #include "../common/cublaslt.h"
-#include "tensor_core_product_cuda.cuh"
+#include "products_cuda.cuh"
 
 namespace needle::NEEDLE_DEVICE {
 namespace {
@@ -69,15 +69,6 @@ __global__ void __launch_bounds__(Product::kThreads)
   ptx::with_tensor_cores([&] { matmul_tiles<Product>(g); });
 }
 
-template <class Product, class T>
-int64_t tiles_of(const MatmulArguments<T>& g) {
-  return ceil_div(g.m, Product::kRows) * ceil_div(g.n, Product::kCols) * g.batches;
-}
-template <class Product, class T>
-LaunchConfig config_of(const MatmulArguments<T>& g) {
-  return grid_of(blocks_for(tiles_of<Product>(g)), Product::kThreads);
-}
-
 template <class T>
 bool fits_tensor_cores(const MatmulArguments<T>& g) {
   bool fits = may_use_tensor_cores() && copies_in_chunks(g.a + g.batch.offset[0], g.lda) &&
@@ -87,55 +78,25 @@ bool fits_tensor_cores(const MatmulArguments<T>& g) {
   return fits;
 }
 
-// The largest tile that still gives every multiprocessor one.
 template <class T>
 void run(const MatmulArguments<T>& g) {
   if (g.k > INT32_MAX)  // products count it in 32 bits
     throw std::invalid_argument("[matmul] an inner dimension of " + std::to_string(g.k) +
                                 " has no kernel on this device (less than 2^31)");
-  const bool wide = g.m > 64 && g.n > 64, medium = g.m > 32 && g.n > 32;
-  if constexpr (sizeof(T) == 2) {
-    if (fits_tensor_cores(g)) {
-      using Large = TensorCoreProduct<T, 128, 128, 2, 4>;
-      using Medium = TensorCoreProduct<T, 64, 64, 2, 2>;
-      using Small = TensorCoreProduct<T, 32, 32, 2, 2>;
-      if (wide && tiles_of<Large>(g) >= multiprocessors())
-        return launch<matmul_mma_kernel<Large>>(config_of<Large>(g), g);
-      if (medium) return launch<matmul_mma_kernel<Medium>>(config_of<Medium>(g), g);
-      return launch<matmul_mma_kernel<Small>>(config_of<Small>(g), g);
-    }
-  }
-  if constexpr (sizeof(T) <= 4 && !std::is_integral<T>::value) {
-    using Large = TileProduct<T, 128>;
-    if (wide && tiles_of<Large>(g) >= multiprocessors())
-      return launch<matmul_kernel<Large>>(config_of<Large>(g), g);
-  }
-  using Medium = TileProduct<T, 64>;
-  using Small = TileProduct<T, 32>;
-  if (medium) return launch<matmul_kernel<Medium>>(config_of<Medium>(g), g);
-  launch<matmul_kernel<Small>>(config_of<Small>(g), g);
+  with_product<T>(g.m, g.n, g.batches, fits_tensor_cores(g), [&](auto choice) {
+    using Product = typename decltype(choice)::Product;
+    if constexpr (Product::kTensorCores)
+      launch<matmul_mma_kernel<Product>>(choice.config(), g);
+    else
+      launch<matmul_kernel<Product>>(choice.config(), g);
+  });
 }
 
-// Of a product of parts, out (n) = or += the sum of its (parts, n).
-template <class T, class Out>
-__global__ void matmul_sum_kernel(const T* products, Out* out, int64_t parts, int64_t n,
-                                  bool accumulate) {
-  for (int64_t i = first_index(); i < n; i += index_step()) {
-    T total = products[i];
-    for (int64_t part = 1; part < parts; ++part) total = T(total + products[part * n + i]);
-    out[i] = Out(accumulate ? T(accum_t<Out>(out[i]) + total) : total);
-  }
-}
-
-constexpr int64_t kEnoughTiles = 256;  // of 64 x 64: some for every multiprocessor
-constexpr int64_t kLeastDepth = 256;   // of a part that is worth its tiles' writing and reading
-
-// The parts are whole slices of every product above, of which none is deeper than 32.
-int64_t parts_of(int64_t outputs, int64_t tiles, int64_t k, int64_t item_bytes) {
-  int64_t parts =
-      std::min({kEnoughTiles / tiles, k / kLeastDepth, kScratchBytes / (outputs * item_bytes)});
+// The parts are whole slices of every product, of which none is deeper than 32.
+int64_t parts_of(int64_t outputs, int64_t tiles_of_64, int64_t k, int64_t item_bytes) {
+  int64_t parts = most_parts(outputs, tiles_of_64, k, item_bytes);
   while (parts > 1 && k % (parts * 32) != 0) --parts;
-  return std::max<int64_t>(parts, 1);
+  return parts;
 }
 
 const void* address(const Array& x, int64_t offset) {
@@ -190,8 +151,8 @@ void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64
       g.out = products, g.float_out = !std::is_same<T, A>::value, g.accumulate = false;
       g.k = k / parts, g.batches = batches * parts;
       run(g);
-      launch<matmul_sum_kernel<A, Out>>(grid_stride(outputs), static_cast<const A*>(products), to,
-                                        parts, outputs, accumulate);
+      launch<sum_parts_kernel<A, Out>>(grid_stride(outputs), static_cast<const A*>(products), to,
+                                       parts, outputs, accumulate);
     };
     if constexpr (sizeof(T) == 2) {
       if (out.dtype() == DType::kFloat32) return into(out.data<float>());

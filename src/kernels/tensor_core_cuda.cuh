@@ -84,6 +84,22 @@ struct SwizzledTile {
     }
   }
 
+  // The same of chunks that lie anywhere: source(row, col) is where the chunk is, or null for
+  // zeros.
+  template <class Source>
+  __device__ __forceinline__ void copy_chunks(int tile_rows, int threads, int rows, int cols,
+                                              const T* any, Source source) const {
+    const int at_once = threads / kChunks;  // rows
+    const int first = int(threadIdx.x) / kChunks, col = int(threadIdx.x) % kChunks * kChunk;
+#pragma unroll
+    for (int above = 0; above < tile_rows; above += at_once) {
+      const int row = above + first;
+      if (tile_rows % at_once != 0 && row >= tile_rows) continue;
+      const T* const from = row < rows && col < cols ? source(row, col) : nullptr;
+      ptx::cp_async<16>(at(row, col), from ? from : any, from ? 16 : 0);
+    }
+  }
+
   // mma's a, element (line, k) of lines 16: of a tile of (line, k) when KAlong, else of (k, line).
   template <bool KAlong>
   __device__ void load_a(uint32_t (&a)[4], int line, int k) const {

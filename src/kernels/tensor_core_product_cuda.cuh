@@ -13,6 +13,16 @@
 
 namespace needle::NEEDLE_DEVICE {
 
+// Starts copying (lines, depth) elements of an operand whose lines lie along the rows of the tile,
+// or across them.
+template <bool Along, class T, int Cols>
+__device__ __forceinline__ void copy_operand(const SwizzledTile<T, Cols>& tile, int tile_rows,
+                                             int threads, const MatrixRef<T>& operand, int lines,
+                                             int depth) {
+  tile.copy(tile_rows, threads, operand.data, Along ? operand.row_stride : operand.col_stride,
+            Along ? lines : depth, Along ? depth : lines);
+}
+
 template <class T_, int Rows, int Cols, int WarpRows, int WarpCols>
 class TensorCoreProduct {
  public:
@@ -21,6 +31,7 @@ class TensorCoreProduct {
   static constexpr int kRows = Rows, kCols = Cols;
   static constexpr int kDepth = Rows == 16 || Cols == 16 ? 16 : 32;  // 16: blocks of 16
   static constexpr int kThreads = WarpRows * WarpCols * kWarp;
+  static constexpr bool kTensorCores = true;
 
   __device__ TensorCoreProduct() {
     for (int i = 0; i < kI; ++i)
@@ -74,26 +85,19 @@ class TensorCoreProduct {
     pipeline<kStages>(
         slices,
         [&](int, int stage) {
-          const Slice<T> slice = next();
+          const auto slice = next();
           const int depth = min(slice.depth, kDepth);
           T* const a = shared[stage];
-          copy<AAlong, Rows>(a, slice.a.data, AAlong ? slice.a.row_stride : slice.a.col_stride,
-                             lines[0], depth);
-          copy<BAlong, Cols>(a + Rows * kDepth, slice.b.data,
-                             BAlong ? slice.b.col_stride : slice.b.row_stride, lines[1], depth);
+          copy<AAlong, Rows>(a, slice.a, lines[0], depth);
+          copy<BAlong, Cols>(a + Rows * kDepth, turned(slice.b), lines[1], depth);
         },
         [&](int, int stage) { multiply<AAlong, BAlong>(shared[stage]); });
   }
 
-  // Starts copying (lines, depth) elements of a slice of Lines x kDepth; rows lie along the depth,
-  // or across it.
-  template <bool IsAlong, int Lines>
-  __device__ static void copy(T* to, const T* from, int64_t stride, int lines, int depth) {
-    if constexpr (IsAlong) {
-      SwizzledTile<T, kDepth>{to}.copy(Lines, kThreads, from, stride, lines, depth);
-    } else {
-      SwizzledTile<T, Lines>{to}.copy(kDepth, kThreads, from, stride, depth, lines);
-    }
+  template <bool IsAlong, int Lines, class Operand>
+  __device__ static void copy(T* to, const Operand& operand, int lines, int depth) {
+    const SwizzledTile<T, IsAlong ? kDepth : Lines> tile{to};
+    copy_operand<IsAlong>(tile, IsAlong ? Lines : kDepth, kThreads, operand, lines, depth);
   }
 
   template <bool AAlong, bool BAlong>

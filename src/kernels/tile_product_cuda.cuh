@@ -3,8 +3,8 @@
 //
 // Slices of A and B, kDepth deep, are staged in shared memory; each thread keeps a square of C in
 // registers, so that an element read from shared memory is used several times. The next slice is
-// fetched from global memory while the present one is multiplied. matmul and
-// BlockSparseMatmulKernel differ only in which slices they name. tensor_core_product_cuda.cuh is
+// fetched from global memory while the present one is multiplied. matmul, BlockSparseMatmulKernel
+// and convolutions differ only in which slices they name. tensor_core_product_cuda.cuh is
 // the same for tensor cores.
 #pragma once
 
@@ -18,6 +18,9 @@ template <class T>
 struct MatrixRef {
   const T* data;
   int64_t row_stride, col_stride;
+  NEEDLE_HD T operator()(int64_t row, int64_t col) const {
+    return data[row * row_stride + col * col_stride];
+  }
 };
 
 // (rows, cols) stored with unit column stride and row stride `ld`, or as its transpose when trans.
@@ -28,6 +31,10 @@ NEEDLE_HD MatrixRef<T> matrix_ref(const T* data, int64_t ld, bool trans) {
 template <class T>
 NEEDLE_HD MatrixRef<T> submatrix(MatrixRef<T> a, int64_t row, int64_t col) {
   return {a.data + row * a.row_stride + col * a.col_stride, a.row_stride, a.col_stride};
+}
+template <class T>
+NEEDLE_HD MatrixRef<T> turned(MatrixRef<T> a) {
+  return {a.data, a.col_stride, a.row_stride};
 }
 
 // What products of T are summed in: integers wrap around, so they are summed unsigned.
@@ -50,11 +57,14 @@ struct ProductSum<int64_t> {
 
 // A stretch of the inner dimension: a is (rows, depth), b is (depth, cols). A product takes the
 // first kDepth of it, or all if it is shorter.
-template <class T>
+template <class A, class B>
 struct Slice {
-  MatrixRef<T> a, b;
+  A a;
+  B b;
   int depth;
 };
+template <class T>
+using MatrixSlice = Slice<MatrixRef<T>, MatrixRef<T>>;
 
 // Which operands lie contiguous along the inner dimension.
 struct Along {
@@ -73,8 +83,8 @@ class Slices {
   __device__ Slices(MatrixRef<T> a, MatrixRef<T> b, int64_t depth)
       : next_{a, b, int(depth)}, a_step_(Depth * a.col_stride), b_step_(Depth * b.row_stride) {}
 
-  __device__ Slice<T> operator()() {
-    const Slice<T> slice = next_;
+  __device__ MatrixSlice<T> operator()() {
+    const MatrixSlice<T> slice = next_;
     next_.a.data += a_step_;
     next_.b.data += b_step_;
     next_.depth -= Depth;
@@ -82,7 +92,7 @@ class Slices {
   }
 
  private:
-  Slice<T> next_{};
+  MatrixSlice<T> next_{};
   int64_t a_step_ = 0, b_step_ = 0;
 };
 
@@ -94,6 +104,7 @@ class TileProduct {
   static constexpr int kRows = Tile, kCols = Tile;
   static constexpr int kDepth = Tile >= 128 ? 8 : 16;
   static constexpr int kThreads = 256;
+  static constexpr bool kTensorCores = false;
 
   __device__ TileProduct() {
     for (int i = 0; i < kSide; ++i)
@@ -109,10 +120,9 @@ class TileProduct {
     if (slices == 0) return;
     A a_next[kPerThread], b_next[kPerThread];
     const auto fetch_both = [&] {
-      const Slice<T> slice = next();
-      const MatrixRef<T> b_turned{slice.b.data, slice.b.col_stride, slice.b.row_stride};
+      const auto slice = next();
       fetch(slice.a, along.a, rows, slice.depth, a_next);
-      fetch(b_turned, along.b, cols, slice.depth, b_next);
+      fetch(turned(slice.b), along.b, cols, slice.depth, b_next);
     };
     fetch_both();
     for (int s = 0; s < slices; ++s) {
@@ -173,14 +183,15 @@ class TileProduct {
     k = along_depth ? at % kDepth : at / kTile;
   }
 
-  __device__ static void fetch(const MatrixRef<T>& m, bool along_depth, int64_t lines,
+  template <class Operand>
+  __device__ static void fetch(const Operand& operand, bool along_depth, int64_t lines,
                                int64_t depth, A (&next)[kPerThread]) {
 #pragma unroll
     for (int e = 0; e < kPerThread; ++e) {
       int line, k;
       position(along_depth, e, line, k);
       const bool inside = line < lines && k < depth;
-      next[e] = inside ? A(accum_t<T>(m.data[line * m.row_stride + k * m.col_stride])) : A(0);
+      next[e] = inside ? A(accum_t<T>(operand(line, k))) : A(0);
     }
   }
 

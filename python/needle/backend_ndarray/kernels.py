@@ -6,7 +6,7 @@ Kernels never allocate, so every byte that a step needs is asked for here or in 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from .shapes import as_shape
 LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
 IGNORE_INDEX = -100
 DEFAULT_CHUNK_BYTES = 100 << 20
+IMAGE_BYTES = 4 << 20  # of images whose channels are no last axis: a copy stays in a processor's cache
 PANEL_ROWS = 12  # of the CPU's matrix product (kRows in gemm_cpu.cc, or twice as many)
 TILE_ROWS = 128  # of a GPU's, cuBLASLt's as needle's own: 516 rows are five tiles
 MAX_HEAD = 256  # features of an attention head: what the kernels of cpu and of GPUs have room for
@@ -79,6 +80,86 @@ def _rows_cols(op: str, x: NDArray) -> tuple[int, int]:
     if x.ndim == 0:
         raise ShapeError(f"[{op}] needs at least one axis, got shape {x.shape}")
     return math.prod(x._shape[:-1]), x._shape[-1]
+
+
+# --- convolution ---
+
+Windows = tuple[int, int, int, int, int]  # along an axis of an image: n, size, stride, before, windows, as in windows.h
+
+
+def _check_conv(*arrays: NDArray) -> None:
+    check_one_device("conv", *arrays)
+    if arrays[0]._dtype == "bool":
+        raise DTypeError("[conv] no convolution of bool arrays (accepted: any number dtype)")
+
+
+def _contiguous_images(image: NDArray) -> Iterator[tuple[slice, NDArray]]:
+    """An image (N, H, W, C), or contiguous copies of some of the N at a time, of IMAGE_BYTES or one: which, and their pixels.
+
+    The memory of one copy is that of the next.
+    """
+    N, *rest = image._shape
+    if image._contiguous:
+        yield slice(0, N), image
+        return
+    most = min(max(IMAGE_BYTES // max(math.prod(rest) * dt.ROWS[image._dtype].itemsize, 1), 1), N)
+    copies = _workspace((most, *rest), image._dtype, image._device)
+    for start in range(0, N, most):
+        part = copies[: min(most, N - start)]
+        part[:] = image[start : start + most]
+        yield slice(start, start + len(part)), part
+
+
+def _as_pixels(image: NDArray) -> NDArray:
+    """(N, H, W, C) -> (N H W, C), sharing memory where that is contiguous."""
+    image = image if image._contiguous else image.compact()
+    return image.reshape((math.prod(image._shape[:3]), image._shape[3]))
+
+
+def _are_pixels(image: NDArray, rows: Windows, cols: Windows) -> bool:
+    """Whether each pixel is a window, so that there is a product of matrices to be had."""
+    _, H, W, _ = image._shape
+    return (rows, cols) == ((H, 1, 1, 0, H), (W, 1, 1, 0, W))
+
+
+def conv(image: NDArray, kernel: NDArray, rows: Windows, cols: Windows) -> NDArray:
+    """Each window of the image (N, H, W, C) times the kernel (K, L, C, O): (N, windows along rows, windows along cols, O).
+
+    rows, cols: the windows along H and W, of K and L pixels; pixels outside of the image are zero. image and kernel share a dtype.
+    raises: DTypeError for bool.
+    """
+    _check_conv(image, kernel)
+    C, O = kernel._shape[2:]  # noqa: E741
+    out = _new((len(image), rows[4], cols[4], O), image._dtype, image._device)
+    factors = kernel.compact().reshape((math.prod(kernel._shape[:3]), O))
+    for which, part in _contiguous_images(image) if out.size else ():
+        to = out[which]
+        if _are_pixels(part, rows, cols):
+            matmul(_as_pixels(part), factors, out=_as_pixels(to))
+            continue
+        image._device.conv_forward(
+            part.contiguous_handle(), factors.contiguous_handle(), to.contiguous_handle(), len(part), C, rows, cols, O
+        )
+    return out
+
+
+def conv_backward(image: NDArray, dy: NDArray, rows: Windows, cols: Windows) -> NDArray:
+    """The gradient of ``conv``'s kernel, (K, L, C, O), given that of its result, (N, windows along rows, windows along cols, O).
+
+    The image's is a convolution of dy. float32 of 16-bit floats, whose sums would lose what they add. raises: DTypeError for bool.
+    """
+    _check_conv(image, dy)
+    C, O = image._shape[3], dy._shape[3]  # noqa: E741
+    out = full((O, rows[1] * cols[1] * C), 0, dt.accumulator(image._dtype), image._device)
+    for which, part in _contiguous_images(image):
+        grad = dy[which]
+        if _are_pixels(part, rows, cols):
+            matmul(_as_pixels(grad).permute((1, 0)), _as_pixels(part), out=out, accumulate=True)
+            continue
+        image._device.conv_backward(
+            part.contiguous_handle(), grad.contiguous_handle(), out.contiguous_handle(), len(part), C, rows, cols, O, True
+        )
+    return out.permute((1, 0)).compact().reshape((rows[1], cols[1], C, O))
 
 
 # --- softmax family, over the last axis ---

@@ -323,6 +323,32 @@ def matmul(a, *rest):
     _put(out, product + _up(out.array.reshape(product.shape)) if accumulate else product)
 
 
+# --- convolution ---
+
+
+def _windows(image, images, channels, rows, cols):
+    """A matrix (windows, elements)."""
+    (H, K, row_stride, top, lines), (W, L, col_stride, left, places) = rows, cols
+    pixels = image.array[: images * H * W * channels].reshape(images, H, W, channels)
+    around = np.zeros((images, (lines - 1) * row_stride + K, (places - 1) * col_stride + L, channels), pixels.dtype)
+    inside = pixels[:, max(-top, 0) : max(around.shape[1] - top, 0), max(-left, 0) : max(around.shape[2] - left, 0)]
+    first, left = max(top, 0), max(left, 0)
+    around[:, first : first + inside.shape[1], left : left + inside.shape[2]] = inside
+    windows = np.lib.stride_tricks.sliding_window_view(around, (K, L), axis=(1, 2))[:, ::row_stride, ::col_stride]
+    return _up(windows.transpose(0, 1, 2, 4, 5, 3).reshape(images * lines * places, K * L * channels))
+
+
+def conv_forward(image, kernel, out, images, channels, rows, cols, out_channels):
+    windows = _windows(image, images, channels, rows, cols)
+    _put(out, windows @ _rows(kernel, windows.shape[1], out_channels))
+
+
+def conv_backward(image, dy, dkernel, images, channels, rows, cols, out_channels, accumulate):
+    windows = _windows(image, images, channels, rows, cols)
+    product = _rows(dy, windows.shape[0], out_channels).T @ windows
+    _put(dkernel, product + dkernel.array.reshape(product.shape) if accumulate else product)
+
+
 # --- softmax family ---
 
 

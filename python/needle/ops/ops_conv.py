@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from .. import dtype as dt
 from ..autograd import Tensor
-from ..backend_ndarray.host_memory import WORKSPACE
+from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import NDArray
-from ..backend_ndarray.ndarray import empty as _empty
 from ..backend_ndarray.ndarray import full as _full
-from ..backend_ndarray.ndarray import matmul as _matmul
 from ..backend_ndarray.shapes import frozen
 from ..errors import ShapeError
 from ._reads import _InputRead, _NoRead
 from .ops_index import _Embed
-
-_WINDOWS_BYTES = 4 << 20  # of windows are copied at a time: they stay in a processor's cache, and take this memory at most
 
 
 class _Axis(NamedTuple):
@@ -40,83 +34,20 @@ class _Axis(NamedTuple):
         size = max(min(self.size, self.n + self.before) - first, 0)
         return first, self._replace(size=size, before=self.before - first)
 
-    @property
-    def length(self) -> int:
-        """Pixels from the start of the first window to the end of the last."""
-        return (self.windows - 1) * self.stride + self.size
-
-    @property
-    def inside(self) -> slice:
-        """The image's pixels that are among those."""
-        return slice(max(-self.before, 0), min(self.length - self.before, self.n))
-
-    @property
-    def padded(self) -> bool:
-        return self.before > 0 or self.length - self.before > self.n
-
 
 def _axes(image: tuple[int, ...], size: tuple[int, ...], stride: int, padding: int) -> list[_Axis]:
     """The windows of the pixels of a kernel in an image (N, H, W, C), along H and W."""
     return [_Axis(n, k, stride, padding, (n + 2 * padding - k) // stride + 1) for n, k in zip(image[1:3], size)]
 
 
-def _windows(a: NDArray, rows: _Axis, cols: _Axis) -> Iterator[tuple[slice, NDArray]]:
-    """The windows of an image (N, H, W, C) as rows of a matrix (windows, K L C), some of them at a time.
-
-    Gives which of the windows they are, and their matrix, in memory that the next ones are copied to. Of images of which one has
-    too many, some lines of windows at a time; a line is never divided.
-    """
-    N, H, W, C = a.shape
-    lines, K, L = rows.windows, rows.size, cols.size
-    if rows == (H, 1, 1, 0, H) and cols == (W, 1, 1, 0, W):  # each pixel is a window
-        yield slice(0, N * H * W), a.compact().reshape((N * H * W, C))
-        return
-    most = _WINDOWS_BYTES // max(cols.windows * K * L * C * dt.ROWS[a.dtype].itemsize, 1)  # lines
-    images = min(max(most // lines, 1), N)
-    lines_at_once = lines if images > 1 else min(max(most, 1), lines)
-    copies = _empty((images, lines_at_once, cols.windows, K, L, C), a.dtype, a.device)
-    copies.category = WORKSPACE
-    padding = rows.padded or cols.padded
-    inside = a[:, rows.inside, cols.inside]
-    if padding:
-        padded = _full((images, rows.length, cols.length, C), 0, a.dtype, a.device)
-        padded.category = WORKSPACE
-        top, left = max(rows.before, 0), max(cols.before, 0)
-        lines_inside, places_inside = slice(top, top + inside.shape[1]), slice(left, left + inside.shape[2])
-    for i in range(0, N, max(images, 1)):
-        image = inside[i : i + images]
-        n = image.shape[0]
-        if padding:
-            padded[:n, lines_inside, places_inside] = image
-            image = padded
-        elif image.strides[3] != 1:  # its pixels are read K L times
-            image = image.compact()
-        sn, sh, sw, sc = image.strides
-        for first in range(0, lines, lines_at_once):
-            m = min(lines_at_once, lines - first)
-            views = image[:, first * rows.stride :].as_strided(
-                (n, m, cols.windows, K, L, C), (sn, sh * rows.stride, sw * cols.stride, sh, sw, sc)
-            )
-            part = copies[:n, :m]
-            part[:] = views
-            start = (i * lines + first) * cols.windows
-            yield slice(start, start + n * m * cols.windows), part.reshape((n * m * cols.windows, K * L * C))
-
-
 def _convolve(a: NDArray, b: NDArray, rows: _Axis, cols: _Axis) -> NDArray:
     """Each window of the image a (N, H, W, C) times the kernel b (K, L, C, O): (N, rows.windows, cols.windows, O)."""
     dtype = dt.promote(a.dtype, b.dtype)
-    a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
     (row, rows), (col, cols) = rows.cut(), cols.cut()
-    kernel = b[row : row + rows.size, col : col + cols.size].compact()
-    if 0 in kernel.shape[:2]:
+    kernel = b[row : row + rows.size, col : col + cols.size].astype(dtype, copy=False)
+    if 0 in kernel.shape[:3] or 0 in (rows.windows, cols.windows):
         return _full((len(a), rows.windows, cols.windows, b.shape[3]), 0, dtype, a.device)
-    kernel = kernel.reshape((math.prod(kernel.shape[:3]), b.shape[3]))
-    out = _empty((len(a), rows.windows, cols.windows, b.shape[3]), dtype, a.device)
-    flat = out.reshape((math.prod(out.shape[:3]), b.shape[3]))
-    for which, windows in _windows(a, rows, cols):
-        _matmul(windows, kernel, out=flat[which])
-    return out
+    return kernels.conv(a.astype(dtype, copy=False), kernel, rows, cols)
 
 
 def _check_conv(a: NDArray, b: NDArray, padding: int) -> None:
@@ -129,7 +60,7 @@ def _check_conv(a: NDArray, b: NDArray, padding: int) -> None:
 
 
 class Conv(_InputRead):
-    """2-D convolution as products of windows, copied some at a time (im2col), with the kernel.
+    """2-D convolution: the product of each window of an image with the kernel.
 
     a: (N, H, W, Cin); b: (K, L, Cin, Cout); padding on both sides of H and W. Result: (N, H', W', Cout) with
     H' = (H + 2 padding - K) // stride + 1, W' likewise. raises: ShapeError for other ranks or unequal channels.
@@ -205,20 +136,18 @@ class _KernelGradient(_InputRead):
         self.size, self.stride, self.padding = size, stride, padding
 
     def compute(self, a, dy):
-        C, O = a.shape[3], dy.shape[3]  # noqa: E741
         dtype = dt.promote(a.dtype, dy.dtype)
         (row, rows), (col, cols) = (axis.cut() for axis in _axes(a.shape, self.size, self.stride, self.padding))
-        shape = rows.size, cols.size, C, O
-        out = _full((math.prod(shape[:3]), O), 0, dt.accumulator(dtype), a.device)  # a sum of several products, in 16 bits too
-        dy = dy.compact().reshape((math.prod(dy.shape[:3]), O))
-        if out.size:
-            for which, windows in _windows(a, rows, cols):
-                _matmul(windows.T, dy[which], out=out, accumulate=True)
-        out = out.astype(dtype, copy=False).reshape(shape)
-        if shape[:2] == tuple(self.size):
-            return out
-        whole = _full((*self.size, C, O), 0, dtype, a.device)
-        whole[row : row + rows.size, col : col + cols.size] = out
+        inside = (slice(row, row + rows.size), slice(col, col + cols.size))
+        met = rows.size * cols.size * a.shape[3] * dy.shape[3] > 0  # any pixel of the kernel, by the image's
+        if met:
+            a, dy = a.astype(dtype, copy=False), dy.astype(dtype, copy=False)
+            part = kernels.conv_backward(a, dy, rows, cols).astype(dtype, copy=False)
+            if (rows.size, cols.size) == tuple(self.size):
+                return part
+        whole = _full((*self.size, a.shape[3], dy.shape[3]), 0, dtype, a.device)
+        if met:
+            whole[inside] = part
         return whole
 
     def gradient(self, out_grad, node):
