@@ -651,6 +651,9 @@ def test_the_command_line_plans(capsys, small_plan):
     assert "0 of 2 (planned above)" in out and all(f"{p}, 2 of 2 layers computed again" in out for p in ("fp32", "bf16", "fp16"))
     assert main([*small_plan, "--precision", "bf16"]) == 0
     assert "AdamW, bf16" in capsys.readouterr().out
+    assert main([*small_plan, "--pattern", "mixed"]) == 0
+    printed = capsys.readouterr()
+    assert ", dense attention," in printed.out and printed.err == "note: --pattern mixed has no effect without --sparse\n"
     assert main(["plan", "--model", "15m"]) == 2 and main(["plan", "--gpu", "T5"]) == 2 and main(["plan", "--gpu", "1MiB"]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and "unknown model: 15m" in err[0] and "T5" in err[1]

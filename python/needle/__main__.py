@@ -8,6 +8,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the imports run: the end, without a traceback
 
 import argparse
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -86,6 +87,8 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.sparse:
         check_blocks(options.seq_len, options.block_size)
         config = config.with_sparse(options.pattern, options.block_size, options.window)
+    elif options.pattern != "local":
+        print(f"note: --pattern {options.pattern} has no effect without --sparse", file=sys.stderr)
     shape = (options.batch_size, options.seq_len, options.accumulation_steps, options.precision)
     config = checkpointed(config, layers_or_bytes(options.checkpoint_layers), *shape)
     attention = f"{options.pattern if options.sparse else 'dense'} attention"
