@@ -111,7 +111,7 @@ def convolution(dtype):
     about = 1, 8, (5, 3, 1, 1, 5), (14, 3, 1, 1, 14), 40  # images, channels, windows along rows and along columns, outputs
     x, kernel, dy = In(normal(5, 14, 8)), In(normal(72, 40)), In(normal(70, 40))
     check("conv_forward", dtype, x, kernel, Out((70, 40)), *about, looser=3)
-    check("conv_backward", dtype, x, dy, Out((40, 72), True), *about, False, looser=3)
+    check("conv_backward", dtype, x, dy, Out((72, 40), True), *about, False, looser=3)
 
 
 def softmax(dtype):

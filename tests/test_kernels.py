@@ -204,6 +204,7 @@ CONVOLUTIONS = {
     "few, of many elements": ((1, 3, 3, 520), (3, 3, 1, 1, 3), (3, 3, 1, 1, 3), 33),
     "many": ((5, 17, 16, 8), (17, 3, 1, 1, 17), (16, 3, 1, 1, 16), 72),
     "many for a small result": ((17, 16, 16, 3), (16, 3, 1, 1, 16), (16, 3, 1, 1, 16), 5),
+    "two windows": ((2, 3, 3, 300), (3, 3, 1, 0, 1), (3, 3, 1, 0, 1), 40),
     "no images": ((0, 4, 4, 8), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 8),
     "no channels": ((2, 4, 4, 0), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 8),
     "no outputs": ((2, 4, 4, 8), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 0),
@@ -219,8 +220,8 @@ def test_convolution(dtype, image, rows, cols, outputs):
     x, about = In(normal(*image)), (images, channels, rows, cols, outputs)
     check("conv_forward", dtype, x, In(normal(elements, outputs)), Out((windows, outputs)), *about, looser=2)
     dy = In(normal(windows, outputs))
-    for values in (None, normal(outputs, elements)):
-        dkernel = Out((outputs, elements), True, values)
+    for values in (None, normal(elements, outputs)):
+        dkernel = Out((elements, outputs), True, values)
         check("conv_backward", dtype, x, dy, dkernel, *about, values is not None, looser=10)
 
 

@@ -18,6 +18,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "few_rows_cpu.h"
 #include "integers.h"
 #include "lane_gemm_cpu.h"
 #include "parallel.h"
@@ -255,12 +256,12 @@ struct Own {
   }
 
   // kRows rows of C and as many of a panel's columns as V vectors have, of which rows x cols are
-  // there; k is in words.
-  template <bool ta, int V>
+  // there; k is in words. Element (i, j) of C is c[i * ldc + j], or c[j * ldc + i] when turned.
+  template <bool ta, int V, bool turned>
   static void micro(int64_t k, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
                     int64_t ldc, int64_t rows, int64_t cols) {
     constexpr int64_t kAhead = 8 * kCols * kWord;  // panels of B come from L2 or beyond
-    for (int64_t i = 0; i < rows; ++i)
+    for (int64_t i = 0; i < (turned ? 0 : rows); ++i)
       for (int j = 0; j < V; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
     Vec<T> sum[kRows][V] = {};
 #pragma clang loop unroll(disable)  // it would run out of registers
@@ -278,7 +279,7 @@ struct Own {
         for (int j = 0; j < V; ++j) sum[i][j] = add_product(sum[i][j], x, words[j]);
       }
     }
-    if (rows == kRows && cols == V * kLane) {
+    if (!turned && rows == kRows && cols == V * kLane) {
 #pragma GCC unroll 16
       for (int i = 0; i < kRows; ++i)
         for (int j = 0; j < V; ++j) {
@@ -290,16 +291,23 @@ struct Own {
     T edge[kRows][V * kLane];
     for (int i = 0; i < kRows; ++i)
       for (int j = 0; j < V; ++j) store(&edge[i][j * kLane], sum[i][j]);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < cols; ++j)
-        c[i * ldc + j] = Out(accumulate ? T(c[i * ldc + j]) + edge[i][j] : edge[i][j]);
+    for (int64_t outer = 0; outer < (turned ? cols : rows); ++outer)
+      for (int64_t inner = 0; inner < (turned ? rows : cols); ++inner) {
+        const T sum = turned ? edge[inner][outer] : edge[outer][inner];
+        Out& to = c[outer * ldc + inner];
+        to = Out(accumulate ? T(to) + sum : sum);
+      }
   }
+
+  // Where elements of windows are the columns of B, C^T is wanted and written.
+  template <class B>
+  static constexpr bool is_turned = std::is_same_v<B, ElementLines<In>>;
 
   // C (rows, n) from rows of A and all columns of B, depth deep.
   template <class A, class B>
   static void multiply(int64_t rows, int64_t n, int64_t depth, A a, B b, bool accumulate, Out* c,
                        int64_t ldc) {
-    constexpr bool kStored = std::is_same_v<A, Stored<In>>;
+    constexpr bool kStored = std::is_same_v<A, Stored<In>>, kTurned = is_turned<B>;
     P* const panels = reinterpret_cast<P*>(workspace().panels);
     const int64_t words = ceil_div(depth, kWord), threads = num_threads();
     int64_t in_place = 0;  // rows
@@ -347,10 +355,11 @@ struct Own {
         }
         for (int64_t j = 0; j < cols; j += kCols) {
           const int64_t left = std::min<int64_t>(kCols, cols - j);
-          const auto part = left > kLane ? (across ? micro<true, 2> : micro<false, 2>)
-                                         : (across ? micro<true, 1> : micro<false, 1>);
-          part(words, from, ld, strip + j * words * kWord, accumulate, c + i * ldc + j0 + j, ldc,
-               there, left);
+          const auto part = left > kLane
+                                ? (across ? micro<true, 2, kTurned> : micro<false, 2, kTurned>)
+                                : (across ? micro<true, 1, kTurned> : micro<false, 1, kTurned>);
+          part(words, from, ld, strip + j * words * kWord, accumulate,
+               c + (kTurned ? (j0 + j) * ldc + i : i * ldc + j0 + j), ldc, there, left);
         }
       }
     });
@@ -369,12 +378,14 @@ struct Own {
     if (std::is_same_v<Out, T> || even >= k) {
       const int64_t most = std::is_same_v<A, Stored<In>> ? kM : m;
       for (int64_t i = 0; i < m; i += most)
-        all_depths(multiply<A, B>, i, std::min(most, m - i), 0, n, accumulate, c + i * ldc, ldc);
+        all_depths(multiply<A, B>, i, std::min(most, m - i), 0, n, accumulate,
+                   c + (is_turned<B> ? i : i * ldc), ldc);
       return;
     }
     T* const sums = workspace().sums;
     for (int64_t i = 0; i < m; i += kM)
       for (int64_t j = 0; j < n; j += kSummed) {
+        static_assert(!is_turned<B> || std::is_same_v<Out, T>);
         const int64_t rows = std::min(kM, m - i), cols = std::min(kSummed, n - j);
         all_depths(Own<In, T, P>::template multiply<A, B>, i, rows, j, cols, false, sums, kSummed);
         parallel_for(rows, [&](int64_t row) {
@@ -413,15 +424,29 @@ void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, in
 
 template <class T>
 void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c) {
-  gemm_of<T>(a.count(), n, a.elements(), WindowLines<T>{a, 0, 0}, Stored<T>{b, n, false}, false, c,
-             n);
+  constexpr int64_t kDepth = 1024;
+  const int64_t m = a.count(), k = a.elements();
+  if (few_rows_pay<T>(m, n, k) && (sizeof(T) > 2 || k <= kDepth)) {
+    struct Rows {
+      T of[kFewRows * kDepth];
+    };
+    T* const rows = of_this_thread<Rows>().of;
+    for (int64_t p = 0; p < k; p += kDepth) {
+      const int64_t depth = std::min(kDepth, k - p);
+      WindowReader<T> reader(a, 0, p, depth);
+      for (int64_t i = 0; i < m; ++i) reader.next(rows + i * depth);
+      few_rows_gemm(m, n, depth, rows, depth, 1, b + p * n, n, p > 0, c);
+    }
+    return;
+  }
+  gemm_of<T>(m, n, k, WindowLines<T>{a, 0, 0}, Stored<T>{b, n, false}, false, c, n);
 }
 
 template <class T>
-void gemm_of_windows(int64_t m, const T* a, const Windows<T>& b, int64_t first, int64_t count,
+void gemm_of_windows(const Windows<T>& a, int64_t first, int64_t count, int64_t n, const T* b,
                      bool accumulate, accum_t<T>* c) {
-  gemm_of<T>(m, b.elements(), count, Stored<T>{a + first * m, m, false},
-             ElementLines<T>{b, first, 0}, accumulate, c, b.elements());
+  gemm_of<T>(n, a.elements(), count, Stored<T>{b + first * n, n, false},
+             ElementLines<T>{a, first, 0}, accumulate, c, n);
 }
 
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
@@ -464,7 +489,7 @@ TILE(float)
 TILE(double)
 #define WINDOWS(T)                                                                            \
   template void gemm_windows(const Windows<T>&, int64_t, const T*, T*);                       \
-  template void gemm_of_windows(int64_t, const T*, const Windows<T>&, int64_t, int64_t, bool, \
+  template void gemm_of_windows(const Windows<T>&, int64_t, int64_t, int64_t, const T*, bool, \
                                 accum_t<T>*);
 WINDOWS(float)
 WINDOWS(double)

@@ -23,9 +23,7 @@ template <class In, class Out>
 void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
               const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc);
 
-// The same of the windows of an image, which are not written down: C (windows, n) = A B with B
-// (elements, n); and C (m, elements) = A^T B with A (windows, m), over the `count` windows from
-// the first on, or C +=.
+// The windows of an image as a matrix (windows, elements), which is not written down.
 template <class T>
 struct Windows {
   const T* image;  // (N, H, W, channels)
@@ -34,10 +32,12 @@ struct Windows {
   int64_t count() const { return images * rows.windows * cols.windows; }
   int64_t elements() const { return rows.size * cols.size * channels; }
 };
+// C (windows, n) = A B with A the windows and B (elements, n).
 template <class T>
 void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c);
+// C (elements, n) = or += A^T B with A `count` windows from the first on, and B (windows, n).
 template <class T>
-void gemm_of_windows(int64_t m, const T* a, const Windows<T>& b, int64_t first, int64_t count,
+void gemm_of_windows(const Windows<T>& a, int64_t first, int64_t count, int64_t n, const T* b,
                      bool accumulate, accum_t<T>* c);
 
 // Whether gemm_own is the faster way to a product of this size, rather than tiles on the pool.

@@ -62,7 +62,7 @@ void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64
 // elements) @ kernel (elements, out_channels).
 void conv_forward(const Array& image, const Array& kernel, const Array& out, int64_t images,
                   int64_t channels, const Dims& rows, const Dims& cols, int64_t out_channels);
-// dkernel (out_channels, elements) = dy (windows, out_channels)^T @ windows, or += with accumulate;
+// dkernel (elements, out_channels) = windows^T @ dy (windows, out_channels), or += with accumulate;
 // float32 where the others are 16-bit floats.
 void conv_backward(const Array& image, const Array& dy, const Array& dkernel, int64_t images,
                    int64_t channels, const Dims& rows, const Dims& cols, int64_t out_channels,

@@ -33,22 +33,22 @@ constexpr int64_t kParts = 8;               // into which the windows of a small
 constexpr int64_t kPartWindows = 512;       // the least of a part
 constexpr int64_t kPartialSums = 64 << 10;  // elements of all parts: they are added by one thread
 
-// out (m, elements) = or += a (windows, m)^T @ windows. Of a small result, whose elements are too
+// out (elements, n) = or += windows^T @ dy (windows, n). Of a small result, whose elements are too
 // few for tasks of their own, a task is a part of the windows; the parts' sums are added in their
 // order.
 template <class T>
-void add_up_windows(int64_t m, const T* a, const Windows<T>& windows, bool accumulate,
+void add_up_windows(const Windows<T>& windows, int64_t n, const T* dy, bool accumulate,
                     accum_t<T>* out) {
   struct Sums {
     accum_t<T> of_part[kPartialSums];
   };
-  const int64_t count = windows.count(), size = m * windows.elements();
+  const int64_t count = windows.count(), size = windows.elements() * n;
   if (size > kPartialSums / kParts || count < kParts * kPartWindows)
-    return gemm_of_windows(m, a, windows, 0, count, accumulate, out);
+    return gemm_of_windows(windows, 0, count, n, dy, accumulate, out);
   accum_t<T>* const sums = of_this_thread<Sums>().of_part;
   parallel_for(kParts, [&](int64_t part) {
     const int64_t first = part * count / kParts, end = (part + 1) * count / kParts;
-    gemm_of_windows(m, a, windows, first, end - first, false, sums + part * size);
+    gemm_of_windows(windows, first, end - first, n, dy, false, sums + part * size);
   });
   for (int64_t i = 0; i < size; ++i) {
     accum_t<T> sum = accumulate ? out[i] : accum_t<T>(0);
@@ -90,13 +90,13 @@ void conv_backward(const Array& image, const Array& dy, const Array& dkernel, in
     auto* const to = dkernel.data<accum_t<T>>();
     if constexpr (is_float(DTypeOf<T>::value))
       if (windows.count() * windows.elements() * out_channels > 0)
-        return add_up_windows(out_channels, factors, windows, accumulate, to);
+        return add_up_windows(windows, out_channels, factors, accumulate, to);
+    if (!accumulate) std::fill_n(to, windows.elements() * out_channels, accum_t<T>(0));
     parallel_ranges(out_channels, 1, [&](int64_t o, int64_t) {
-      auto* const sums = to + o * windows.elements();
-      if (!accumulate) std::fill_n(sums, windows.elements(), accum_t<T>(0));
       for (int64_t i = 0; i < windows.count(); ++i)
         for_window(windows, i, [&](int64_t element, T value) {
-          sums[element] = accum_t<T>(sums[element] + value * factors[i * out_channels + o]);
+          auto& sum = to[element * out_channels + o];
+          sum = accum_t<T>(sum + value * factors[i * out_channels + o]);
         });
     });
   });

@@ -52,17 +52,18 @@ __device__ WindowRef<T> submatrix(const WindowRef<T>& w, int64_t row, int64_t co
   return {w.g, w.window + row, w.element + col};
 }
 
+// The same transposed.
 template <class T>
-struct Turned {
+struct ElementRef {
   WindowRef<T> windows;
   __device__ T operator()(int64_t row, int64_t col) const { return windows(col, row); }
 };
 template <class T>
-__device__ Turned<T> turned(const WindowRef<T>& windows) {
-  return {windows};
+__device__ ElementRef<T> submatrix(const ElementRef<T>& e, int64_t row, int64_t col) {
+  return {submatrix(e.windows, col, row)};
 }
 
-// The rows of a tile are windows, as lines of a along them and as the depth of b.
+// The rows of a tile are windows: lines of it, or the depth.
 template <bool Along, class T, int Cols>
 __device__ void copy_operand(const SwizzledTile<T, Cols>& tile, int tile_rows, int threads,
                              const WindowRef<T>& windows, int lines, int depth) {
@@ -71,15 +72,15 @@ __device__ void copy_operand(const SwizzledTile<T, Cols>& tile, int tile_rows, i
 }
 template <bool Along, class T, int Cols>
 __device__ void copy_operand(const SwizzledTile<T, Cols>& tile, int tile_rows, int threads,
-                             const Turned<T>& turned, int lines, int depth) {
-  copy_operand<Along>(tile, tile_rows, threads, turned.windows, lines, depth);
+                             const ElementRef<T>& elements, int lines, int depth) {
+  copy_operand<Along>(tile, tile_rows, threads, elements.windows, lines, depth);
 }
 
-// Slices of a and b, of which one is windows.
-template <int Depth, class A, class B>
-__device__ auto slices_of(A a, B b, int64_t depth) {
+// Slices of a, which is windows, and b.
+template <int Depth, class A, class T>
+__device__ auto slices_of(A a, MatrixRef<T> b, int64_t depth) {
   return [=, k = 0]() mutable {
-    const Slice<A, B> slice{submatrix(a, 0, k), submatrix(b, k, 0), int(depth) - k};
+    const Slice<A, MatrixRef<T>> slice{submatrix(a, 0, k), submatrix(b, k, 0), int(depth) - k};
     k += Depth;
     return slice;
   };
@@ -110,22 +111,22 @@ template <class Product>
 __device__ void conv_backward_tiles(const ConvArguments<typename Product::T>& g) {
   using T = typename Product::T;
   using A = accum_t<T>;
-  const int64_t row_tiles = ceil_div(g.outputs, Product::kRows),
-                col_tiles = ceil_div(g.elements, Product::kCols);
+  const int64_t row_tiles = ceil_div(g.elements, Product::kRows),
+                col_tiles = ceil_div(g.outputs, Product::kCols);
   for (int64_t t = blockIdx.x; t < g.parts * row_tiles * col_tiles; t += gridDim.x) {
     const int64_t part = t / (row_tiles * col_tiles), first = part * g.part;
     const int64_t row0 = t / col_tiles % row_tiles * Product::kRows;
     const int64_t col0 = t % col_tiles * Product::kCols;
     const int64_t depth = min(g.part, g.windows - first);
-    const auto a = matrix_ref(g.other + first * g.outputs + row0, g.outputs, true);
-    const WindowRef<T> b{g, first, col0};
+    const ElementRef<T> a{{g, first, row0}};
+    const auto b = matrix_ref(g.other + first * g.outputs + col0, g.outputs, false);
     Product product;
-    product.add(g.outputs - row0, g.elements - col0, {false, false},
+    product.add(g.elements - row0, g.outputs - col0, {false, false},
                 int(ceil_div(depth, Product::kDepth)), slices_of<Product::kDepth>(a, b, depth));
-    A* const out = static_cast<A*>(g.out) + (part * g.outputs + row0) * g.elements + col0;
+    A* const out = static_cast<A*>(g.out) + (part * g.elements + row0) * g.outputs + col0;
     product.for_each_run([&](int row, int col, const auto& sums) {
-      if (row0 + row < g.outputs)
-        store_run(out + row * g.elements + col, sums, g.elements - col0 - col, g.accumulate);
+      if (row0 + row < g.elements)
+        store_run(out + row * g.outputs + col, sums, g.outputs - col0 - col, g.accumulate);
     });
   }
 }
@@ -207,7 +208,7 @@ void conv_backward(const Array& image, const Array& dy, const Array& dkernel, in
     auto g = arguments<T>(image, dy, images, channels, rows, cols, out_channels);
     const int64_t size = g.outputs * g.elements;
     if (size == 0) return;
-    g.parts = most_parts(size, ceil_div(g.outputs, 64) * ceil_div(g.elements, 64), g.windows,
+    g.parts = most_parts(size, ceil_div(g.elements, 64) * ceil_div(g.outputs, 64), g.windows,
                          int64_t(sizeof(A)));
     g.part = std::max<int64_t>(ceil_div(g.windows, g.parts), 1);
     g.parts = std::max<int64_t>(ceil_div(g.windows, g.part), 1);  // of which none is empty
@@ -215,7 +216,7 @@ void conv_backward(const Array& image, const Array& dy, const Array& dkernel, in
     const Scratch held = g.parts > 1 ? scratch(g.parts * size * int64_t(sizeof(A))) : Scratch{};
     g.out = g.parts > 1 ? held.memory : to;
     g.accumulate = accumulate && g.parts == 1;
-    with_product<T>(g.outputs, g.elements, g.parts, fits_tensor_cores(g, channels),
+    with_product<T>(g.elements, g.outputs, g.parts, fits_tensor_cores(g, channels),
                     [&](auto choice) {
                       using Product = typename decltype(choice)::Product;
                       if constexpr (Product::kTensorCores)

@@ -99,7 +99,7 @@ def _contiguous_images(image: NDArray) -> Iterator[tuple[slice, NDArray]]:
     The memory of one copy is that of the next.
     """
     N, *rest = image._shape
-    if image._contiguous:
+    if image._contiguous or not N:
         yield slice(0, N), image
         return
     most = min(max(IMAGE_BYTES // max(math.prod(rest) * dt.ROWS[image._dtype].itemsize, 1), 1), N)
@@ -150,16 +150,16 @@ def conv_backward(image: NDArray, dy: NDArray, rows: Windows, cols: Windows) -> 
     """
     _check_conv(image, dy)
     C, O = image._shape[3], dy._shape[3]  # noqa: E741
-    out = full((O, rows[1] * cols[1] * C), 0, dt.accumulator(image._dtype), image._device)
+    out = _new((rows[1], cols[1], C, O), dt.accumulator(image._dtype), image._device)
     for which, part in _contiguous_images(image):
-        grad = dy[which]
+        grad, accumulate = dy[which], which.start > 0
         if _are_pixels(part, rows, cols):
-            matmul(_as_pixels(grad).permute((1, 0)), _as_pixels(part), out=out, accumulate=True)
+            matmul(_as_pixels(part).permute((1, 0)), _as_pixels(grad), out=_as_pixels(out), accumulate=accumulate)
             continue
         image._device.conv_backward(
-            part.contiguous_handle(), grad.contiguous_handle(), out.contiguous_handle(), len(part), C, rows, cols, O, True
+            part.contiguous_handle(), grad.contiguous_handle(), out.contiguous_handle(), len(part), C, rows, cols, O, accumulate
         )
-    return out.permute((1, 0)).compact().reshape((rows[1], cols[1], C, O))
+    return out
 
 
 # --- softmax family, over the last axis ---

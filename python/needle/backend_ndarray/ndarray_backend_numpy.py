@@ -345,7 +345,7 @@ def conv_forward(image, kernel, out, images, channels, rows, cols, out_channels)
 
 def conv_backward(image, dy, dkernel, images, channels, rows, cols, out_channels, accumulate):
     windows = _windows(image, images, channels, rows, cols)
-    product = _rows(dy, windows.shape[0], out_channels).T @ windows
+    product = windows.T @ _rows(dy, windows.shape[0], out_channels)
     _put(dkernel, product + dkernel.array.reshape(product.shape) if accumulate else product)
 
 
