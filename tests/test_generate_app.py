@@ -352,7 +352,7 @@ def test_weights_that_are_no_numbers(app, made, tmp_path):
 WRONG = [
     ("generate", ["--max_new_tokens", 0], "[generate] max_new_tokens is 0"),
     ("generate", ["--max_new_tokens", 10**12], "[generate] max_new_tokens is 1000000000000"),
-    ("generate", ["--max_new_tokens", 10**6], "blocks of 64 positions are too many (accepted: 67,108,864 blocks, or 524,288 pos"),
+    ("generate", ["--max_new_tokens", 10**6], "max_new_tokens is 1000000 after a prompt of 1: [BlockLayout] 15,625 x"),
     ("generate", ["--model", "~nobody.of.that.name/run"], "no such folder: ~nobody.of.that.name/run"),
     ("generate", ["--temperature", 0], "do_sample=False takes the likeliest"),
     ("generate", ["--top_p", 2], "top_p is 2.0"),

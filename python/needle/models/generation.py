@@ -277,7 +277,11 @@ def stream(
         if any(i >= vocab_size for i in ids):
             raise IndexError(f"[generate] {name} {max(ids)} is outside the vocabulary (0..{vocab_size - 1})")
     prompts = as_prompts(input_ids, vocab_size)
-    model.config.layout(max(map(len, prompts)) + config.max_new_tokens - 1)  # refuses too many positions; the decoder finds it made
+    longest = max(map(len, prompts))
+    try:
+        model.config.layout(longest + config.max_new_tokens - 1)  # refuses too many positions; the decoder finds it made
+    except ShapeError as error:
+        raise ShapeError(f"[generate] max_new_tokens is {config.max_new_tokens} after a prompt of {longest}: {error}") from error
     return _tokens(model, prompts, config)
 
 
