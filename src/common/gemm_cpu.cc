@@ -46,16 +46,6 @@ struct FlushSubnormals {
 
 constexpr int kRows = kVectorRegisters >= 32 ? 12 : 6;
 
-// to = from, of the same type or widened.
-template <class From, class T>
-void copy_row(const From* from, int64_t n, T* to) {
-  if constexpr (std::is_same_v<From, T>)
-    std::memcpy(to, from, size_t(n) * sizeof(T));
-  else
-    for_vectors<T>(
-        n, [&](int64_t i, auto... lanes) { store(to + i, load(from + i, lanes...), lanes...); });
-}
-
 // An operand is lines, rows of op(A) or columns of op(B), of k elements; from(line, p) is the part
 // of it that begins there.
 
@@ -68,52 +58,6 @@ struct Stored {
   Stored from(int64_t line, int64_t p) const {
     return {data + (along ? line * ld + p : p * ld + line), ld, along};
   }
-};
-
-// Windows one after the other, of each n elements from the p-th on.
-template <class In>
-class WindowReader {
- public:
-  WindowReader(const Windows<In>& w, int64_t window, int64_t p, int64_t n)
-      : w_(w), size_(w.cols.size * w.channels), length_(w.cols.n * w.channels), n_(n) {
-    const int64_t line = window / w.cols.windows;
-    place_ = window % w.cols.windows;
-    line_ = line % w.rows.windows;
-    image_ = line / w.rows.windows;
-    row_ = p / size_;
-    first_ = p % size_;
-  }
-
-  // Those that are not in the image are zero.
-  template <class P>
-  void next(P* to) {
-    const int64_t x = (place_ * w_.cols.stride - w_.cols.before) * w_.channels;
-    int64_t y = line_ * w_.rows.stride - w_.rows.before + row_, left = n_;
-    for (int64_t q = first_; left > 0; q = 0, ++y) {
-      const int64_t count = std::min(left, size_ - q);
-      const bool inside = y >= 0 && y < w_.rows.n;
-      const int64_t begin = inside ? std::clamp<int64_t>(-x - q, 0, count) : count;
-      const int64_t end = std::clamp(length_ - x - q, begin, count);
-      for (int64_t i = 0; i < begin; ++i) to[i] = P(0.f);
-      if (begin < end)
-        copy_row(w_.image + (image_ * w_.rows.n + y) * length_ + x + q + begin, end - begin,
-                 to + begin);
-      for (int64_t i = end; i < count; ++i) to[i] = P(0.f);
-      to += count;
-      left -= count;
-    }
-    if (++place_ < w_.cols.windows) return;
-    place_ = 0;
-    if (++line_ < w_.rows.windows) return;
-    line_ = 0;
-    ++image_;
-  }
-
- private:
-  const Windows<In>& w_;
-  int64_t size_, length_, n_;     // of a window's row, of an image's, of what is read
-  int64_t image_, line_, place_;  // of the window
-  int64_t row_, first_;           // of its first element
 };
 
 // Windows as lines of A, and their elements as lines of B.
@@ -180,7 +124,7 @@ struct Own {
           for (int64_t j = 0; j < cols; j += kLane)
             __builtin_prefetch(from + (kAhead + w) * ld + j);
       if constexpr (kWord == 1) {
-        for (int64_t i = 0; i < whole; ++i) copy_row(from + i * Width, Width, to + i * distance);
+        for (int64_t i = 0; i < whole; ++i) convert_run(from + i * Width, Width, to + i * distance);
         if (rest > 0) std::copy_n(from + whole * Width, rest, to + whole * distance);
       } else {
         const bool both = p + 1 < k;
@@ -213,7 +157,7 @@ struct Own {
   // order of it.
   static void pack_a(int64_t rows, int64_t k, Stored<In> a, P* to) {
     if (!a.along) return pack_columns<kRows>(k, rows, a.data, a.ld, to, kRows * kStride);
-    pack_rows(rows, k, to, [&](int64_t i, P* row) { copy_row(a.data + i * a.ld, k, row); });
+    pack_rows(rows, k, to, [&](int64_t i, P* row) { convert_run(a.data + i * a.ld, k, row); });
   }
   static void pack_a(int64_t rows, int64_t k, WindowLines<In> a, P* to) {
     WindowReader<In> reader(a.windows, a.window, a.element, k);

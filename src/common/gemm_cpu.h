@@ -6,8 +6,7 @@
 
 #include <cstdint>
 
-#include "dtype.h"
-#include "windows.h"
+#include "windows_cpu.h"
 
 namespace needle::cpu {
 
@@ -23,15 +22,6 @@ template <class In, class Out>
 void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
               const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc);
 
-// The windows of an image as a matrix (windows, elements), which is not written down.
-template <class T>
-struct Windows {
-  const T* image;  // (N, H, W, channels)
-  int64_t images, channels;
-  WindowAxis rows, cols;
-  int64_t count() const { return images * rows.windows * cols.windows; }
-  int64_t elements() const { return rows.size * cols.size * channels; }
-};
 // C (windows, n) = A B with A the windows and B (elements, n).
 template <class T>
 void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c);

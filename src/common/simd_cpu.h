@@ -3,6 +3,7 @@
 // without -ffast-math).
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -211,10 +212,13 @@ template <class From, class To>
 void convert_run(const From* from, int64_t n, To* to) {
   constexpr bool kBothFloat =
       std::is_same_v<accum_t<From>, float> && std::is_same_v<accum_t<To>, float>;
-  int64_t i = 0;
-  if constexpr (kBothFloat && sizeof(From) != sizeof(To))
-    for (; i + kLanes<float> <= n; i += kLanes<float>) store(to + i, load(from + i));
-  for (; i < n; ++i) to[i] = convert<To>(from[i]);
+  if constexpr (std::is_same_v<From, To>)
+    std::copy_n(from, n, to);
+  else if constexpr (kBothFloat && sizeof(From) != sizeof(To))
+    for_vectors<float>(
+        n, [&](int64_t i, auto... lanes) { store(to + i, load(from + i, lanes...), lanes...); });
+  else
+    for (int64_t i = 0; i < n; ++i) to[i] = convert<To>(from[i]);
 }
 
 template <class A>
