@@ -4,6 +4,9 @@
 // core's L2 and multiplies the rows of A with it, so that some threads wait for memory while others
 // compute, and so that B is packed once and not, as a BLAS called per tile would, once per tile.
 //
+// An operand may also be the windows of an image, which are packed from it: as rows of A those that
+// the inner loop is about to read, as B a strip.
+//
 // 16-bit floats become float as they are packed, and are rounded once, when their sum is complete.
 // Where the processor multiplies pairs of bfloat16 (multiplies_pairs), they stay as they are: k
 // goes by words of two elements then.
@@ -341,6 +344,13 @@ struct Own {
   }
 };
 
+template <class In, class Out, class A, class B>
+void gemm_of(int64_t m, int64_t n, int64_t k, A a, B b, bool accumulate, Out* c, int64_t ldc) {
+  if constexpr (std::is_same_v<In, bfloat16>)
+    if (multiplies_pairs()) return Own<In, Out, In>::gemm(m, n, k, a, b, accumulate, c, ldc);
+  Own<In, Out>::gemm(m, n, k, a, b, accumulate, c, ldc);
+}
+
 #ifdef NEEDLE_OPENBLAS
 // The pool hands out the parallelism; the library's own threads stay asleep.
 [[maybe_unused]] const bool single_threaded = (scipy_openblas_set_num_threads(1), true);
@@ -352,13 +362,6 @@ bool fit_int(Sizes... sizes) {
 #endif
 
 }  // namespace
-
-template <class In, class Out, class A, class B>
-void gemm_of(int64_t m, int64_t n, int64_t k, A a, B b, bool accumulate, Out* c, int64_t ldc) {
-  if constexpr (std::is_same_v<In, bfloat16>)
-    if (multiplies_pairs()) return Own<In, Out, In>::gemm(m, n, k, a, b, accumulate, c, ldc);
-  Own<In, Out>::gemm(m, n, k, a, b, accumulate, c, ldc);
-}
 
 template <class In, class Out>
 void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
