@@ -290,6 +290,18 @@ def test_the_gradient_of_a_kernel_adds_up_what_16_bits_would_lose(device, monkey
     np.testing.assert_array_equal(kernel.grad.numpy(), 600)
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_gradient_of_a_kernel_of_integers(device, size):
+    values = np.arange(96).reshape(2, 4, 4, 3)
+    image, dy = (array(v, device, "int32") for v in (values, values[..., :2]))
+    axis = (4, size, 1, size // 2, 4)
+    found = kernels.conv_backward(image, dy, axis, axis)
+    padded = np.pad(values, ((0, 0), (size // 2,) * 2, (size // 2,) * 2, (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (size, size), axis=(1, 2))
+    assert found.dtype == "int32"
+    np.testing.assert_array_equal(found.numpy(), np.einsum("nhwckl,nhwo->klco", windows, values[..., :2]))
+
+
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])
 @pytest.mark.parametrize("padding", [0, 1])
 def test_gradients_of_convolutions_with_kernels_that_are_not_square(stride, padding):

@@ -150,7 +150,8 @@ def conv_backward(image: NDArray, dy: NDArray, rows: Windows, cols: Windows) -> 
     """
     _check_conv(image, dy)
     C, O = image._shape[3], dy._shape[3]  # noqa: E741
-    out = _new((rows[1], cols[1], C, O), dt.accumulator(image._dtype), image._device)
+    dtype = dt.accumulator(image._dtype) if dt.is_float(image._dtype) else image._dtype
+    out = _new((rows[1], cols[1], C, O), dtype, image._device)
     for which, part in _contiguous_images(image):
         grad, accumulate = dy[which], which.start > 0
         if _are_pixels(part, rows, cols):
