@@ -137,11 +137,17 @@ def test_the_kernel_refuses_what_does_not_fit(device):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
-@pytest.mark.parametrize("k, n", [(1, 1), (7, 5), (64, 2048), (500, 700), (2048, 130), (33, 5000), (130, 2100)])
-def test_products_of_few_rows(cpu, dtype, k, n):
-    """1 to 17 rows times a matrix, against float64; a row's bits do not depend on the other rows while they are few."""
+@pytest.mark.parametrize("k, n", [(1, 1), (7, 5), (64, 2048), (500, 700), (2048, 130), (33, 5000), (130, 2100), (4500, 61)])
+@pytest.mark.parametrize("apart", ["as wide", "a power of two"])
+def test_products_of_few_rows(cpu, dtype, k, n, apart):
+    """1 to 17 rows times a matrix, against float64; a row's bits do not depend on the other rows while they are few.
+
+    apart: elements from one row of the matrix to the next; of rows a power of two apart few fit into a cache side by side.
+    """
+    row = n if apart == "as wide" else max(512, 1 << n.bit_length())
     rng = np.random.default_rng(n)
-    a, b = (NDArray(rng.standard_normal(s) / 8, device=cpu, dtype=dtype) for s in ((17, k), (k, n)))
+    a, b = (NDArray(rng.standard_normal(s) / 8, device=cpu, dtype=dtype) for s in ((17, k), (k, row)))
+    b = b[:, :n]
     expected = a.numpy().astype(np.float64) @ b.numpy().astype(np.float64)
     tolerance = {"float32": 1e-5, "float64": 1e-12, "float16": 4e-3, "bfloat16": 4e-2}[dtype]
     few = 16 if n * k >= 1 << 18 and b.dtype in ("float32", "float64") else 8
