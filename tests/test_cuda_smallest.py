@@ -141,6 +141,21 @@ def layer_norm(dtype):
               Out(cols), acc(np.zeros(64 * 2 * cols)), rows, cols, looser=4)  # fmt: skip
 
 
+def batch_norm(dtype):
+    rows, cols = 70, ELEMENTS
+    x, dy, weight, bias, workspace = (
+        normal(rows, cols) + 2,
+        normal(rows, cols),
+        normal(cols),
+        normal(cols),
+        acc(np.zeros(128 * cols)),
+    )
+    check("batch_norm_forward", dtype, In(x), In(weight), In(bias), Out(x.shape), Out(cols, True), Out(cols, True), workspace,
+          rows, cols, 1e-2)  # fmt: skip
+    check("batch_norm_backward", dtype, In(dy), In(x), In(weight), acc(x.mean(0)), acc(x.var(0)), Out(x.shape), Out(cols), Out(cols),
+          workspace, rows, cols, 1e-2, looser=4)  # fmt: skip
+
+
 def lstm(dtype):
     shape = ROWS, COLS
     gates, before, c, dh = normal(ROWS, 4 * COLS), acc(normal(*shape)), normal(*shape), normal(*shape)
@@ -210,7 +225,7 @@ def blocksparse(dtype):
     check_blocksparse(dtype, 16, heads=2, batch=2, n_rows=2, n_cols=2, other=21)
 
 
-CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, convolution, softmax, layer_norm, lstm, rotary,
+CASES = [fills, copies, elementwise, reductions, matmul, tensor_cores, convolution, softmax, layer_norm, batch_norm, lstm, rotary,
          embedding, updates, unscale, dropout, attention, attention_decode, blocksparse]  # fmt: skip
 
 

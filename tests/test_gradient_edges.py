@@ -173,6 +173,34 @@ def test_gradients_with_a_graph_have_the_same_eps(device):
             np.testing.assert_allclose(with_graph, plain, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "dtypes", [("float32", "float32"), ("float16", "float32"), ("float32", "bfloat16"), ("float16", "float16")]
+)
+def test_gradients_of_batch_norms_statistics_alone(device, dtypes):
+    values = np.random.default_rng(0).standard_normal((7, 3)).astype("float32")
+    weight, bias = (leaf(np.ones(3), device, dtypes[1]) for _ in range(2))
+    deviations = values - values.mean(0)
+    for item, expected in ((1, np.full((7, 3), 1 / 7)), (2, deviations * 2 / 7)):
+        x = leaf(values, device, dtypes[0])
+        ops.batch_norm(x, weight, bias)[item].sum().backward()
+        assert (x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (dtypes[0], dtypes[1], dtypes[1])
+        np.testing.assert_allclose(x.grad.numpy().astype("float32"), expected, rtol=2e-3, atol=2e-3)
+        np.testing.assert_array_equal(weight.grad.numpy().astype("float32"), np.zeros(3))
+
+
+def test_batch_norm_of_two_dtypes_is_that_of_the_wider(device):
+    found = []
+    for dtypes in (("float16", "float32"), ("float32", "float32")):
+        x = leaf(np.arange(12.0).reshape(4, 3) / 8, device, dtypes[0])
+        weight, bias = leaf([1.0, -2.0, 0.5], device, dtypes[1]), leaf([0.0, 1.0, 2.0], device, dtypes[1])
+        y = ops.batch_norm(x, weight, bias)[0]
+        (y * y).sum().backward()
+        assert y.dtype == "float32"
+        found.append([a.numpy() for a in (y, weight.grad, bias.grad)])
+    for mixed, plain in zip(*found):
+        np.testing.assert_array_equal(mixed, plain)
+
+
 def test_the_eps_of_norms_that_are_given_none(device):
     one = leaf([1.0], device)
     x = np.array([[1e-3], [-1e-3]])

@@ -354,6 +354,18 @@ def test_layer_norm(dtype, shape):
 
 
 @every_float
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (3, 17), (64, 32), (70, 33), (65, 80), (1030, 5), (3, 1100), (5, 0)])
+def test_batch_norm(dtype, shape):
+    rows, cols = shape
+    x, dy, weight, bias = normal(*shape) * 2 + 1, normal(*shape), normal(cols), normal(cols)
+    mean, var, workspace = x.mean(0), x.var(0), acc(np.zeros(64 * 2 * cols))
+    check("batch_norm_forward", dtype, In(x), In(weight), In(bias), Out(shape), Out(cols, True), Out(cols, True, looser=4), workspace,
+          rows, cols, 1e-2)  # fmt: skip
+    check("batch_norm_backward", dtype, In(dy), In(x), In(weight), acc(mean), acc(var), Out(shape), Out(cols), Out(cols), workspace,
+          rows, cols, 1e-2, looser=4)  # fmt: skip
+
+
+@every_float
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (64, 100), (5, 1100), (0, 5)])
 def test_lstm_cell(dtype, shape):
     rows, hidden = shape

@@ -329,6 +329,13 @@ def test_batch_norm_of_sums_and_squares_beyond_float16(device, spread, weight_dt
     assert norm.eval()(leaf(x, device, "float16")).dtype == weight_dtype
 
 
+def test_batch_norms_statistics_of_many_rows_that_are_one(device):
+    constant = np.array([0.1, 1e4 / 3, -7e-3], "float32")
+    _, mean, var = ops.batch_norm(leaf(np.tile(constant, (20_001, 1)), device), *(leaf(np.ones(3), device) for _ in range(2)))
+    np.testing.assert_array_equal(mean.numpy(), constant)
+    assert (var.numpy() >= 0).all() and (var.numpy() < 1e-12 * constant**2).all()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_softmax_loss_of_16_bits_is_cross_entropy(device, dtype):
     scores, classes = np.full((3000, 3), [30, 0, -10]), leaf(np.full(3000, 1), device, requires_grad=False)

@@ -23,7 +23,7 @@ constexpr bool gives_bool(Kind kind) {
 }
 enum class ReduceOp : int { sum, max, min, prod, sumsq, argmax, argmin };
 
-constexpr int kLayerNormPartials = 64;  // LAYER_NORM_PARTIALS in kernels.py
+constexpr int kColumnPartials = 64;  // COLUMN_PARTIALS in kernels.py
 
 // Hidden by their declarations too: a kernel that nobody defines is then an error of the linker,
 // not of the import.

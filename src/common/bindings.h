@@ -439,6 +439,8 @@ inline void bind_fused(py::module_& m) {
   NEEDLE_BIND(logsumexp_backward)
   NEEDLE_BIND(layer_norm_forward)
   NEEDLE_BIND(layer_norm_backward)
+  NEEDLE_BIND(batch_norm_forward)
+  NEEDLE_BIND(batch_norm_backward)
   NEEDLE_BIND(lstm_cell_forward)
   NEEDLE_BIND(lstm_cell_backward)
   NEEDLE_BIND(rotary)

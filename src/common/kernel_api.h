@@ -84,10 +84,21 @@ void logsumexp_backward(const Array& x, const Array& lse, const Array& dlse, con
 void layer_norm_forward(const Array& x, const Array& weight, const Array& bias, const Array& y,
                         const Array& mean, const Array& rstd, int64_t rows, int64_t cols,
                         double eps);
-// workspace: LAYER_NORM_PARTIALS x 2 x cols of mean's dtype (partial sums of dweight and dbias).
+// workspace: COLUMN_PARTIALS x 2 x cols of mean's dtype (partial sums of dweight and dbias).
 void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, const Array& mean,
                          const Array& rstd, const Array& dx, const Array& dweight,
                          const Array& dbias, const Array& workspace, int64_t rows, int64_t cols);
+
+// --- batch norm over the rows --------------------------------------------------------------------
+// mean, var: (cols), float32 (float64 for float64). Biased variance. rows is at least 1. workspace:
+// COLUMN_PARTIALS x 2 x cols of mean's dtype.
+void batch_norm_forward(const Array& x, const Array& weight, const Array& bias, const Array& y,
+                        const Array& mean, const Array& var, const Array& workspace, int64_t rows,
+                        int64_t cols, double eps);
+void batch_norm_backward(const Array& dy, const Array& x, const Array& weight, const Array& mean,
+                         const Array& var, const Array& dx, const Array& dweight,
+                         const Array& dbias, const Array& workspace, int64_t rows, int64_t cols,
+                         double eps);
 
 // --- one position of an LSTM ---------------------------------------------------------------------
 // gates (rows, 4 hidden), in place: i, f, g, o before their sigmoids and tanh (of g), then after.

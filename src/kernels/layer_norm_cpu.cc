@@ -2,11 +2,8 @@
 //   xhat = (x - mean) rstd, rstd = 1 / sqrt(mean((x - mean)^2) + eps), y = xhat weight + bias
 //   g = dy weight, dx = rstd (g - mean(g) - xhat mean(g xhat)), dweight = sum_rows dy xhat, dbias =
 //   sum_rows dy
-// The sums over rows go through kLayerNormPartials groups of rows, fixed by the number of rows
-// alone, and are added up in order: the same bits for any number of threads.
-#include <algorithm>
-
 #include "../common/backend.h"
+#include "../common/column_sums_cpu.h"
 #include "../common/rows_cpu.h"
 
 namespace needle::cpu {
@@ -72,27 +69,13 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
     const A *means = mean.data<A>(), *rstds = rstd.data<A>();
     T *dxs = dx.data<T>(), *dw = dweight.data<T>(), *db = dbias.data<T>();
     A* partials = workspace.data<A>();
-    // Of 8 rows at least: a group's sums are as much to clear and to add up as a row is.
-    const int64_t groups = std::min<int64_t>(ceil_div(rows, 8), kLayerNormPartials);
-    parallel_for(groups, [&](int64_t group) {
-      A *group_dw = partials + group * 2 * cols, *group_db = group_dw + cols;
-      std::fill_n(group_dw, 2 * cols, A(0));
-      for (int64_t r = group * rows / groups; r < (group + 1) * rows / groups; ++r)
-        backward_row(dys + r * cols, xs + r * cols, w, means[r], rstds[r], dxs + r * cols, group_dw,
-                     group_db, cols);
+    column_sums(rows, 2 * cols, partials, [&](int64_t begin, int64_t end, A* sums) {
+      for (int64_t r = begin; r < end; ++r)
+        backward_row(dys + r * cols, xs + r * cols, w, means[r], rstds[r], dxs + r * cols, sums,
+                     sums + cols, cols);
     });
-    parallel_ranges(cols, 256, [&](int64_t begin, int64_t end) {
-      for_vectors<A>(end - begin, [&](int64_t i, auto... n) {
-        const int64_t c = begin + i;
-        Vec<A> sum_w{}, sum_b{};
-        for (int64_t group = 0; group < groups; ++group) {
-          const A* from = partials + group * 2 * cols + c;
-          sum_w += load(from, n...), sum_b += load(from + cols, n...);
-        }
-        store(dw + c, sum_w, n...);
-        store(db + c, sum_b, n...);
-      });
-    });
+    convert_run(partials, cols, dw);
+    convert_run(partials + cols, cols, db);
   });
 }
 

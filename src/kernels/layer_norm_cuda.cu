@@ -2,9 +2,8 @@
 //
 // normal = (x - mean) rstd, y = normal weight + bias, rstd = 1 / sqrt(variance + eps)
 // g = dy weight: dx = rstd (g - mean(g) - normal mean(g normal)); dweight = sum(dy normal), dbias =
-// sum(dy) over rows. The row sums go through kLayerNormPartials partial sums, each over a fixed
-// range of rows.
-#include "../common/cuda_util.cuh"
+// sum(dy) over rows.
+#include "../common/columns_cuda.cuh"
 #include "../common/ewise_math_cuda.h"
 
 namespace needle::NEEDLE_DEVICE {
@@ -61,53 +60,25 @@ __global__ void layer_norm_dx_kernel(const T* dy, const T* x, const T* weight,
   }
 }
 
-// Block (column tile, partial): the 32 columns of a tile are neighbouring threads, the 8 lines of
-// threads share the rows.
-constexpr int kColumns = 32, kLines = kBlock / kColumns;
+// Of dy normal and of dy.
 template <class T>
 __global__ void layer_norm_partials_kernel(const T* dy, const T* x, const accum_t<T>* mean,
-                                           const accum_t<T>* rstd, accum_t<T>* workspace,
+                                           const accum_t<T>* rstd, TwoSums<accum_t<T>>* partials,
                                            int64_t rows, int64_t cols) {
   using A = accum_t<T>;
-  NEEDLE_SHARED(A, weight_sums, kLines, kColumns);
-  NEEDLE_SHARED(A, bias_sums, kLines, kColumns);
-  const int column = int(threadIdx.x) % kColumns, line = int(threadIdx.x) / kColumns;
-  const int64_t c = int64_t(blockIdx.x) * kColumns + column, partial = blockIdx.y;
-  const int64_t rows_each = ceil_div(rows, kLayerNormPartials);
-  const int64_t end = rows < (partial + 1) * rows_each ? rows : (partial + 1) * rows_each;
-  A dweight = 0, dbias = 0;
-  if (c < cols) {
-    for (int64_t row = partial * rows_each + line; row < end; row += kLines) {
-      const A g = A(dy[row * cols + c]);
-      dweight += g * ((A(x[row * cols + c]) - mean[row]) * rstd[row]);
-      dbias += g;
-    }
-  }
-  weight_sums[line][column] = dweight;
-  bias_sums[line][column] = dbias;
-  __syncthreads();
-  if (line == 0 && c < cols) {
-    for (int i = 1; i < kLines; ++i) {
-      dweight += weight_sums[i][column];
-      dbias += bias_sums[i][column];
-    }
-    workspace[(partial * 2) * cols + c] = dweight;
-    workspace[(partial * 2 + 1) * cols + c] = dbias;
-  }
+  sum_columns(partials, rows, cols, [&](int64_t row, int64_t c) {
+    const A g = A(dy[row * cols + c]);
+    return TwoSums<A>{g * ((A(x[row * cols + c]) - mean[row]) * rstd[row]), g};
+  });
 }
 
 template <class T>
-__global__ void layer_norm_dparams_kernel(const accum_t<T>* workspace, T* dweight, T* dbias,
-                                          int partials, int64_t cols) {
-  using A = accum_t<T>;
-  for (int64_t i = first_index(); i < 2 * cols; i += index_step()) {
-    A total = 0;  // i runs over dweight's columns, then dbias's, as each partial does
-    for (int p = 0; p < partials; ++p) total += workspace[p * 2 * cols + i];
-    if (i < cols) {
-      dweight[i] = T(total);
-    } else {
-      dbias[i - cols] = T(total);
-    }
+__global__ void layer_norm_dparams_kernel(const TwoSums<accum_t<T>>* partials, T* dweight, T* dbias,
+                                          int count, int64_t cols) {
+  for (int64_t c = first_index(); c < cols; c += index_step()) {
+    const TwoSums<accum_t<T>> total = column_total(partials, count, cols, c);
+    dweight[c] = T(total.first);
+    dbias[c] = T(total.second);
   }
 }
 
@@ -134,7 +105,7 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
   dispatch_float(x.dtype(), "layer_norm_backward", [&](auto tag) {
     using T = typename decltype(tag)::type;
     using A = accum_t<T>;
-    const int partials = int(std::min<int64_t>(rows, kLayerNormPartials));
+    auto* const partials = reinterpret_cast<TwoSums<A>*>(workspace.data<A>());
     if (rows > 0) {
       dispatch_row_lanes(cols, [&](auto lanes) {
         constexpr int kLanes = decltype(lanes)::value;
@@ -142,13 +113,13 @@ void layer_norm_backward(const Array& dy, const Array& x, const Array& weight, c
                                                 x.data<T>(), weight.data<T>(), mean.data<A>(),
                                                 rstd.data<A>(), dx.data<T>(), rows, cols);
       });
-      const LaunchConfig tiles{dim3(unsigned(ceil_div(cols, kColumns)), unsigned(partials)),
-                               dim3(kBlock), 0, stream()};
-      launch<layer_norm_partials_kernel<T>>(tiles, dy.data<T>(), x.data<T>(), mean.data<A>(),
-                                            rstd.data<A>(), workspace.data<A>(), rows, cols);
+      launch<layer_norm_partials_kernel<T>>(column_partials_config(rows, cols), dy.data<T>(),
+                                            x.data<T>(), mean.data<A>(), rstd.data<A>(), partials,
+                                            rows, cols);
     }
-    launch<layer_norm_dparams_kernel<T>>(grid_stride(2 * cols), workspace.data<A>(),
-                                         dweight.data<T>(), dbias.data<T>(), partials, cols);
+    launch<layer_norm_dparams_kernel<T>>(
+        grid_stride(cols), static_cast<const TwoSums<A>*>(partials), dweight.data<T>(),
+        dbias.data<T>(), column_partials(rows), cols);
   });
 }
 

@@ -18,7 +18,7 @@ from .host_memory import GRADIENT, WORKSPACE
 from .ndarray import NDArray, _new, check_one_device, full, matmul
 from .shapes import as_shape
 
-LAYER_NORM_PARTIALS = 64  # kLayerNormPartials in backend.h
+COLUMN_PARTIALS = 64  # kColumnPartials in backend.h
 IGNORE_INDEX = -100
 DEFAULT_CHUNK_BYTES = 100 << 20
 IMAGE_BYTES = 4 << 20  # of images whose channels are no last axis: a copy stays in a processor's cache
@@ -238,10 +238,43 @@ def layer_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, mean: NDArray,
     device = x._device
     dx = _new(x._shape, x._dtype, device)
     dweight, dbias = _new((cols,), x._dtype, device), _new((cols,), x._dtype, device)
-    workspace = _workspace((LAYER_NORM_PARTIALS, 2, cols), mean._dtype, device)
+    workspace = _workspace((COLUMN_PARTIALS, 2, cols), mean._dtype, device)
     device.layer_norm_backward(
         dy.contiguous_handle(), x.contiguous_handle(), weight.contiguous_handle(), mean.contiguous_handle(),
         rstd.contiguous_handle(), dx._handle, dweight._handle, dbias._handle, workspace._handle, rows, cols,
+    )  # fmt: skip
+    return dx, dweight, dbias
+
+
+# --- batch norm ---
+
+
+def batch_norm(x: NDArray, weight: NDArray, bias: NDArray, eps: float) -> tuple[NDArray, NDArray, NDArray]:
+    """(y, mean, var): x (N, C) normalized over its first axis, and its statistics (C,) in float32 or wider."""
+    _check("batch_norm", x, weight, bias)
+    if x.ndim != 2 or len(x) == 0 or not x._shape[1:] == weight._shape == bias._shape:
+        shapes = f"x is {x._shape}, weight is {weight._shape}, bias is {bias._shape}"
+        raise ShapeError(f"[batch_norm] {shapes} (accepted: (N, C), (C,), (C,), N at least 1)")
+    rows, cols = x._shape
+    wide, device = dt.accumulator(x._dtype), x._device
+    y, mean, var = _new(x._shape, x._dtype, device), _new((cols,), wide, device), _new((cols,), wide, device)
+    workspace = _workspace((COLUMN_PARTIALS, 2, cols), wide, device)
+    device.batch_norm_forward(
+        x.contiguous_handle(), weight.contiguous_handle(), bias.contiguous_handle(),
+        y._handle, mean._handle, var._handle, workspace._handle, rows, cols, eps,
+    )  # fmt: skip
+    return y, mean, var
+
+
+def batch_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, mean: NDArray, var: NDArray, eps: float):
+    """(dx (N, C), dweight (C,), dbias (C,)), given dy and x (N, C) and what ``batch_norm`` gave beside y."""
+    rows, cols = x._shape
+    device = x._device
+    dx, dweight, dbias = [_new(shape, x._dtype, device) for shape in (x._shape, (cols,), (cols,))]
+    workspace = _workspace((COLUMN_PARTIALS, 2, cols), mean._dtype, device)
+    device.batch_norm_backward(
+        dy.contiguous_handle(), x.contiguous_handle(), weight.contiguous_handle(), mean.contiguous_handle(),
+        var.contiguous_handle(), dx._handle, dweight._handle, dbias._handle, workspace._handle, rows, cols, eps,
     )  # fmt: skip
     return dx, dweight, dbias
 
@@ -525,12 +558,9 @@ def unscale(grads: Iterable[NDArray], factor: float) -> NDArray:
     return nonfinite
 
 
-def sumsq(x: NDArray, axis: int | None = None) -> NDArray:
-    """Sum of squares along an axis, or (1,) that of all elements, float32 or float64."""
-    wide = dt.accumulator(x._dtype)
-    if axis is not None:
-        return x._reduce("reduce_sumsq", axis, False, wide)
-    out = _new((1,), wide, x._device)  # asked for each parameter at each step
+def sumsq(x: NDArray) -> NDArray:
+    """Sum of the squares of all elements, (1,), float32 or float64."""
+    out = _new((1,), dt.accumulator(x._dtype), x._device)
     x._device.reduce_sumsq(x.contiguous_handle(), out._handle, 1, x.size, 1)
     return out
 

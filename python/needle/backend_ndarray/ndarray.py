@@ -760,7 +760,7 @@ class NDArray:
             others = [i for i in range(self.ndim) if i not in axes]
             x, outer, inner = self.permute(others + list(axes)), math.prod(self._shape[i] for i in others), 1
         length = math.prod(self._shape[i] for i in axes)
-        if length == 0 and op not in ("reduce_sum", "reduce_prod", "reduce_sumsq"):
+        if length == 0 and op not in ("reduce_sum", "reduce_prod"):
             if of_nothing is not None:
                 return full(shape, of_nothing, dtype or self._dtype, self._device)
             raise ShapeError(f"[{op}] nothing to reduce: axes {axes} of {self._shape} have no elements")

@@ -422,6 +422,28 @@ def layer_norm_backward(dy, x, weight, mean, rstd, dx, dweight, dbias, workspace
     _put(dbias, dy.sum(axis=0))
 
 
+# --- batch norm over the rows ---
+
+
+def batch_norm_forward(x, weight, bias, y, mean, var, workspace, rows, cols, eps):
+    x = _rows(x, rows, cols)
+    m = x.mean(axis=0, dtype=np.float64).astype(x.dtype)  # numpy adds up a column in order
+    v = np.square(x - m).mean(axis=0, dtype=np.float64).astype(x.dtype)
+    _put(mean, m)
+    _put(var, v)
+    _put(y, (x - m) * (_up(weight.array) / np.sqrt(v + x.dtype.type(eps))) + _up(bias.array))
+
+
+def batch_norm_backward(dy, x, weight, mean, var, dx, dweight, dbias, workspace, rows, cols, eps):
+    x, dy = _rows(x, rows, cols), _rows(dy, rows, cols)
+    r = 1 / np.sqrt(_up(var.array) + x.dtype.type(eps))
+    normal = (x - _up(mean.array)) * r
+    of_weight, of_bias = (dy * normal).sum(axis=0), dy.sum(axis=0)
+    _put(dweight, of_weight)
+    _put(dbias, of_bias)
+    _put(dx, _up(weight.array) * r * (dy - of_bias / rows - normal * (of_weight / rows)))
+
+
 # --- one position of an LSTM ---
 
 

@@ -351,13 +351,17 @@ class BatchNorm1d(Module):
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}))")
         if self.training:
             y, mean, var = ops.batch_norm(x, self.weight, self.bias, self.eps)
-            m = self.momentum
-            self.running_mean = self.running_mean * (1 - m) + mean.detach() * m
-            self.running_var = self.running_var * (1 - m) + var.detach() * m
+            self.running_mean = self._followed(self.running_mean, mean)
+            self.running_var = self._followed(self.running_var, var)
             return y
         scale = self.weight / ops.sqrt(self.running_var + self.eps)  # so that one pass over x is enough
         y = (ops.astype(x, dt.accumulator(x.dtype)) - self.running_mean) * scale + self.bias
         return ops.astype(y, dt.promote(x.dtype, self.weight.dtype))
+
+    def _followed(self, running: Tensor, found: Tensor) -> Tensor:
+        """What the running statistic becomes; by arrays, since most batches are so small that time goes into the steps of ops."""
+        m = self.momentum
+        return Tensor.make_const(running.realize_cached_data() * (1 - m) + found.realize_cached_data() * m)
 
 
 class BatchNorm2d(BatchNorm1d):

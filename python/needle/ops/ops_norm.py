@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import reduce
+
 from .. import dtype as dt
 from ..autograd import Tensor, TensorTuple, TensorTupleOp
 from ..backend_ndarray import kernels
-from ..errors import ShapeError
+from ..backend_ndarray.ndarray import full as _full
 from .ops_mathematic import broadcast_to, mean, sqrt
 from .ops_shape import reshape
 from .ops_tuple import tuple_get_item
@@ -65,35 +67,27 @@ class BatchNorm(TensorTupleOp):
     autocast = "float32"
     makes_gradients = True
     reads_inputs = (0, 1)
+    accepts_missing_grads = True
 
     def __init__(self, eps: float = 1e-5):
         self.eps = eps
 
     def compute(self, x, weight, bias):
-        if x.ndim != 2 or len(x) == 0 or weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
-            shapes = f"x is {x.shape}, weight is {weight.shape}, bias is {bias.shape}"
-            raise ShapeError(f"[batch_norm] {shapes} (accepted: (N, C), (C,), (C,), N at least 1)")
-        wide = x.astype(dt.accumulator(x.dtype), copy=False)
-        mu = wide.mean(0)
-        y = wide - mu
-        var = kernels.sumsq(y, 0) / len(x)
-        y.mul_in_place(weight / (var + self.eps).sqrt())
-        y.add_in_place(bias)
-        return y.astype(dt.promote(x.dtype, weight.dtype), copy=False), mu, var
+        dtype = reduce(dt.promote, (x.dtype, weight.dtype, bias.dtype))
+        return kernels.batch_norm(*[a.astype(dtype, copy=False) for a in (x, weight, bias)], self.eps)
 
     def gradient(self, out_grad, node):
         x, weight = (v.realize_cached_data() for v in node.inputs[:2])
-        _, mu, var = node.realize_cached_data()
-        dy, dmu, dvar = (g.realize_cached_data() for g in out_grad.tuple())
-        dy = dy.astype(mu.dtype, copy=False)
-        rstd = 1 / (var + self.eps).sqrt()
-        scale = weight * rstd
-        dx = x.astype(mu.dtype, copy=False) - mu
-        dweight, dbias = (dy * dx).sum(0) * rstd, dy.sum(0)
-        dx.mul_in_place((dvar * 2 - scale * rstd * dweight) / len(x))
-        dx.add_in_place(dy * scale)
-        dx.add_in_place((dmu - scale * dbias) / len(x))
-        return tuple(Tensor.make_const(g) for g in (dx.astype(x.dtype, copy=False), dweight, dbias))
+        y, mu, var = node.realize_cached_data()
+        dy, dmu, dvar = (g if g is None else g.realize_cached_data() for g in out_grad)
+        dy = _full(y.shape, 0, y.dtype, y.device) if dy is None else dy
+        same = (dy, x.astype(y.dtype, copy=False), weight.astype(y.dtype, copy=False))
+        grads = kernels.batch_norm_backward(*same, mu, var, self.eps)
+        if dmu is not None:
+            grads[0].add_in_place(dmu / len(x))
+        if dvar is not None:
+            grads[0].add_in_place((x.astype(mu.dtype, copy=False) - mu) * (dvar * 2 / len(x)))
+        return tuple(Tensor.make_const(g.astype(v.dtype, copy=False)) for g, v in zip(grads, node.inputs))
 
     def reference(self, x, weight, bias):
         mu = mean(x, 0)
