@@ -169,6 +169,15 @@ def recurrent(kind: str, width: int, positions: int, batch_size: int, device: st
     return _case(lambda: layer(x)[0].backward(grad), where)
 
 
+def batch_norm(rows: int, width: int, device: str = "cpu") -> Case:
+    """A layer of nn.BatchNorm1d in training, forward and all gradients."""
+    where = _device(device)
+    layer = nn.BatchNorm1d(width, device=where)
+    x = _array(np.random.default_rng(0), (rows, width), where, requires_grad=True)
+    grad = _array(np.random.default_rng(1), x.shape, where)
+    return _case(lambda: layer(x).backward(grad), where)
+
+
 def adds(count: int, device: str = "cpu") -> Case:
     """``count`` chained additions x + c of 4 x 4 arrays, forward and backward: nothing but overhead."""
     where = _device(device)
@@ -218,4 +227,4 @@ def gemm(m: int, k: int, n: int, device: str = "cpu", dtype: str = "float32", ow
 
 if __name__ == "__main__":
     os.environ.setdefault("NEEDLE_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", ""))
-    serve(pythia_step, generation, read, attention, product, conv, recurrent, adds, loss, gemm)
+    serve(pythia_step, generation, read, attention, product, conv, recurrent, batch_norm, adds, loss, gemm)

@@ -56,6 +56,10 @@ def _recurrent(kind: str) -> Row:
     return Row("recurrent", {"kind": kind, "width": 512, "positions": 40, "batch_size": 16}, settle=1, steps=5)
 
 
+def _batch_norm(rows: int, width: int) -> Row:
+    return Row("batch_norm", {"rows": rows, "width": width}, warmup=20, settle=5, steps=20)
+
+
 def _loss(rows: int, vocab_size: int) -> Row:
     return Row("loss", {"rows": rows, "vocab_size": vocab_size}, tokens=rows, settle=1, steps=3)
 
@@ -67,6 +71,7 @@ def _with(rows: list[Row], **more) -> list[Row]:
 LOCAL = {"pattern": "local"}  # own block and the one before it
 SHARES = (1 / 2, 1 / 4, 1 / 8)  # of the blocks, beside all of them
 ATTENTION = [_attention(seq_len, backward) for seq_len in (2048, 8192) for backward in (False, True)]
+NORMS = [_batch_norm(100, 100), _batch_norm(32768, 16)]  # those of a course's perceptron and of its convolutions
 LAYERS = 6  # of Pythia-70M
 BF16 = {"dtype": "bfloat16"}
 GROUPS: dict[str, list[Row]] = {
@@ -81,7 +86,7 @@ GROUPS: dict[str, list[Row]] = {
     ],
     "attention": ATTENTION,
     "loss": [_loss(rows, vocab_size) for rows in (1024, 4096) for vocab_size in (10000, 50304)],
-    "layers": [_conv(16, 32), _conv(64, 32), _conv(128, 16), _recurrent("RNN"), _recurrent("LSTM")],
+    "layers": [_conv(16, 32), _conv(64, 32), _conv(128, 16), _recurrent("RNN"), _recurrent("LSTM"), *NORMS],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
     "gemm": [_gemm(1024, 512, 50304), _gemm(1024, 512, 2048), _gemm(1024, 2048, 512), _gemm(512, 512, 512)],
     "gpu_step": [

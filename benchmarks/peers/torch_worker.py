@@ -149,6 +149,11 @@ def recurrent(kind: str, width: int, positions: int, batch_size: int, device: st
     return _layer(getattr(torch.nn, kind)(width, width), (positions, batch_size, width), device)
 
 
+def batch_norm(rows: int, width: int, device: str = "cpu") -> Case:
+    """A layer of BatchNorm1d in training, forward and all gradients."""
+    return _layer(torch.nn.BatchNorm1d(width), (rows, width), device)
+
+
 def adds(count: int, device: str = "cpu") -> Case:
     """``count`` chained additions x + c of 4 x 4 arrays, forward and backward: nothing but overhead."""
     device = _place(device)
@@ -203,4 +208,4 @@ def product(kind: str, size: int, density: float, device: str = "cpu", dtype: st
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")  # no TF32, as in needle
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    serve(pythia_step, generation, read, attention, product, conv, recurrent, adds, loss, gemm)
+    serve(pythia_step, generation, read, attention, product, conv, recurrent, batch_norm, adds, loss, gemm)

@@ -350,18 +350,18 @@ class BatchNorm1d(Module):
         if x.ndim != 2 or x.shape[1] != self.dim:
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}))")
         if self.training:
-            y, mean, var = ops.batch_norm(x, self.weight, self.bias, self.eps)
+            out = ops.batch_norm(x, self.weight, self.bias, self.eps)
+            _, mean, var = out.realize_cached_data()
             self.running_mean = self._followed(self.running_mean, mean)
             self.running_var = self._followed(self.running_var, var)
-            return y
+            return out[0]
         scale = self.weight / ops.sqrt(self.running_var + self.eps)  # so that one pass over x is enough
         y = (ops.astype(x, dt.accumulator(x.dtype)) - self.running_mean) * scale + self.bias
         return ops.astype(y, dt.promote(x.dtype, self.weight.dtype))
 
-    def _followed(self, running: Tensor, found: Tensor) -> Tensor:
-        """What the running statistic becomes; by arrays, since most batches are so small that time goes into the steps of ops."""
-        m = self.momentum
-        return Tensor.make_const(running.realize_cached_data() * (1 - m) + found.realize_cached_data() * m)
+    def _followed(self, running: Tensor, found: NDArray) -> Tensor:
+        """What a running statistic becomes; by arrays, since the time of a small batch goes into the calls of ops."""
+        return Tensor.make_const(running.realize_cached_data() * (1 - self.momentum) + found * self.momentum)
 
 
 class BatchNorm2d(BatchNorm1d):
