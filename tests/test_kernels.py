@@ -354,7 +354,7 @@ def test_layer_norm(dtype, shape):
 
 
 @every_float
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (3, 17), (64, 32), (70, 33), (65, 80), (1030, 5), (3, 1100), (5, 0)])
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (3, 17), (64, 32), (70, 33), (65, 80), (257, 512), (1030, 5), (3, 1100), (5, 0)])
 def test_batch_norm(dtype, shape):
     rows, cols = shape
     x, dy, weight, bias = normal(*shape) * 2 + 1, normal(*shape), normal(cols), normal(cols)

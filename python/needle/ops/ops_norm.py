@@ -77,7 +77,8 @@ class BatchNorm(TensorTupleOp):
         return kernels.batch_norm(*[a.astype(dtype, copy=False) for a in (x, weight, bias)], self.eps)
 
     def gradient(self, out_grad, node):
-        x, weight = (v.realize_cached_data() for v in node.inputs[:2])
+        inputs = node.inputs
+        x, weight = (v.realize_cached_data() for v in inputs[:2])
         y, mu, var = node.realize_cached_data()
         dy, dmu, dvar = (g if g is None else g.realize_cached_data() for g in out_grad)
         dy = _full(y.shape, 0, y.dtype, y.device) if dy is None else dy
@@ -87,7 +88,7 @@ class BatchNorm(TensorTupleOp):
             grads[0].add_in_place(dmu / len(x))
         if dvar is not None:
             grads[0].add_in_place((x.astype(mu.dtype, copy=False) - mu) * (dvar * 2 / len(x)))
-        return tuple(Tensor.make_const(g.astype(v.dtype, copy=False)) for g, v in zip(grads, node.inputs))
+        return tuple(Tensor.make_const(g.astype(v.dtype, copy=False)) for g, v in zip(grads, inputs))
 
     def reference(self, x, weight, bias):
         mu = mean(x, 0)
