@@ -202,15 +202,16 @@ struct Own {
     }
   }
 
-  // kRows rows of C and as many of a panel's columns as V vectors have, of which rows x cols are
-  // there; k is in words. Element (i, j) of C is c[i * ldc + j], or c[j * ldc + i] when turned.
-  template <bool ta, int V, bool turned>
+  // The first R of kRows rows of C and as many of a panel's columns as V vectors have, of which
+  // rows x cols are there; k is in words. Element (i, j) of C is c[i * ldc + j], or c[j * ldc + i]
+  // when turned.
+  template <bool ta, bool turned, int R, int V>
   static void micro(int64_t k, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
                     int64_t ldc, int64_t rows, int64_t cols) {
     constexpr int64_t kAhead = 8 * kCols * kWord;  // panels of B come from L2 or beyond
     for (int64_t i = 0; i < (turned ? 0 : rows); ++i)
       for (int j = 0; j < V; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
-    Vec<T> sum[kRows][V] = {};
+    Vec<T> sum[R][V] = {};
 #pragma clang loop unroll(disable)  // it would run out of registers
     for (int64_t p = 0; p < k; ++p, b += kCols * kWord) {
       Words<P> words[V];
@@ -220,23 +221,23 @@ struct Own {
         words[j] = load_words(b + j * kLane * kWord);
       }
 #pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i) {
+      for (int i = 0; i < R; ++i) {
         const P* x = a + (ta ? (p * kRows + i) * kWord : i * lda + p * kWord);
 #pragma GCC unroll 2
         for (int j = 0; j < V; ++j) sum[i][j] = add_product(sum[i][j], x, words[j]);
       }
     }
-    if (!turned && rows == kRows && cols == V * kLane) {
+    if (!turned && rows == R && cols == V * kLane) {
 #pragma GCC unroll 16
-      for (int i = 0; i < kRows; ++i)
+      for (int i = 0; i < R; ++i)
         for (int j = 0; j < V; ++j) {
           Out* to = c + i * ldc + j * kLane;
           store(to, accumulate ? load(to) + sum[i][j] : sum[i][j]);
         }
       return;
     }
-    T edge[kRows][V * kLane];
-    for (int i = 0; i < kRows; ++i)
+    T edge[R][V * kLane];
+    for (int i = 0; i < R; ++i)
       for (int j = 0; j < V; ++j) store(&edge[i][j * kLane], sum[i][j]);
     for (int64_t outer = 0; outer < (turned ? cols : rows); ++outer)
       for (int64_t inner = 0; inner < (turned ? rows : cols); ++inner) {
@@ -246,9 +247,30 @@ struct Own {
       }
   }
 
+  // The one for so many rows and columns.
+  template <bool ta, bool turned>
+  static auto micro_for(int64_t rows, int64_t cols) {
+    constexpr int kHalf = kRows / 2;
+    if (rows > kHalf)
+      return cols > kLane ? micro<ta, turned, kRows, 2> : micro<ta, turned, kRows, 1>;
+    return cols > kLane ? micro<ta, turned, kHalf, 2> : micro<ta, turned, kHalf, 1>;
+  }
+
   // Where elements of windows are the columns of B, C^T is wanted and written.
   template <class B>
   static constexpr bool is_turned = std::is_same_v<B, ElementLines<In>>;
+
+  // The width of strips, at most `widest` and not much less, with which threads that are equally
+  // fast are done with n columns the soonest: nine strips take two threads as long as ten.
+  static int64_t even_width(int64_t n, int64_t widest) {
+    const auto columns_of_a_thread = [&](int64_t width) {
+      return ceil_div(ceil_div(n, width), int64_t(num_threads())) * width;
+    };
+    int64_t best = widest;
+    for (int64_t width = widest - kCols; width >= std::max(kMinCols, widest / 2); width -= kCols)
+      if (columns_of_a_thread(width) < columns_of_a_thread(best)) best = width;
+    return best;
+  }
 
   // C (rows, n) from rows of A and all columns of B, depth deep.
   template <class A, class B>
@@ -278,8 +300,9 @@ struct Own {
                                : std::min(kStrip / words, kDepth) / kCols * kCols;
     const int64_t tasks = (kStored ? 2 : 4) * threads;
     const int64_t width =
-        kStored ? std::clamp(round_up(ceil_div(n, 4 * threads), kCols), kMinCols, widest)
-                : std::min(round_up(n, kCols), widest);
+        kStored
+            ? even_width(n, std::clamp(round_up(ceil_div(n, 4 * threads), kCols), kMinCols, widest))
+            : std::min(round_up(n, kCols), widest);
     const int64_t strips = ceil_div(n, width);
     const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(tasks, strips));
     const int64_t height = round_up(ceil_div(rows, groups), kRows);
@@ -302,9 +325,8 @@ struct Own {
         }
         for (int64_t j = 0; j < cols; j += kCols) {
           const int64_t left = std::min<int64_t>(kCols, cols - j);
-          const auto part = left > kLane
-                                ? (across ? micro<true, 2, kTurned> : micro<false, 2, kTurned>)
-                                : (across ? micro<true, 1, kTurned> : micro<false, 1, kTurned>);
+          const auto part = across ? micro_for<true, kTurned>(there, left)
+                                   : micro_for<false, kTurned>(there, left);
           part(words, from, ld, strip + j * words * kWord, accumulate,
                c + (kTurned ? (j0 + j) * ldc + i : i * ldc + j0 + j), ldc, there, left);
         }
