@@ -66,8 +66,11 @@ class Program:
             1: lambda n: slice(None, None, int(self.rng.integers(1, 4))),
             2: lambda n: slice(int(self.rng.integers(0, n)), n),
             3: lambda n: slice(None),
+            4: lambda n: self.rng.integers(-n, n, 3),
         }
-        return tuple(pick[int(self.rng.integers(4))](n) for n in shape)
+        if self.rng.integers(6) == 0:
+            return self.rng.random(shape[: self.rng.integers(1, len(shape) + 1)]) < 0.5
+        return tuple(pick[int(self.rng.integers(len(pick)))](n) for n in shape)
 
     def unary(self, i, shape):
         return self.one_of(UNARY), i

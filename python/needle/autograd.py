@@ -804,7 +804,7 @@ class Tensor(Value):
         return (value.realize_cached_data() if isinstance(value, Tensor) else value) in self.realize_cached_data()
 
     def __getitem__(self, index) -> Tensor:
-        """numpy's basic indexing (int, slice, None, ...), with gradient."""
+        """numpy's indexing (int, slice, None, ..., arrays, masks), with gradient."""
         return ops.getitem(self, index)
 
     def __setitem__(self, index, value) -> None:

@@ -3,7 +3,7 @@
 // dweight[v] = sum of dy[i] over the i with ids[i] = v, in ascending i, so results repeat bit by
 // bit: positions are counted by id, placed into their id's range, put in order within the range,
 // and summed, each dweight row by its own threads. An id out of range sets the error flag, read at
-// the next sync; its row of `out` is NaN.
+// the next sync; its row of `out` is NaN, of integers 0.
 #include "../common/cuda_util.cuh"
 
 namespace needle::NEEDLE_DEVICE {
@@ -21,7 +21,8 @@ __global__ void embedding_forward_kernel(const T* weight, const Id* ids, T* out,
       value = reinterpret_cast<const V*>(weight)[id * vectors_per_row + c];
     } else {
       if (c == 0) report_bad_id(flag, BadId::embedding, id, position, vocab);
-      for (int j = 0; j < N; ++j) value.v[j] = T(accum_t<T>(NAN));
+      for (int j = 0; j < N; ++j)
+        value.v[j] = std::is_integral<T>::value ? T(0) : T(accum_t<T>(NAN));
     }
     reinterpret_cast<V*>(out)[i] = value;
   }
@@ -154,7 +155,7 @@ __global__ void one_hot_kernel(const Id* ids, T* out, int64_t n, int64_t depth, 
 
 void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
                        int64_t vocab, int64_t dim) {
-  dispatch_float(weight.dtype(), "embedding", [&](auto tag) {
+  dispatch_any(weight.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = 16 / int(sizeof(T));
     dispatch_ids(ids, "embedding", [&](auto id_tag) {

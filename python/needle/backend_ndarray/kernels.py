@@ -361,7 +361,7 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
 def embedding(weight: NDArray, ids: NDArray) -> NDArray:
     """one_hot(ids) @ weight as a gather: weight (V, D), ids (...) -> (..., D). raises: IndexError for an id outside 0..V-1."""
     ids = _whole_ids("embedding", ids)
-    _check("embedding", weight, others=(ids,))
+    check_one_device("embedding", weight, ids)
     if weight.ndim != 2:
         raise ShapeError(f"[embedding] weight is {weight._shape} (accepted: (vocabulary, features))")
     vocab, dim = weight._shape

@@ -500,7 +500,7 @@ class NDArray:
                 strides.append(stride)
                 offset += int(item) % n * stride
             else:
-                accepted = "int, slice, None, ...; ops.embedding gives rows by their numbers"
+                accepted = "int, slice, None, ...; a Tensor takes arrays, too"
                 raise IndexError(f"[getitem] unsupported index of type {type(item).__name__} (accepted: {accepted})")
             axis += 1
         offset = self._offset if 0 in shape else offset  # without elements it could end up beyond the memory

@@ -1,104 +1,77 @@
-"""Reading and writing by index: slices, and rows by id."""
+"""Reading and writing by index: slices, arrays, and rows by id."""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-
 from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
-from ..backend_ndarray import kernels
+from ..backend_ndarray import indexing, kernels
 from ..backend_ndarray.ndarray import check_one_device as _check_one_device
 from ..backend_ndarray.ndarray import full as _full
-from ..errors import ShapeError
 from ._reads import _NoRead
-from .ops_mathematic import matmul, unbroadcast
+from .ops_mathematic import matmul, unbroadcast, where
 from .ops_shape import reshape
 
 
-def _kept_axes(ndim: int, index) -> list[int]:
-    """The axes of NDArray's a[index] that numpy keeps too: NDArray gives an int's axis length 1, numpy drops it."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    named = len([i for i in items if i is not None and i is not Ellipsis])
-    if not any(i is Ellipsis for i in items):
-        items.append(Ellipsis)
-    kept: list[int] = []
-    axis = 0
-    for item in items:
-        count = ndim - named if item is Ellipsis else 1
-        if not isinstance(item, (int, np.integer)):
-            kept += range(axis, axis + count)
-        axis += count
-    return kept
-
-
-def _view(a: NDArray, index) -> NDArray:
-    """a[index] in the shape that numpy gives it."""
-    view, kept = a[index], _kept_axes(a.ndim, index)
-    return view._view(tuple([view.shape[i] for i in kept]), tuple([view.strides[i] for i in kept]))
-
-
-def _assign(a: NDArray, index, value: NDArray | float) -> None:
-    """a[index] = value as numpy does it. NDArray's own assignment, the course's, also takes as many elements in another shape."""
-    view = _view(a, index)
-    if isinstance(value, NDArray):
-        extra = value.ndim - view.ndim  # of which axes of length 1 may be in front
-        shape = value.shape[extra:] if extra > 0 else value.shape
-        aligned = zip(reversed(shape), reversed(view.shape))
-        if value.size != math.prod(shape) or any(n not in (1, wanted) for n, wanted in aligned):
-            raise ShapeError(f"[setitem] value is {value.shape}, a[index] is {view.shape} (accepted: what broadcasts to it)")
-        value = value._view(shape, value.strides[extra:]) if extra > 0 else value  # reshape refuses what is not contiguous
-    view[...] = value
+def _frozen(index):
+    """``index`` as an op keeps it until backward."""
+    items = index if isinstance(index, tuple) else (index,)
+    if indexing.is_basic(items):
+        return index
+    return indexing.on_host(tuple([x.realize_cached_data() if isinstance(x, Tensor) else x for x in items]))
 
 
 class GetItem(_NoRead):
-    """a[index] with basic indexing (int, slice, None, ...), as numpy. A view. grad: zeros with dy written at index."""
+    """a[index] as numpy. A view, but a copy where the index has arrays. grad: zeros with dy added at index."""
 
     def __init__(self, index):
-        self.index = index
+        self.index = _frozen(index)
 
     def compute(self, a):
-        return _view(a, self.index)
+        return indexing.read(a, self.index)
 
     def gradient(self, out_grad, node):
         return _Embed(node.inputs[0].shape, self.index)(out_grad)
 
 
 def getitem(a: Tensor, index) -> Tensor:
-    """a[index] with numpy's basic indexing: ints, slices, None and `...`. raises: IndexError."""
+    """a[index] as numpy: ints, slices, None and `...` give a view; arrays of whole numbers, lists and masks among them a copy.
+
+    An index that is a Tensor is read by the host, which waits for a GPU; ``embedding`` takes ids where they are.
+    raises: IndexError.
+    """
     return GetItem(index)(a)
 
 
 class _Embed(_NoRead):
-    """Zeros of ``shape`` with a written at ``index``: what the gradient of getitem is."""
+    """Zeros of ``shape`` with a added at ``index``: what the gradient of getitem is."""
 
     def __init__(self, shape, index):
         self.shape, self.index = shape, index
 
     def compute(self, a):
-        out = _full(self.shape, 0, a.dtype, a.device)
-        _view(out, self.index)[...] = a
-        return out
+        return indexing.spread(a, self.shape, self.index)
 
     def gradient(self, out_grad, node):
         return getitem(out_grad, self.index)
 
 
 class SetItem(_NoRead):
-    """A copy of a with b written at index. grad: dy with zeros there, and dy[index]."""
+    """A copy of a with b written at index. grad: dy with zeros there, and dy[index], 0 for what was written over."""
 
     def __init__(self, index):
-        self.index = index
+        self.index = _frozen(index)
 
     def compute(self, a, b):
         _check_one_device("setitem", a, b)  # NDArray's assignment copies from any, from which no gradient comes back
         out = a.copy()
-        _assign(out, self.index, b)
+        indexing.assign(out, self.index, b)
         return out
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
         part = getitem(out_grad, self.index)
+        stays = indexing.written_last(a.shape, self.index)
+        if stays is not None:
+            part = where(Tensor.make_const(NDArray(stays, device=part.device, dtype="bool")), part, 0.0)
         extra = max(0, b.ndim - part.ndim)  # axes of length 1 in front
         part = reshape(unbroadcast(part, b.shape[extra:]), b.shape)
         zeros = Tensor.make_const(_full(b.shape, 0, out_grad.dtype, out_grad.device))
@@ -128,12 +101,12 @@ def _own_array(a: Tensor) -> NDArray:
 def setitem_in_place(a: Tensor, index, value) -> None:
     """``a[index] = value``. With a graph the handle becomes the new value; without one the array is written."""
     if isinstance(value, (int, float)) and not a.requires_grad:
-        _assign(_own_array(a), index, value)
+        indexing.assign(_own_array(a), _frozen(index), value)
         return
     if not isinstance(value, Tensor):
         value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
     if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
-        _assign(_own_array(a), index, value.realize_cached_data())
+        indexing.assign(_own_array(a), _frozen(index), value.realize_cached_data())
         return
     before, new = a._as_node(), SetItem(index)(a, value)
     Tensor.make_const(a._data)._take_over(before)  # the old value lives on without a handle: this one moves to the new value

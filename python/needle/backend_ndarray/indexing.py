@@ -1,0 +1,186 @@
+"""a[index] as numpy has it, which is how Tensors are indexed: NDArray's own brackets are the course's.
+
+Basic indices give views. With arrays among them (numpy's advanced indexing) reading is a gather of rows by number, as an embedding
+is, and numpy itself says which numbers those are. A row is what the last axes hold that the index leaves alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from .. import dtype as dt
+from ..errors import ShapeError, type_name
+from . import kernels
+from .ndarray import NDArray, full, where
+
+_BASIC = (int, np.integer, slice, type(None), EllipsisType)
+
+
+class ArrayIndex(tuple):
+    """An index with numpy arrays in it, of whole numbers or bool, beside basic indices."""
+
+
+def is_basic(items: Sequence) -> bool:
+    """Whether there is no array among them. True and False count as numbers, which NDArray refuses."""
+    return all([isinstance(item, _BASIC) for item in items])
+
+
+def on_host(items: tuple) -> tuple:
+    """Items of which some are arrays, lists or ranges, as they are now; an array without axes is its number. Waits for a GPU.
+
+    raises: IndexError for what is neither whole numbers nor a mask, and for a mask on ``meta``.
+    """
+    found = [item if isinstance(item, _BASIC) and not isinstance(item, bool) else _item_on_host(item) for item in items]
+    return tuple(found) if is_basic(found) else ArrayIndex(found)
+
+
+def _item_on_host(item: Any) -> int | np.ndarray:
+    if isinstance(item, (bool, np.bool_)) or not (isinstance(item, (list, range)) or hasattr(item, "__array__")):
+        accepted = "int, slice, None, ..., arrays of whole numbers, masks"
+        raise IndexError(f"[getitem] unsupported index of type {type_name(item)} (accepted: {accepted})")
+    if isinstance(item, NDArray) and item.device.name == "meta":
+        if item.dtype == "bool":
+            raise IndexError("[getitem] how many a mask on meta() selects is not known (accepted: a mask of numpy's)")
+        return np.zeros(item.shape, np.int64)
+    try:
+        values = np.array(item)
+    except ValueError:
+        raise IndexError("[getitem] an index is a list of lists of different lengths (accepted: an array)") from None
+    if values.dtype == bool and values.ndim:
+        return values
+    # Tensors of numbers are floats unless told otherwise, and so is an empty list.
+    if not np.issubdtype(values.dtype, np.integer) and not isinstance(item, NDArray) and values.size:
+        raise IndexError(f"[getitem] an index is an array of {values.dtype} (accepted: whole numbers or bool)")
+    with np.errstate(invalid="ignore"):
+        whole = values.astype(np.int64)
+    if (whole != values).any():
+        raise IndexError(f"[getitem] {values[whole != values][0]} in an index is no whole number")
+    return whole if whole.ndim else int(whole)
+
+
+def read(a: NDArray, index: Any) -> NDArray:
+    """a[index], a view, of an ArrayIndex a copy. raises: IndexError."""
+    if not isinstance(index, ArrayIndex):
+        return _view(a, index)
+    numbers, row = _rows(a._shape, index)
+    return _gathered(_matrix(a, row), numbers).reshape(numbers.shape + row)
+
+
+def spread(dy: NDArray, shape: tuple[int, ...], index: Any) -> NDArray:
+    """Zeros of ``shape`` with dy at ``index``, added where that names an element more than once: the gradient of ``read``."""
+    if not isinstance(index, ArrayIndex):
+        out = full(shape, 0, dy._dtype, dy._device)
+        _view(out, index)[...] = dy
+        return out
+    numbers, row = _rows(shape, index)
+    count = prod(shape[: len(shape) - len(row)])
+    return kernels.embedding_backward(_matrix(dy, row), _ids(numbers.reshape(-1), dy), count).reshape(shape)
+
+
+def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
+    """a[index] = value in place; of several values for one element the last stays. raises: IndexError, ShapeError."""
+    if not isinstance(index, ArrayIndex):
+        view = _view(a, index)
+        view[...] = _fitted(value, view._shape) if isinstance(value, NDArray) else value
+        return
+    numbers, row = _rows(a._shape, index)
+    if not isinstance(value, NDArray):
+        value = full((1,), dt.checked_number("setitem", value, a._dtype), a._dtype, a._device)
+    value = _fitted(value, numbers.shape + row).to(a._device).astype(a._dtype, copy=False)
+    old = _matrix(a, row)
+    last = np.full(len(old), -1)
+    last[numbers.reshape(-1)] = np.arange(numbers.size)
+    if value.size == 1:
+        new = value.reshape((1, 1))
+    elif numbers.size:
+        new = _gathered(_matrix(value.broadcast_to(numbers.shape + row), row), np.maximum(last, 0))
+    else:
+        return
+    written = NDArray(last[:, None] >= 0, device=a._device, dtype="bool")
+    a[...] = where(written, new, old).reshape(a._shape)
+
+
+def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:
+    """Which elements of a value stay when ``assign`` writes it into an array of ``shape``, a mask that broadcasts to the value's
+    shape; None if all do.
+    """
+    if not isinstance(index, ArrayIndex):
+        return None
+    numbers, row = _rows(shape, index)
+    last = np.zeros(prod(shape[: len(shape) - len(row)]), np.int64)
+    last[numbers.reshape(-1)] = np.arange(numbers.size)
+    stays = last[numbers] == np.arange(numbers.size).reshape(numbers.shape)
+    return None if stays.all() else stays.reshape(numbers.shape + (1,) * len(row))
+
+
+def _kept_axes(ndim: int, index: Any) -> list[int]:
+    """The axes of NDArray's a[index] that numpy keeps too: NDArray gives an int's axis length 1, numpy drops it."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    named = len([i for i in items if i is not None and i is not Ellipsis])
+    if not any(i is Ellipsis for i in items):
+        items.append(Ellipsis)
+    kept: list[int] = []
+    axis = 0
+    for item in items:
+        count = ndim - named if item is Ellipsis else 1
+        if not isinstance(item, (int, np.integer)):
+            kept += range(axis, axis + count)
+        axis += count
+    return kept
+
+
+def _view(a: NDArray, index: Any) -> NDArray:
+    view, kept = a[index], _kept_axes(a.ndim, index)
+    return view._view(tuple([view.shape[i] for i in kept]), tuple([view.strides[i] for i in kept]))
+
+
+def _fitted(value: NDArray, shape: tuple[int, ...]) -> NDArray:
+    """``value`` without the axes of length 1 that it has in front of those of ``shape``.
+
+    raises: ShapeError if it does not broadcast: NDArray's own assignment, the course's, takes as many elements in any shape.
+    """
+    extra = max(0, value.ndim - len(shape))
+    fitted = value._shape[extra:]
+    if value.size != prod(fitted) or any([n not in (1, wanted) for n, wanted in zip(reversed(fitted), reversed(shape))]):
+        raise ShapeError(f"[setitem] value is {value._shape}, a[index] is {shape} (accepted: what broadcasts to it)")
+    return value._view(fitted, value._strides[extra:]) if extra else value  # reshape refuses what is not contiguous
+
+
+def _rows(shape: tuple[int, ...], index: ArrayIndex) -> tuple[np.ndarray, tuple[int, ...]]:
+    """(numbers, row): an array of ``shape`` has rows of shape ``row``, of which ``index`` names those with the ``numbers``."""
+    items = list(index)
+    if not any([item is Ellipsis for item in items]):
+        items.append(Ellipsis)
+    masks = [item.ndim - 1 for item in items if isinstance(item, np.ndarray) and item.dtype == bool]  # each has an axis per axis
+    unnamed = len(shape) - sum([item is not None and item is not Ellipsis for item in items]) - sum(masks)
+    if sum([item is Ellipsis for item in items]) > 1:
+        raise IndexError(f"[getitem] an index has more than one ... for shape {shape}")
+    if unnamed < 0:
+        raise IndexError(f"[getitem] too many indices for shape {shape}")
+    first = len(shape)  # of the axes of a row
+    while items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None)):
+        first -= unnamed if items.pop() is Ellipsis else 1
+    try:
+        numbers = np.arange(prod(shape[:first])).reshape(shape[:first])[tuple(items)]
+    except IndexError as error:
+        raise IndexError(f"[getitem] {error}") from None
+    return numbers, shape[first:]
+
+
+def _matrix(a: NDArray, row: tuple[int, ...]) -> NDArray:
+    """(rows, elements of a row); a copy unless ``a`` is contiguous."""
+    count = prod(a._shape[: a.ndim - len(row)])
+    return (a if a._contiguous else a.compact()).reshape((count, prod(row)))
+
+
+def _ids(numbers: np.ndarray, beside: NDArray) -> NDArray:
+    return NDArray(numbers, device=beside._device, dtype="int64")
+
+
+def _gathered(matrix: NDArray, numbers: np.ndarray) -> NDArray:
+    return kernels.embedding(matrix, _ids(numbers, matrix))
