@@ -53,17 +53,17 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
     const T* grads = dy.data<T>();
     T* dw = dweight.data<T>();
     parallel_ranges(vocab, rows_per_task(dim), [&](int64_t begin, int64_t end) {
+      // Most ids come not at all where few elements of many are indexed.
+      if (!accumulate) std::fill(dw + begin * dim, dw + end * dim, T(0.f));
       for (int64_t w = begin; w < end; ++w) {
+        if (start(w) == first[w]) continue;
         T* const to = dw + w * dim;
-        if (start(w) < first[w])
-          for_vectors<A>(dim, [&](int64_t c, auto... lanes) {
-            Vec<A> sum{};
-            for (int32_t e = start(w); e < first[w]; ++e)
-              sum += load(grads + positions[e] * dim + c, lanes...);
-            store(to + c, accumulate ? load(to + c, lanes...) + sum : sum, lanes...);
-          });
-        else if (!accumulate)
-          std::fill_n(to, dim, T(0.f));
+        for_vectors<A>(dim, [&](int64_t c, auto... lanes) {
+          Vec<A> sum{};
+          for (int32_t e = start(w); e < first[w]; ++e)
+            sum += load(grads + positions[e] * dim + c, lanes...);
+          store(to + c, accumulate ? load(to + c, lanes...) + sum : sum, lanes...);
+        });
       }
     });
   });

@@ -1,6 +1,6 @@
 // mma.sync, ldmatrix, cp.async and ex2 against plain loops, all lanes, on random numbers. The
-// layouts are our reading of the PTX manual, and CUTLASS's; this same program, compiled by nvcc, is what a GPU has
-// to confirm (benchmarks/gpu_check.py).
+// layouts are our reading of the PTX manual, and CUTLASS's; this same program, compiled by nvcc, is
+// what a GPU has to confirm (benchmarks/gpu_check.py).
 #include <cmath>
 #include <random>
 

@@ -64,11 +64,12 @@ def _item_on_host(item: Any) -> int | np.ndarray:
 
 
 def read(a: NDArray, index: Any) -> NDArray:
-    """a[index], a view, of an ArrayIndex a copy. raises: IndexError."""
+    """a[index]: a view, of an ArrayIndex a copy. raises: IndexError."""
     if not isinstance(index, ArrayIndex):
         return _view(a, index)
-    numbers, row = _rows(a._shape, index)
-    return _gathered(_matrix(a, row), numbers).reshape(numbers.shape + row)
+    rows = _Rows(a._shape, index)
+    numbers = rows.numbers()
+    return _gathered(rows.matrix(a), numbers).reshape(numbers.shape + rows.row)
 
 
 def spread(dy: NDArray, shape: tuple[int, ...], index: Any) -> NDArray:
@@ -77,9 +78,8 @@ def spread(dy: NDArray, shape: tuple[int, ...], index: Any) -> NDArray:
         out = full(shape, 0, dy._dtype, dy._device)
         _view(out, index)[...] = dy
         return out
-    numbers, row = _rows(shape, index)
-    count = prod(shape[: len(shape) - len(row)])
-    return kernels.embedding_backward(_matrix(dy, row), _ids(numbers.reshape(-1), dy), count).reshape(shape)
+    rows = _Rows(shape, index)
+    return kernels.embedding_backward(rows.matrix(dy), _ids(rows.numbers().reshape(-1), dy), prod(rows.axes)).reshape(shape)
 
 
 def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
@@ -88,21 +88,21 @@ def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
         view = _view(a, index)
         view[...] = _fitted(value, view._shape) if isinstance(value, NDArray) else value
         return
-    numbers, row = _rows(a._shape, index)
-    if not isinstance(value, NDArray):
-        value = full((1,), dt.checked_number("setitem", value, a._dtype), a._dtype, a._device)
-    value = _fitted(value, numbers.shape + row).to(a._device).astype(a._dtype, copy=False)
-    old = _matrix(a, row)
-    last = np.full(len(old), -1)
-    last[numbers.reshape(-1)] = np.arange(numbers.size)
-    if value.size == 1:
-        new = value.reshape((1, 1))
-    elif numbers.size:
-        new = _gathered(_matrix(value.broadcast_to(numbers.shape + row), row), np.maximum(last, 0))
+    rows = _Rows(a._shape, index)
+    if isinstance(value, NDArray):
+        numbers = rows.numbers()
+        shape = numbers.shape + rows.row
+        value = _fitted(value, shape).to(a._device).astype(a._dtype, copy=False)
+        if not numbers.size:
+            return
+        last = rows.last(numbers)
+        new = _gathered(rows.matrix(value.broadcast_to(shape)), np.maximum(last, 0))
+        written = last >= 0
     else:
-        return
-    written = NDArray(last[:, None] >= 0, device=a._device, dtype="bool")
-    a[...] = where(written, new, old).reshape(a._shape)
+        new = full((1, 1), dt.checked_number("setitem", value, a._dtype), a._dtype, a._device)
+        written = rows.marked()
+    mask = NDArray(written.reshape(-1, 1), device=a._device, dtype="bool")
+    a[...] = where(mask, new, rows.matrix(a)).reshape(a._shape)
 
 
 def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:
@@ -111,11 +111,10 @@ def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:
     """
     if not isinstance(index, ArrayIndex):
         return None
-    numbers, row = _rows(shape, index)
-    last = np.zeros(prod(shape[: len(shape) - len(row)]), np.int64)
-    last[numbers.reshape(-1)] = np.arange(numbers.size)
-    stays = last[numbers] == np.arange(numbers.size).reshape(numbers.shape)
-    return None if stays.all() else stays.reshape(numbers.shape + (1,) * len(row))
+    rows = _Rows(shape, index)
+    numbers = rows.numbers()
+    stays = rows.last(numbers)[numbers] == np.arange(numbers.size).reshape(numbers.shape)
+    return None if stays.all() else stays.reshape(numbers.shape + (1,) * len(rows.row))
 
 
 def _kept_axes(ndim: int, index: Any) -> list[int]:
@@ -151,31 +150,51 @@ def _fitted(value: NDArray, shape: tuple[int, ...]) -> NDArray:
     return value._view(fitted, value._strides[extra:]) if extra else value  # reshape refuses what is not contiguous
 
 
-def _rows(shape: tuple[int, ...], index: ArrayIndex) -> tuple[np.ndarray, tuple[int, ...]]:
-    """(numbers, row): an array of ``shape`` has rows of shape ``row``, of which ``index`` names those with the ``numbers``."""
-    items = list(index)
-    if not any([item is Ellipsis for item in items]):
-        items.append(Ellipsis)
-    masks = [item.ndim - 1 for item in items if isinstance(item, np.ndarray) and item.dtype == bool]  # each has an axis per axis
-    unnamed = len(shape) - sum([item is not None and item is not Ellipsis for item in items]) - sum(masks)
-    if sum([item is Ellipsis for item in items]) > 1:
-        raise IndexError(f"[getitem] an index has more than one ... for shape {shape}")
-    if unnamed < 0:
-        raise IndexError(f"[getitem] too many indices for shape {shape}")
-    first = len(shape)  # of the axes of a row
-    while items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None)):
-        first -= unnamed if items.pop() is Ellipsis else 1
-    try:
-        numbers = np.arange(prod(shape[:first])).reshape(shape[:first])[tuple(items)]
-    except IndexError as error:
-        raise IndexError(f"[getitem] {error}") from None
-    return numbers, shape[first:]
+class _Rows:
+    """An array of ``shape`` as rows of shape ``row``, which lie along its first axes, of lengths ``axes``."""
 
+    def __init__(self, shape: tuple[int, ...], index: ArrayIndex):
+        items = list(index)
+        ellipses = sum([item is Ellipsis for item in items])
+        if not ellipses:
+            items.append(Ellipsis)
+        masks = [item.ndim - 1 for item in items if isinstance(item, np.ndarray) and item.dtype == bool]  # one for several axes
+        unnamed = len(shape) - sum([item is not None and item is not Ellipsis for item in items]) - sum(masks)
+        if ellipses > 1:
+            raise IndexError(f"[getitem] an index has more than one ... for shape {shape}")
+        if unnamed < 0:
+            raise IndexError(f"[getitem] too many indices for shape {shape}")
+        first = len(shape)  # of the axes of a row
+        while items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None)):
+            first -= unnamed if items.pop() is Ellipsis else 1
+        self.axes, self.row, self._items = shape[:first], shape[first:], tuple(items)
 
-def _matrix(a: NDArray, row: tuple[int, ...]) -> NDArray:
-    """(rows, elements of a row); a copy unless ``a`` is contiguous."""
-    count = prod(a._shape[: a.ndim - len(row)])
-    return (a if a._contiguous else a.compact()).reshape((count, prod(row)))
+    def numbers(self) -> np.ndarray:
+        """Which rows the index names, in the shape that numpy gives them. raises: IndexError, in numpy's words."""
+        try:
+            return np.arange(prod(self.axes)).reshape(self.axes)[self._items]
+        except IndexError as error:
+            raise IndexError(f"[getitem] {error}") from None
+
+    def marked(self) -> np.ndarray:
+        """Of each row, whether the index names it. raises: IndexError."""
+        marks = np.zeros(self.axes, bool)
+        try:
+            marks[self._items] = True
+        except IndexError as error:
+            raise IndexError(f"[getitem] {error}") from None
+        return marks
+
+    def last(self, numbers: np.ndarray) -> np.ndarray:
+        """Of each row, the last place that it has among ``numbers``; -1 if none."""
+        last = np.full(prod(self.axes), -1)
+        last[numbers.reshape(-1)] = np.arange(numbers.size)
+        return last
+
+    def matrix(self, x: NDArray) -> NDArray:
+        """(rows, elements of a row); a copy unless ``x``, which ends in the axes of a row, is contiguous."""
+        count = prod(x._shape[: x.ndim - len(self.row)])
+        return (x if x._contiguous else x.compact()).reshape((count, prod(self.row)))
 
 
 def _ids(numbers: np.ndarray, beside: NDArray) -> NDArray:
