@@ -117,25 +117,11 @@ def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:
     return None if stays.all() else stays.reshape(numbers.shape + (1,) * len(rows.row))
 
 
-def _kept_axes(ndim: int, index: Any) -> list[int]:
-    """The axes of NDArray's a[index] that numpy keeps too: NDArray gives an int's axis length 1, numpy drops it."""
-    items = list(index) if isinstance(index, tuple) else [index]
-    named = len([i for i in items if i is not None and i is not Ellipsis])
-    if not any(i is Ellipsis for i in items):
-        items.append(Ellipsis)
-    kept: list[int] = []
-    axis = 0
-    for item in items:
-        count = ndim - named if item is Ellipsis else 1
-        if not isinstance(item, (int, np.integer)):
-            kept += range(axis, axis + count)
-        axis += count
-    return kept
-
-
 def _view(a: NDArray, index: Any) -> NDArray:
-    view, kept = a[index], _kept_axes(a.ndim, index)
-    return view._view(tuple([view.shape[i] for i in kept]), tuple([view.strides[i] for i in kept]))
+    shape, strides, offset, ints = a._indexed(index)
+    for axis in reversed(ints):  # which NDArray keeps
+        del shape[axis], strides[axis]
+    return a._view(tuple(shape), tuple(strides), offset)
 
 
 def _fitted(value: NDArray, shape: tuple[int, ...]) -> NDArray:

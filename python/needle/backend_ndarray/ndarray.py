@@ -32,6 +32,7 @@ __all__ = [
 # write_stamp() is the next tick of the clock that orders in-place writes and the making of graph nodes.
 write_stamp: Callable[[], int] = itertools.count(1).__next__
 writes = SimpleNamespace(last=0)  # the tick of the last write in place to any memory
+_ALL = slice(None)
 _SCALARS = (int, float, bool, np.number, np.bool_)
 
 
@@ -472,13 +473,19 @@ class NDArray:
 
     def __getitem__(self, idxs) -> NDArray:
         """Basic indexing, a view. As in the course an int keeps its axis: ``A[1, 2]`` has shape (1, 1)."""
+        shape, strides, offset, _ = self._indexed(idxs)
+        return self._view(tuple(shape), tuple(strides), offset)
+
+    def _indexed(self, idxs) -> tuple[list[int], list[int], int, list[int]]:
+        """Shape, strides and offset of a view, and which of its axes an int is the index of. raises: IndexError."""
         items = list(idxs) if isinstance(idxs, tuple) else [idxs]
-        if any(item is Ellipsis for item in items):
-            at = next(i for i, item in enumerate(items) if item is Ellipsis)
-            named = len([item for item in items if item is not None]) - 1
-            items[at : at + 1] = [slice(None)] * (self.ndim - named)
-        items += [slice(None)] * (self.ndim - len([item for item in items if item is not None]))
-        shape, strides, offset, axis = [], [], self._offset, 0
+        unnamed = self.ndim - len([item for item in items if item is not None])
+        if any([item is Ellipsis for item in items]):
+            at = [item is Ellipsis for item in items].index(True)
+            items[at : at + 1] = [_ALL] * (unnamed + 1)
+        else:
+            items += [_ALL] * unnamed
+        shape, strides, offset, axis, ints = [], [], self._offset, 0, []
         for item in items:
             if item is None:
                 shape.append(1)
@@ -487,7 +494,10 @@ class NDArray:
             if axis >= self.ndim:
                 raise IndexError(f"[getitem] too many indices for shape {self._shape}: {idxs}")
             n, stride = self._shape[axis], self._strides[axis]
-            if isinstance(item, slice):
+            if item is _ALL:
+                shape.append(n)
+                strides.append(stride)
+            elif isinstance(item, slice):
                 part = self.process_slice(item, axis)
                 span = range(part.start, part.stop, part.step)
                 shape.append(len(span))
@@ -496,6 +506,7 @@ class NDArray:
             elif isinstance(item, (int, np.integer)) and not isinstance(item, (bool, np.bool_)):
                 if not -n <= item < n:
                     raise IndexError(f"[getitem] index {item} is out of range for axis {axis} of length {n}")
+                ints.append(len(shape))
                 shape.append(1)
                 strides.append(stride)
                 offset += int(item) % n * stride
@@ -503,8 +514,7 @@ class NDArray:
                 accepted = "int, slice, None, ...; a Tensor takes arrays, too"
                 raise IndexError(f"[getitem] unsupported index of type {type(item).__name__} (accepted: {accepted})")
             axis += 1
-        offset = self._offset if 0 in shape else offset  # without elements it could end up beyond the memory
-        return self._view(tuple(shape), tuple(strides), offset)
+        return shape, strides, self._offset if 0 in shape else offset, ints  # without elements it could end up beyond the memory
 
     def __setitem__(self, idxs, other) -> None:
         """Writes into the view in place. other: a number, or an array that broadcasts to it or has as many elements."""
