@@ -51,15 +51,15 @@ def _item_on_host(item: Any) -> int | np.ndarray:
         values = np.array(item)
     except ValueError:
         raise IndexError("[getitem] an index is a list of lists of different lengths (accepted: an array)") from None
-    if values.dtype == bool and values.ndim:
+    kind = values.dtype.kind
+    if kind == "b" and values.ndim:
         return values
-    # Tensors of numbers are floats unless told otherwise, and so is an empty list.
-    if not np.issubdtype(values.dtype, np.integer) and not isinstance(item, NDArray) and values.size:
+    if kind == "b" or (kind not in "iu" and values.size and not isinstance(item, NDArray)):
         raise IndexError(f"[getitem] an index is an array of {values.dtype} (accepted: whole numbers or bool)")
     with np.errstate(invalid="ignore"):
         whole = values.astype(np.int64)
-    if (whole != values).any():
-        raise IndexError(f"[getitem] {values[whole != values][0]} in an index is no whole number")
+    if kind not in "iu" and (whole != values).any():  # Tensors of numbers are floats unless told otherwise
+        raise IndexError(f"[getitem] {values[whole != values][0]} in an index is no whole number of 64 bits")
     return whole if whole.ndim else int(whole)
 
 
@@ -157,6 +157,9 @@ class _Rows:
 
     def numbers(self) -> np.ndarray:
         """Which rows the index names, in the shape that numpy gives them. raises: IndexError, in numpy's words."""
+        mask = self._items[0]
+        if len(self._items) == 1 and isinstance(mask, np.ndarray) and mask.dtype == bool and mask.shape == self.axes:
+            return np.flatnonzero(mask)  # the same, without an array of 8 bytes for each bool
         try:
             return np.arange(prod(self.axes)).reshape(self.axes)[self._items]
         except IndexError as error:
