@@ -173,6 +173,8 @@ def embedding(dtype):
     check("embedding_forward", dtype, In(normal(vocab, 5)), ids, Out((n, 5)), n, vocab, 5)
     check("embedding_backward", dtype, In(normal(n, 5)), ids, Out((vocab, 5)), np.zeros(n + vocab + 1, np.int32),
           n, vocab, 5, False, looser=2)  # fmt: skip
+    places = np.where(np.arange(n) % 3, np.arange(n)[::-1], -1).astype(np.int32)
+    check("embedding_put", dtype, In(normal(n, 5)), places, Out((vocab, 5), values=normal(vocab, 5)), n, vocab, 5)
     out = backend.Array(11 * COLS, dtype)
     backend.one_hot(put(backend, ids[:11] % COLS, "int32"), out, 11, COLS)
     np.testing.assert_array_equal(get(backend, out).reshape(11, COLS), np.eye(COLS)[ids[:11] % COLS])

@@ -124,6 +124,14 @@ def test_tensors_as_indices(device):
     np.testing.assert_array_equal(x[leaf(1, device, "int64"), 0].numpy(), DATA[1, 0])
 
 
+def test_writing_what_is_part_of_itself(device):
+    x = leaf(DATA, device, requires_grad=False)
+    x[[1, 2, 0]] = x
+    np.testing.assert_array_equal(x.numpy(), DATA[[2, 0, 1]])
+    x[[0, 1]] = x[1:]
+    np.testing.assert_array_equal(x.numpy(), DATA[[0, 1, 1]])
+
+
 def test_an_index_that_changes_after_it_was_used(device):
     x, rows = leaf(DATA, device), np.array([1, 1])
     y = x[rows]

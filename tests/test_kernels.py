@@ -411,6 +411,18 @@ def test_embedding(dtype, id_dtype, n, vocab, dim):
               n, vocab, dim, accumulate, looser=2)  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", dt.ROWS)
+@every_id
+@pytest.mark.parametrize(("n", "vocab", "dim"), [(1, 1, 1), (40, 41, 17), (300, 400, 32), (300, 300, 5), (0, 9, 5), (9, 9, 0)])
+def test_embedding_put(dtype, id_dtype, n, vocab, dim):
+    ids = np.where(np.arange(n) % 5 == 1, -1, RNG.permutation(vocab)[:n])
+    rows, weight = (RNG.integers(0, 2, (count, dim)) for count in (n, vocab))
+    array = put(backend, weight, dtype)
+    backend.embedding_put(put(backend, rows, dtype), put(backend, ids, id_dtype), array, n, vocab, dim)
+    weight[ids[ids >= 0]] = rows[ids >= 0]
+    np.testing.assert_array_equal(get(backend, array).astype(int).reshape(vocab, dim), weight)
+
+
 def test_embedding_gradient_adds_in_ascending_order():
     """Beyond kShortRange positions CUDA finds the order another way; each must add as a plain loop does."""
     n, vocab = 3000, 1030
@@ -444,6 +456,10 @@ def test_bad_ids_are_named_before_anything_is_written():
     assert (get(backend, out) == 7).all()
     with pytest.raises(IndexError, match=r"\[embedding\] id -1 at position 0"):
         backend.embedding_backward(out, put(backend, [-1], "int32"), weight, put(backend, np.zeros(52), "int32"), 1, 50, 4, False)
+    for ids, wrong in (([0, -2, 1], "-2 at position 1"), ([0, -1, 50], "50 at position 2")):
+        with pytest.raises(IndexError, match=rf"\[embedding\] id {wrong}"):
+            backend.embedding_put(out, put(backend, ids, "int32"), weight, 3, 50, 4)
+    assert (get(backend, weight) == 1).all()
     with pytest.raises(IndexError, match=r"\[one_hot\] id 5 at position 0 is outside the depth \(0..4\)"):
         backend.one_hot(put(backend, [5], "int32"), out, 1, 5)
     with pytest.raises(IndexError, match=r"\[cross_entropy\] target 9 at position 1 is outside the classes \(0..3\)"):

@@ -446,6 +446,7 @@ inline void bind_fused(py::module_& m) {
   NEEDLE_BIND(rotary)
   NEEDLE_BIND(embedding_forward)
   NEEDLE_BIND(embedding_backward)
+  NEEDLE_BIND(embedding_put)
   NEEDLE_BIND(one_hot)
   NEEDLE_BIND(cross_entropy_forward)
   NEEDLE_BIND(cross_entropy_backward)

@@ -120,8 +120,9 @@ void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array
             int64_t T, int64_t D, int64_t rot, bool inverse);
 
 // --- embedding: one_hot(ids) @ weight ------------------------------------------------------------
-// weight (vocab, dim), ids (n) int32 or int64, out (n, dim). CPU: IndexError names the first bad
-// id. cuda: sets the device's error flag, read at the next sync; the row is filled with NaN.
+// weight (vocab, dim) of any dtype, ids (n) int32 or int64, out (n, dim). CPU: IndexError names the
+// first bad id. cuda: sets the device's error flag, read at the next sync; the row is filled with
+// NaN (integers: 0).
 void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
                        int64_t vocab, int64_t dim);
 // dweight (vocab, dim) += or = the sum of dy rows by id, in ascending position order.
@@ -129,6 +130,9 @@ void embedding_forward(const Array& weight, const Array& ids, const Array& out, 
 void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
                         const Array& workspace, int64_t n, int64_t vocab, int64_t dim,
                         bool accumulate);
+// weight[ids[i]] = rows[i], (n, dim), for those i whose id is not -1; no other id comes twice.
+void embedding_put(const Array& rows, const Array& ids, const Array& weight, int64_t n,
+                   int64_t vocab, int64_t dim);
 // out (n, depth) of any dtype; ids int32 or int64; an id outside 0..depth-1 is an IndexError.
 void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth);
 

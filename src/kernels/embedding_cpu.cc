@@ -1,5 +1,5 @@
-// Embedding: one_hot(ids) @ weight, at the cost of a gather; its gradient, a scatter-add by id; and
-// one_hot itself.
+// Embedding: one_hot(ids) @ weight, at the cost of a gather; its gradient, a scatter-add by id;
+// rows put in their places by id; and one_hot itself.
 //   out[i] = weight[ids[i]],  dweight[w] (+)= sum of dy[i] over ids[i] == w, i ascending
 // Backward sorts the positions by id (a counting sort, stable), so that one task owns a row of
 // dweight: no races, one order.
@@ -65,6 +65,21 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
           store(to + c, accumulate ? load(to + c, lanes...) + sum : sum, lanes...);
         });
       }
+    });
+  });
+}
+
+void embedding_put(const Array& rows, const Array& ids, const Array& weight, int64_t n,
+                   int64_t vocab, int64_t dim) {
+  dispatch_ids(ids, "embedding", [&](auto id_tag) {
+    const auto* id = ids.data<typename decltype(id_tag)::type>();
+    check_ids(id, n, vocab, BadId::embedding, -1);
+    const int64_t row_bytes = dim * dtype_size(weight.dtype());
+    const char* from = static_cast<const char*>(rows.ptr());
+    char* to = static_cast<char*>(weight.ptr());
+    parallel_ranges(n, rows_per_task(dim), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i)
+        if (id[i] >= 0) memcpy(to + id[i] * row_bytes, from + i * row_bytes, row_bytes);
     });
   });
 }

@@ -1,4 +1,4 @@
-// Embedding on a GPU: out[i] = weight[ids[i]], its gradient, and one_hot.
+// Embedding on a GPU: out[i] = weight[ids[i]], its gradient, weight[ids[i]] = rows[i], and one_hot.
 //
 // dweight[v] = sum of dy[i] over the i with ids[i] = v, in ascending i, so results repeat bit by
 // bit: positions are counted by id, placed into their id's range, put in order within the range,
@@ -25,6 +25,21 @@ __global__ void embedding_forward_kernel(const T* weight, const Id* ids, T* out,
         value.v[j] = std::is_integral<T>::value ? T(0) : T(accum_t<T>(NAN));
     }
     reinterpret_cast<V*>(out)[i] = value;
+  }
+}
+
+template <class T, int N, class Id>
+__global__ void embedding_put_kernel(const T* rows, const Id* ids, T* weight, int64_t n,
+                                     int64_t vocab, int64_t vectors_per_row, ErrorFlag* flag) {
+  using V = Vec<T, N>;
+  for (int64_t i = first_index(); i < n * vectors_per_row; i += index_step()) {
+    const int64_t position = i / vectors_per_row, c = i % vectors_per_row;
+    const int64_t id = ids[position];
+    if (id >= 0 && id < vocab) {
+      reinterpret_cast<V*>(weight)[id * vectors_per_row + c] = reinterpret_cast<const V*>(rows)[i];
+    } else if (id != -1 && c == 0) {
+      report_bad_id(flag, BadId::embedding, id, position, vocab);
+    }
   }
 }
 
@@ -153,25 +168,47 @@ __global__ void one_hot_kernel(const Id* ids, T* out, int64_t n, int64_t depth, 
 
 }  // namespace
 
-void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
-                       int64_t vocab, int64_t dim) {
+namespace {
+
+// move(T, Id, N) for rows of `dim` elements that are moved N at a time.
+template <class Move>
+void move_rows(const Array& weight, const Array& rows, const Array& ids, int64_t dim, Move move) {
   dispatch_any(weight.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     constexpr int N = 16 / int(sizeof(T));
     dispatch_ids(ids, "embedding", [&](auto id_tag) {
-      using Id = typename decltype(id_tag)::type;
-      const bool vectors =
-          dim % N == 0 && aligned_for<Vec<T, N>>(weight.ptr()) && aligned_for<Vec<T, N>>(out.ptr());
-      if (vectors) {
-        launch<embedding_forward_kernel<T, N, Id>>(grid_stride(n * dim / N), weight.data<T>(),
-                                                   ids.data<Id>(), out.data<T>(), n, vocab, dim / N,
-                                                   error_flag());
+      if (dim % N == 0 && aligned_for<Vec<T, N>>(weight.ptr()) &&
+          aligned_for<Vec<T, N>>(rows.ptr())) {
+        move(tag, id_tag, Int<N>{});
       } else {
-        launch<embedding_forward_kernel<T, 1, Id>>(grid_stride(n * dim), weight.data<T>(),
-                                                   ids.data<Id>(), out.data<T>(), n, vocab, dim,
-                                                   error_flag());
+        move(tag, id_tag, Int<1>{});
       }
     });
+  });
+}
+
+}  // namespace
+
+void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
+                       int64_t vocab, int64_t dim) {
+  move_rows(weight, out, ids, dim, [&](auto tag, auto id_tag, auto at_once) {
+    using T = typename decltype(tag)::type;
+    using Id = typename decltype(id_tag)::type;
+    constexpr int N = at_once;
+    launch<embedding_forward_kernel<T, N, Id>>(grid_stride(n * dim / N), weight.data<T>(),
+                                               ids.data<Id>(), out.data<T>(), n, vocab, dim / N,
+                                               error_flag());
+  });
+}
+
+void embedding_put(const Array& rows, const Array& ids, const Array& weight, int64_t n,
+                   int64_t vocab, int64_t dim) {
+  move_rows(weight, rows, ids, dim, [&](auto tag, auto id_tag, auto at_once) {
+    using T = typename decltype(tag)::type;
+    using Id = typename decltype(id_tag)::type;
+    constexpr int N = at_once;
+    launch<embedding_put_kernel<T, N, Id>>(grid_stride(n * dim / N), rows.data<T>(), ids.data<Id>(),
+                                           weight.data<T>(), n, vocab, dim / N, error_flag());
   });
 }
 

@@ -16,7 +16,7 @@ import numpy as np
 from .. import dtype as dt
 from ..errors import ShapeError, type_name
 from . import kernels
-from .ndarray import NDArray, full, where
+from .ndarray import NDArray, full
 
 _BASIC = (int, np.integer, slice, type(None), EllipsisType)
 
@@ -88,33 +88,32 @@ def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
         view = _view(a, index)
         view[...] = _fitted(value, view._shape) if isinstance(value, NDArray) else value
         return
+    a._check_writable()
     rows = _Rows(a._shape, index)
-    if isinstance(value, NDArray):
-        numbers = rows.numbers()
-        shape = numbers.shape + rows.row
-        value = _fitted(value, shape).to(a._device).astype(a._dtype, copy=False)
-        if not numbers.size:
-            return
-        last = rows.last(numbers)
-        new = _gathered(rows.matrix(value.broadcast_to(shape)), np.maximum(last, 0))
-        written = last >= 0
-    else:
-        new = full((1, 1), dt.checked_number("setitem", value, a._dtype), a._dtype, a._device)
-        written = rows.marked()
-    mask = NDArray(written.reshape(-1, 1), device=a._device, dtype="bool")
-    a[...] = where(mask, new, rows.matrix(a)).reshape(a._shape)
+    numbers = rows.numbers()
+    shape = numbers.shape + rows.row
+    if not isinstance(value, NDArray):
+        value = full((1,), dt.checked_number("setitem", value, a._dtype), a._dtype, a._device)
+    value = rows.matrix(_fitted(value, shape).to(a._device).astype(a._dtype, copy=False).broadcast_to(shape))
+    if value._shares(a):  # which would be read and written at the same time
+        value = value.copy()
+    numbers = numbers.reshape(-1)
+    ids = np.where(rows.are_last(numbers), numbers, -1)
+    matrix = rows.matrix(a)
+    kernels.embedding_put(value, _ids(ids, a), matrix)
+    if not a._contiguous:
+        a[...] = matrix.reshape(a._shape)
 
 
 def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:
     """Which elements of a value stay when ``assign`` writes it into an array of ``shape``, a mask that broadcasts to the value's
-    shape; None if all do.
+    shape; None if all do, whatever numbers the index has.
     """
-    if not isinstance(index, ArrayIndex):
+    if not isinstance(index, ArrayIndex) or all([item.dtype == bool for item in index if isinstance(item, np.ndarray)]):
         return None
     rows = _Rows(shape, index)
     numbers = rows.numbers()
-    stays = rows.last(numbers)[numbers] == np.arange(numbers.size).reshape(numbers.shape)
-    return None if stays.all() else stays.reshape(numbers.shape + (1,) * len(rows.row))
+    return rows.are_last(numbers.reshape(-1)).reshape(numbers.shape + (1,) * len(rows.row))
 
 
 def _view(a: NDArray, index: Any) -> NDArray:
@@ -165,20 +164,14 @@ class _Rows:
         except IndexError as error:
             raise IndexError(f"[getitem] {error}") from None
 
-    def marked(self) -> np.ndarray:
-        """Of each row, whether the index names it. raises: IndexError."""
-        marks = np.zeros(self.axes, bool)
-        try:
-            marks[self._items] = True
-        except IndexError as error:
-            raise IndexError(f"[getitem] {error}") from None
-        return marks
-
-    def last(self, numbers: np.ndarray) -> np.ndarray:
-        """Of each row, the last place that it has among ``numbers``; -1 if none."""
-        last = np.full(prod(self.axes), -1)
-        last[numbers.reshape(-1)] = np.arange(numbers.size)
-        return last
+    def are_last(self, numbers: np.ndarray) -> np.ndarray:
+        """Of each of ``numbers``, (n), whether it does not come again."""
+        if (numbers[1:] > numbers[:-1]).all():
+            return np.ones(numbers.size, bool)
+        places = np.arange(numbers.size)
+        last = np.empty(prod(self.axes), np.int64)
+        last[numbers] = places
+        return last[numbers] == places
 
     def matrix(self, x: NDArray) -> NDArray:
         """(rows, elements of a row); a copy unless ``x``, which ends in the axes of a row, is contiguous."""

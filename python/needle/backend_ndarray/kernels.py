@@ -383,6 +383,13 @@ def embedding_backward(dy: NDArray, ids: NDArray, vocab: int, into: NDArray | No
     return dweight
 
 
+def embedding_put(rows: NDArray, ids: NDArray, weight: NDArray) -> None:
+    """weight[ids] = rows (n, D) in place; weight (V, D) is contiguous; of ids (n), -1 puts none, and no other comes twice."""
+    vocab, dim = weight._shape
+    weight._device.embedding_put(rows.contiguous_handle(), ids._handle, weight.contiguous_handle(), ids.size, vocab, dim)
+    weight.mark_written()
+
+
 def one_hot(ids: NDArray, depth: int, dtype: str = "float32") -> NDArray:
     """(...) -> (..., depth). raises: IndexError for an id outside 0..depth-1."""
     ids = _whole_ids("one_hot", ids)

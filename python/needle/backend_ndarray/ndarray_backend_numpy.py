@@ -506,6 +506,12 @@ def embedding_backward(dy, ids, dweight, workspace, n, vocab, dim, accumulate):
     _put(dweight, total)
 
 
+def embedding_put(rows, ids, weight, n, vocab, dim):
+    ids = _checked_ids("embedding", ids, n, vocab, "vocabulary", ignored=-1)
+    kept = ids != -1
+    weight.array.reshape(vocab, dim)[ids[kept]] = rows.array[: n * dim].reshape(n, dim)[kept]
+
+
 def one_hot(ids, out, n, depth):
     ids = _checked_ids("one_hot", ids, n, depth, "depth")
     matrix = np.zeros((n, depth), out.array.dtype)
