@@ -166,10 +166,6 @@ __global__ void one_hot_kernel(const Id* ids, T* out, int64_t n, int64_t depth, 
   }
 }
 
-}  // namespace
-
-namespace {
-
 // move(T, Id, N) for rows of `dim` elements that are moved N at a time.
 template <class Move>
 void move_rows(const Array& weight, const Array& rows, const Array& ids, int64_t dim, Move move) {
