@@ -108,6 +108,12 @@ def test_every_dtype(device, dtype):
         np.testing.assert_array_equal(y.numpy().astype(np.float64), written(values, index, 1).astype(np.float64))
 
 
+def test_gradients_of_whole_numbers(device):
+    x = leaf(DATA, device, "int64")
+    x[[1, 0, 1]].sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy()[:, 0, 0], [1, 2, 0])
+
+
 def test_the_last_of_several_values_stays(device):
     x = leaf([0.0, 0.0], device, requires_grad=False)
     x[[0, 0, 1, 0]] = np.array([1.0, 2.0, 3.0, 4.0])
@@ -207,15 +213,16 @@ def test_without_data():
         x[leaf(MASK, ndl.meta(), "bool")]
 
 
-def test_a_plan_of_picked_losses_is_right_to_the_byte(device):
-    """-log p of the right class by an index, as many write it."""
+def test_a_plan_with_indices_is_right_to_the_byte(device):
+    """-log p of the right class by an index, as many write it; and writing by a Tensor, whose numbers a plan does not know."""
 
     def build(where):
         w = nn.Parameter(leaf(np.ones((5, 7)), where))
         x, rows, classes = leaf(np.ones((6, 5)), where), np.arange(6), np.array([0, 6, 3, 3, 1, 0])
 
         def step():
-            (-ops.logsoftmax(x @ w)[rows, classes]).sum().backward()
+            losses = -ops.logsoftmax(x @ w)[rows, classes]
+            ops.setitem(losses * 2, leaf([4, 1, 4], where, "int32"), losses[:3]).sum().backward()
 
         return step
 

@@ -9,38 +9,44 @@
 namespace needle::NEEDLE_DEVICE {
 namespace {
 
+// move(i, place) for the vectors i of n rows and their place among those of `vocab` rows, by id; -1
+// where an id is out of range, which is reported unless it is `ignored` (0, an id like any other,
+// stands for none).
+template <class Id, class Move>
+__device__ void for_vectors_by_id(const Id* ids, int64_t n, int64_t vocab, int64_t vectors_per_row,
+                                  int64_t ignored, ErrorFlag* flag, Move move) {
+  for (int64_t i = first_index(); i < n * vectors_per_row; i += index_step()) {
+    const int64_t position = i / vectors_per_row, c = i % vectors_per_row, id = ids[position];
+    const bool inside = id >= 0 && id < vocab;
+    if (!inside && c == 0 && (ignored == 0 || id != ignored))
+      report_bad_id(flag, BadId::embedding, id, position, vocab);
+    move(i, inside ? id * vectors_per_row + c : -1);
+  }
+}
+
 template <class T, int N, class Id>
 __global__ void embedding_forward_kernel(const T* weight, const Id* ids, T* out, int64_t n,
                                          int64_t vocab, int64_t vectors_per_row, ErrorFlag* flag) {
   using V = Vec<T, N>;
-  for (int64_t i = first_index(); i < n * vectors_per_row; i += index_step()) {
-    const int64_t position = i / vectors_per_row, c = i % vectors_per_row;
-    const int64_t id = ids[position];
+  for_vectors_by_id(ids, n, vocab, vectors_per_row, 0, flag, [&](int64_t i, int64_t place) {
     V value;
-    if (id >= 0 && id < vocab) {
-      value = reinterpret_cast<const V*>(weight)[id * vectors_per_row + c];
+    if (place >= 0) {
+      value = reinterpret_cast<const V*>(weight)[place];
     } else {
-      if (c == 0) report_bad_id(flag, BadId::embedding, id, position, vocab);
       for (int j = 0; j < N; ++j)
         value.v[j] = std::is_integral<T>::value ? T(0) : T(accum_t<T>(NAN));
     }
     reinterpret_cast<V*>(out)[i] = value;
-  }
+  });
 }
 
 template <class T, int N, class Id>
 __global__ void embedding_put_kernel(const T* rows, const Id* ids, T* weight, int64_t n,
                                      int64_t vocab, int64_t vectors_per_row, ErrorFlag* flag) {
   using V = Vec<T, N>;
-  for (int64_t i = first_index(); i < n * vectors_per_row; i += index_step()) {
-    const int64_t position = i / vectors_per_row, c = i % vectors_per_row;
-    const int64_t id = ids[position];
-    if (id >= 0 && id < vocab) {
-      reinterpret_cast<V*>(weight)[id * vectors_per_row + c] = reinterpret_cast<const V*>(rows)[i];
-    } else if (id != -1 && c == 0) {
-      report_bad_id(flag, BadId::embedding, id, position, vocab);
-    }
-  }
+  for_vectors_by_id(ids, n, vocab, vectors_per_row, -1, flag, [&](int64_t i, int64_t place) {
+    if (place >= 0) reinterpret_cast<V*>(weight)[place] = reinterpret_cast<const V*>(rows)[i];
+  });
 }
 
 // --- gradient: `ends` (vocab + 1) and `positions` (n) lie in the workspace -----------------------

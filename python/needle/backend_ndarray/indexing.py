@@ -78,6 +78,8 @@ def spread(dy: NDArray, shape: tuple[int, ...], index: Any) -> NDArray:
         out = full(shape, 0, dy._dtype, dy._device)
         _view(out, index)[...] = dy
         return out
+    if not dt.is_float(dy._dtype):
+        return spread(dy.astype("float64"), shape, index).astype(dy._dtype)
     rows = _Rows(shape, index)
     return kernels.embedding_backward(rows.matrix(dy), _ids(rows.numbers().reshape(-1), dy), prod(rows.axes)).reshape(shape)
 
@@ -100,7 +102,7 @@ def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
     numbers = numbers.reshape(-1)
     ids = np.where(rows.are_last(numbers), numbers, -1)
     matrix = rows.matrix(a)
-    kernels.embedding_put(value, _ids(ids, a), matrix)
+    kernels.put_rows(value, _ids(ids, a), matrix)
     if not a._contiguous:
         a[...] = matrix.reshape(a._shape)
 
@@ -184,4 +186,4 @@ def _ids(numbers: np.ndarray, beside: NDArray) -> NDArray:
 
 
 def _gathered(matrix: NDArray, numbers: np.ndarray) -> NDArray:
-    return kernels.embedding(matrix, _ids(numbers, matrix))
+    return kernels.take_rows(matrix, _ids(numbers, matrix))

@@ -361,9 +361,14 @@ def rotary(x: NDArray, cos: NDArray, sin: NDArray, inverse: bool = False, out: N
 def embedding(weight: NDArray, ids: NDArray) -> NDArray:
     """one_hot(ids) @ weight as a gather: weight (V, D), ids (...) -> (..., D). raises: IndexError for an id outside 0..V-1."""
     ids = _whole_ids("embedding", ids)
-    check_one_device("embedding", weight, ids)
+    _check("embedding", weight, others=(ids,))
     if weight.ndim != 2:
         raise ShapeError(f"[embedding] weight is {weight._shape} (accepted: (vocabulary, features))")
+    return take_rows(weight, ids)
+
+
+def take_rows(weight: NDArray, ids: NDArray) -> NDArray:
+    """weight[ids]: weight (V, D) of any dtype, ids (...) int32 or int64 -> (..., D). raises: IndexError for an id outside them."""
     vocab, dim = weight._shape
     out = _new(ids._shape + (dim,), weight._dtype, weight._device)
     weight._device.embedding_forward(weight.contiguous_handle(), ids.contiguous_handle(), out._handle, ids.size, vocab, dim)
@@ -383,7 +388,7 @@ def embedding_backward(dy: NDArray, ids: NDArray, vocab: int, into: NDArray | No
     return dweight
 
 
-def embedding_put(rows: NDArray, ids: NDArray, weight: NDArray) -> None:
+def put_rows(rows: NDArray, ids: NDArray, weight: NDArray) -> None:
     """weight[ids] = rows (n, D) in place; weight (V, D) is contiguous; of ids (n), -1 puts none, and no other comes twice."""
     vocab, dim = weight._shape
     weight._device.embedding_put(rows.contiguous_handle(), ids._handle, weight.contiguous_handle(), ids.size, vocab, dim)
