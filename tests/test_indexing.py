@@ -78,8 +78,9 @@ def test_writing(device, index):
         array = plain.cached_data
         given = value if isinstance(value, float) else leaf(value, device, requires_grad=False)
         np.testing.assert_array_equal(ops.setitem(plain, index, given).numpy(), wanted)
-        plain[index] = recorded[index] = given
-        np.testing.assert_array_equal([plain.numpy(), recorded.numpy()], [wanted, wanted])
+        turned = ops.permute(leaf(DATA.T, device, requires_grad=False), (2, 1, 0))
+        plain[index] = recorded[index] = turned[index] = given
+        np.testing.assert_array_equal([plain.numpy(), recorded.numpy(), turned.numpy()], [wanted] * 3)
         assert plain.cached_data is array
 
 
@@ -139,12 +140,13 @@ def test_writing_what_is_part_of_itself(device):
 
 
 def test_an_index_that_changes_after_it_was_used(device):
-    x, rows = leaf(DATA, device), np.array([1, 1])
+    x, rows, mask = leaf(DATA, device), np.array([1, 1]), np.array([False, False, True])
     y = x[rows]
     z = ops.setitem(x, rows, y * 2)
-    rows[:] = 0
-    (y.sum() + z.sum() * 10).backward()
-    np.testing.assert_array_equal(x.grad.numpy()[:, 0, 0], [10, 2 + 20, 10])
+    last = x[mask]
+    rows[:], mask[:] = 0, [True, False, False]
+    (y.sum() + z.sum() * 10 + last.sum() * 100).backward()
+    np.testing.assert_array_equal(x.grad.numpy()[:, 0, 0], [10, 2 + 20, 10 + 100])
 
 
 def test_a_parameter_is_written_in_place(device):
