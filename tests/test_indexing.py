@@ -1,5 +1,7 @@
 """Tensors indexed by arrays and masks: read and written as numpy does it, with gradients."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -109,6 +111,24 @@ def test_every_dtype(device, dtype):
         np.testing.assert_array_equal(y.numpy().astype(np.float64), written(values, index, 1).astype(np.float64))
 
 
+def test_few_of_many(device):
+    """The right class of each sample takes time and memory for the samples, not for all classes, but for the gradient itself."""
+    rows, classes = np.array([3, 0, -1, 3, 3]), np.array([49_999, 0, -2, 49_999, 1])
+    x, weights = leaf(np.arange(4 * 50_000).reshape(4, 50_000), device), [1.0, 2.0, 4.0, 8.0, 16.0]
+    tracemalloc.start()
+    y = x[rows, classes]
+    _, most_on_host = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_array_equal(y.numpy(), x.numpy()[rows, classes])
+    loss = (y * leaf(weights, device)).sum()
+    with memory.peak(device) as peak:
+        loss.backward()
+    wanted = np.zeros(x.shape)
+    np.add.at(wanted, (rows, classes), weights)
+    np.testing.assert_array_equal(x.grad.numpy(), wanted)
+    assert most_on_host < 32 * 1024 and peak.above_start < x.grad.numpy().nbytes + 32 * 1024
+
+
 def test_gradients_of_whole_numbers(device):
     x = leaf(DATA, device, "int64")
     x[[1, 0, 1]].sum().backward()
@@ -215,11 +235,12 @@ def test_without_data():
         x[leaf(MASK, ndl.meta(), "bool")]
 
 
-def test_a_plan_with_indices_is_right_to_the_byte(device):
+@pytest.mark.parametrize("width", [7, 30_000])
+def test_a_plan_with_indices_is_right_to_the_byte(device, width):
     """-log p of the right class by an index, as many write it; and writing by a Tensor, whose numbers a plan does not know."""
 
     def build(where):
-        w = nn.Parameter(leaf(np.ones((5, 7)), where))
+        w = nn.Parameter(leaf(np.ones((5, width)), where))
         x, rows, classes = leaf(np.ones((6, 5)), where), np.arange(6), np.array([0, 6, 3, 3, 1, 0])
 
         def step():

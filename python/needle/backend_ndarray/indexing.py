@@ -1,12 +1,13 @@
 """a[index] as numpy has it, which is how Tensors are indexed: NDArray's own brackets are the course's.
 
 Basic indices give views. With arrays among them (numpy's advanced indexing) reading is a gather of rows by number, as an embedding
-is, and numpy itself says which numbers those are. A row is what the last axes hold that the index leaves alone.
+is. A row is what the last axes hold that the index leaves alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from math import prod
 from types import EllipsisType
 from typing import Any
@@ -81,7 +82,17 @@ def spread(dy: NDArray, shape: tuple[int, ...], index: Any) -> NDArray:
     if not dt.is_float(dy._dtype):
         return spread(dy.astype("float64"), shape, index).astype(dy._dtype)
     rows = _Rows(shape, index)
-    return kernels.embedding_backward(rows.matrix(dy), _ids(rows.numbers().reshape(-1), dy), prod(rows.axes)).reshape(shape)
+    numbers, dy = rows.numbers().reshape(-1), rows.matrix(dy)
+    count, row_size = prod(rows.axes), prod(rows.row)
+    # Of many rows few are named where one of each sample's classes is: to sort their numbers then takes less time, and fewer bytes,
+    # than to count how often each row comes, from measured sizes on (2,048 numbers are what the calls cost at least).
+    if 32 * (numbers.size + 2048) * (row_size + 1) > count:
+        return kernels.embedding_backward(dy, _ids(numbers, dy), count).reshape(shape)
+    named, which = np.unique(numbers, return_inverse=True)
+    sums = kernels.embedding_backward(dy, _ids(which, dy), numbers.size)
+    out = full((count, row_size), 0, dy._dtype, dy._device)
+    kernels.put_rows(sums, _ids(np.pad(named, (0, numbers.size - named.size), constant_values=-1), dy), out)
+    return out.reshape(shape)
 
 
 def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
@@ -145,26 +156,41 @@ class _Rows:
         ellipses = sum([item is Ellipsis for item in items])
         if not ellipses:
             items.append(Ellipsis)
-        masks = [item.ndim - 1 for item in items if isinstance(item, np.ndarray) and item.dtype == bool]  # one for several axes
-        unnamed = len(shape) - sum([item is not None and item is not Ellipsis for item in items]) - sum(masks)
+        self._unnamed = len(shape) - sum([_named_axes(item) for item in items])  # which ... stands for
         if ellipses > 1:
             raise IndexError(f"[getitem] an index has more than one ... for shape {shape}")
-        if unnamed < 0:
+        if self._unnamed < 0:
             raise IndexError(f"[getitem] too many indices for shape {shape}")
         first = len(shape)  # of the axes of a row
         while items[-1] is Ellipsis or (isinstance(items[-1], slice) and items[-1] == slice(None)):
-            first -= unnamed if items.pop() is Ellipsis else 1
+            first -= self._unnamed if items.pop() is Ellipsis else 1
         self.axes, self.row, self._items = shape[:first], shape[first:], tuple(items)
 
     def numbers(self) -> np.ndarray:
-        """Which rows the index names, in the shape that numpy gives them. raises: IndexError, in numpy's words."""
-        mask = self._items[0]
-        if len(self._items) == 1 and isinstance(mask, np.ndarray) and mask.dtype == bool and mask.shape == self.axes:
-            return np.flatnonzero(mask)  # the same, without an array of 8 bytes for each bool
+        """Which rows the index names, in the shape that numpy gives them. raises: IndexError.
+
+        Arrays, and ints beside them, are broadcast together; every other item has axes of its own. Those of the arrays come where
+        the arrays stand, but first if something stands between them.
+        """
+        arrays: list[np.ndarray] = []  # what each item adds to a number, and what items that are no arrays add
+        parts: list[np.ndarray] = []
+        axis = at = 0
+        for item in self._items:
+            end = axis + (self._unnamed if item is Ellipsis else _named_axes(item))
+            part = _places(item, axis, self.axes[axis:end])
+            step = prod(self.axes[end:])
+            part = part if step == 1 else part * step
+            if isinstance(item, (int, np.integer, np.ndarray)):
+                at = len(parts) if not arrays or len(parts) == at else 0
+                arrays.append(part)
+            else:
+                parts.append(part)
+            axis = end
         try:
-            return np.arange(prod(self.axes)).reshape(self.axes)[self._items]
-        except IndexError as error:
+            parts.insert(at, reduce(np.add, arrays))
+        except ValueError as error:
             raise IndexError(f"[getitem] {error}") from None
+        return reduce(np.add.outer, parts)
 
     def are_last(self, numbers: np.ndarray) -> np.ndarray:
         """Of each of ``numbers``, (n), whether it does not come again."""
@@ -179,6 +205,33 @@ class _Rows:
         """(rows, elements of a row); a copy unless ``x``, which ends in the axes of a row, is contiguous."""
         count = prod(x._shape[: x.ndim - len(self.row)])
         return (x if x._contiguous else x.compact()).reshape((count, prod(self.row)))
+
+
+def _named_axes(item: Any) -> int:
+    if item is None or item is Ellipsis:
+        return 0
+    return item.ndim if isinstance(item, np.ndarray) and item.dtype == bool else 1
+
+
+def _places(item: Any, axis: int, lengths: tuple[int, ...]) -> np.ndarray:
+    """What an item names of axes of these lengths, of which ``axis`` is the first, taken for one. raises: IndexError."""
+    if item is None:
+        return np.zeros(1, np.int64)
+    if item is Ellipsis:
+        return np.arange(prod(lengths)).reshape(lengths)
+    if isinstance(item, slice):
+        return np.arange(*item.indices(lengths[0]))
+    if isinstance(item, np.ndarray) and item.dtype == bool:
+        if item.shape != lengths:
+            at = axis + [a == b for a, b in zip(item.shape, lengths)].index(False)
+            raise IndexError(f"[getitem] boolean index did not match indexed array along axis {at}: {item.shape} for {lengths}")
+        return np.flatnonzero(item)
+    places, (length,) = np.asarray(item), lengths
+    low, high = (places.min(), places.max()) if places.size else (0, -1)
+    if low < -length or high >= length:
+        outside = low if low < -length else high
+        raise IndexError(f"[getitem] index {outside} is out of bounds for axis {axis} with size {length}")
+    return np.where(places < 0, places + length, places) if low < 0 else places
 
 
 def _ids(numbers: np.ndarray, beside: NDArray) -> NDArray:
