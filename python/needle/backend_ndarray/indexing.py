@@ -77,7 +77,7 @@ def spread(dy: NDArray, shape: tuple[int, ...], index: Any) -> NDArray:
     """Zeros of ``shape`` with dy at ``index``, added where that names an element more than once: the gradient of ``read``."""
     if not isinstance(index, ArrayIndex):
         out = full(shape, 0, dy._dtype, dy._device)
-        _view(out, index)[...] = dy
+        _view(out, index).copy_from(dy)
         return out
     if not dt.is_float(dy._dtype):
         return spread(dy.astype("float64"), shape, index).astype(dy._dtype)
@@ -99,7 +99,7 @@ def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
     """a[index] = value in place; of several values for one element the last stays. raises: IndexError, ShapeError."""
     if not isinstance(index, ArrayIndex):
         view = _view(a, index)
-        view[...] = _fitted(value, view._shape) if isinstance(value, NDArray) else value
+        view.copy_from(_fitted(value, view._shape) if isinstance(value, NDArray) else value)
         return
     a._check_writable()
     rows = _Rows(a._shape, index)
@@ -115,7 +115,7 @@ def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
     matrix = rows.matrix(a)
     kernels.put_rows(value, _ids(ids, a), matrix)
     if not a._contiguous:
-        a[...] = matrix.reshape(a._shape)
+        a.copy_from(matrix.reshape(a._shape))
 
 
 def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:

@@ -21,7 +21,18 @@ from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError, type_name
 from .device import BackendDevice, all_devices, as_device, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
 from .host_memory import DATA
-from .shapes import as_shape, axis_order, broadcast_shape, compact_strides, is_contiguous, normalize_axes, reach, reduced_shape
+from .shapes import (
+    as_shape,
+    axis_order,
+    broadcast_shape,
+    broadcast_strides,
+    compact_strides,
+    is_contiguous,
+    normalize_axes,
+    reach,
+    reduced_shape,
+    reduction,
+)
 
 __all__ = [
     "NDArray", "BackendDevice", "cpu", "cuda", "cuda_sim", "cpu_numpy", "meta", "default_device", "all_devices",
@@ -438,14 +449,12 @@ class NDArray:
 
     def broadcast_to(self, new_shape) -> NDArray:
         """The array repeated along axes of length 1 and new leading axes, by stride 0. Shares memory."""
-        shape = as_shape(new_shape)
+        return self._broadcast(as_shape(new_shape))
+
+    def _broadcast(self, shape: tuple[int, ...]) -> NDArray:
         if shape == self._shape:
             return self
-        extra = len(shape) - len(self._shape)
-        if extra < 0 or any(n != m and n != 1 for n, m in zip(self._shape, shape[extra:])):
-            raise ShapeError(f"[broadcast_to] {self._shape} does not broadcast to {shape}")
-        strides = [0] * extra + [0 if n == 1 else s for n, s in zip(self._shape, self._strides)]
-        return self._view(shape, tuple(strides))
+        return self._view(shape, broadcast_strides(self._shape, self._strides, shape))
 
     def flip(self, axes) -> NDArray:
         """The elements in reverse order along ``axes``, as a new compact array."""
@@ -519,26 +528,24 @@ class NDArray:
     def __setitem__(self, idxs, other) -> None:
         """Writes into the view in place. other: a number, or an array that broadcasts to it or has as many elements."""
         self._check_writable()
-        view = self.__getitem__(idxs)
-        mod = self._device.require()
+        self[idxs].copy_from(other)
+
+    def copy_from(self, other: Any) -> None:
+        """self[...] = other."""
         if isinstance(other, _SCALARS):
-            other = dt.checked_number("setitem", other, self._dtype)
-            mod.strided_fill(self._handle, view._strides, view._offset, view._shape, other)
+            self.fill(dt.checked_number("setitem", other, self._dtype))
+            return
+        self._check_writable()
+        if isinstance(other, NDArray):
+            source = other.to(self._device)
         else:
-            if isinstance(other, NDArray):
-                source = other.to(self._device)
-            else:
-                source = NDArray(other, device=self._device, dtype="float32" if self._dtype == "bfloat16" else self._dtype)
-            if view._overlaps(source):
-                source = source.copy()
-            if source._shape != view._shape:
-                if source.size == view.size:
-                    source = source.compact().reshape(view._shape)
-                else:
-                    source = source.broadcast_to(view._shape)
-            mod.strided_copy(
-                source._handle, source._strides, source._offset, self._handle, view._strides, view._offset, view._shape
-            )
+            source = NDArray(other, device=self._device, dtype="float32" if self._dtype == "bfloat16" else self._dtype)
+        if self._overlaps(source):
+            source = source.copy()
+        if source._shape != self._shape:
+            source = source.compact().reshape(self._shape) if source.size == self.size else source.broadcast_to(self._shape)
+        copy = self._device.require().strided_copy
+        copy(source._handle, source._strides, source._offset, self._handle, self._strides, self._offset, self._shape)
         self.mark_written()
 
     # --- elementwise ------------------------------------------------------------------------------------------
@@ -575,7 +582,7 @@ class NDArray:
         function, dtype = getattr(device.mod, op), "bool" if to_bool else a._dtype
         if a._shape != b._shape:
             shape = broadcast_shape(a._shape, b._shape, op)
-            a, b = a.broadcast_to(shape), b.broadcast_to(shape)
+            a, b = a._broadcast(shape), b._broadcast(shape)
         elif a._contiguous and b._contiguous and a._offset == 0 == b._offset:
             out = _new(a._shape, dtype, device, a._strides)
             function(a._handle, b._handle, out._handle)
@@ -762,14 +769,8 @@ class NDArray:
         shape = reduced_shape(self._shape, axes, keepdims)
         if axis is None and not keepdims and not self._device.numpy_semantics:
             shape = (1,)
-        first, count = (axes[0], len(axes)) if axes else (0, 0)
-        adjacent = axes == tuple(range(first, first + count))
-        if adjacent:
-            x, outer, inner = self, math.prod(self._shape[:first]), math.prod(self._shape[first + count :])
-        else:
-            others = [i for i in range(self.ndim) if i not in axes]
-            x, outer, inner = self.permute(others + list(axes)), math.prod(self._shape[i] for i in others), 1
-        length = math.prod(self._shape[i] for i in axes)
+        order, outer, length, inner = reduction(self._shape, axes)
+        x = self if order is None else self.permute(order)
         if length == 0 and op not in ("reduce_sum", "reduce_prod"):
             if of_nothing is not None:
                 return full(shape, of_nothing, dtype or self._dtype, self._device)

@@ -36,7 +36,9 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def frozen(lengths: Any) -> Any:
     """Lengths or axes as an op keeps them until backward, when the caller's list may hold others: several as a tuple."""
-    return tuple(lengths) if isinstance(lengths, Iterable) and not isinstance(lengths, str) else lengths
+    if isinstance(lengths, tuple) or isinstance(lengths, str) or not isinstance(lengths, Iterable):
+        return lengths
+    return tuple(lengths)
 
 
 def as_shape(shape: Any, least: int = 0) -> tuple[int, ...]:
@@ -81,14 +83,16 @@ def normalize_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:
     """The axes, counted from the front, ascending; None means all. raises: ShapeError for repeated or outside ones."""
     if axes is None:
         return tuple(range(ndim))
-    if not isinstance(axes, Iterable) or isinstance(axes, str):
+    axes = frozen(axes)
+    if not isinstance(axes, tuple):
         return (normalize_axis(axes, ndim, op),)
-    found = sorted(normalize_axis(a, ndim, op) for a in axes)
+    found = sorted([normalize_axis(a, ndim, op) for a in axes])
     if len(set(found)) != len(found):
-        raise ShapeError(f"[{op}] repeated axis in {tuple(axes)}")
+        raise ShapeError(f"[{op}] repeated axis in {axes}")
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
 def reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool = False) -> tuple[int, ...]:
     """``shape`` without ``axes``, which count from the front; keepdims: with length 1 there."""
     if keepdims:
@@ -96,6 +100,21 @@ def reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool 
     return tuple([n for i, n in enumerate(shape) if i not in axes])
 
 
+@lru_cache(maxsize=4096)
+def reduction(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[tuple[int, ...] | None, int, int, int]:
+    """(order, outer, length, inner): permuted to ``order``, unless that is None, ``axes`` lie side by side as the middle one of
+    (outer, length, inner). They count from the front and ascend.
+    """
+    first = axes[0] if axes else 0
+    behind = first + len(axes)
+    length = math.prod([shape[i] for i in axes])
+    if axes == tuple(range(first, behind)):
+        return None, math.prod(shape[:first]), length, math.prod(shape[behind:])
+    others = tuple([i for i in range(len(shape)) if i not in axes])
+    return others + axes, math.prod([shape[i] for i in others]), length, 1
+
+
+@lru_cache(maxsize=4096)
 def broadcast_shape(a: tuple[int, ...], b: tuple[int, ...], op: str) -> tuple[int, ...]:
     """The shape that both broadcast to. raises: ShapeError if there is none."""
     if a == b or not b:
@@ -106,6 +125,15 @@ def broadcast_shape(a: tuple[int, ...], b: tuple[int, ...], op: str) -> tuple[in
             raise ShapeError(f"[{op}] shapes do not broadcast: {a} and {b}")
         shape.append(m if n == 1 else n)
     return tuple(reversed(shape))
+
+
+@lru_cache(maxsize=4096)
+def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides under which the array has the shape ``wanted``. raises: ShapeError if it does not broadcast to that."""
+    extra = len(wanted) - len(shape)
+    if extra < 0 or any([n != m and n != 1 for n, m in zip(shape, wanted[extra:])]):
+        raise ShapeError(f"[broadcast_to] {shape} does not broadcast to {wanted}")
+    return (0,) * extra + tuple([0 if n == 1 else s for n, s in zip(shape, strides)])
 
 
 def reach(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> tuple[int, int]:

@@ -132,6 +132,12 @@ def _widest(args) -> str:
     return reduce(dt.promote, [a.dtype for a in args])
 
 
+def _slices(a: NDArray, axis: int) -> list[NDArray]:
+    """Views, one for each place along ``axis``, without it."""
+    shape, strides = a.shape[:axis] + a.shape[axis + 1 :], a.strides[:axis] + a.strides[axis + 1 :]
+    return [a._view(shape, strides, a._offset + i * a.strides[axis]) for i in range(a.shape[axis])]
+
+
 class Stack(_NoRead):
     """Equal-shaped arrays along a new axis, written into one array. Takes a TensorTuple."""
 
@@ -146,8 +152,8 @@ class Stack(_NoRead):
             raise ShapeError(f"[stack] shapes differ: {[a.shape for a in args]}")
         axis = normalize_axis(self.axis, first.ndim + 1, "stack")
         out = _empty(first.shape[:axis] + (len(args),) + first.shape[axis:], _widest(args), first.device)
-        for i, a in enumerate(args):
-            out[(slice(None),) * axis + (slice(i, i + 1),)] = a
+        for part, a in zip(_slices(out, axis), args):
+            part.copy_from(a)
         return out
 
     def gradient(self, out_grad, node):
@@ -169,10 +175,7 @@ class Split(TensorTupleOp):
         self.axis = axis
 
     def compute(self, a):
-        axis = normalize_axis(self.axis, a.ndim, "split")
-        shape = a.shape[:axis] + a.shape[axis + 1 :]
-        strides = a.strides[:axis] + a.strides[axis + 1 :]
-        return tuple(a._view(shape, strides, a._offset + i * a.strides[axis]) for i in range(a.shape[axis]))
+        return tuple(_slices(a, normalize_axis(self.axis, a.ndim, "split")))
 
     def gradient(self, out_grad, node):
         return stack(out_grad, self.axis)
@@ -201,7 +204,7 @@ class Concatenate(_NoRead):
         out = _empty(first.shape[:axis] + (length,) + first.shape[axis + 1 :], _widest(args), first.device)
         start = 0
         for a in args:
-            out[(slice(None),) * axis + (slice(start, start + a.shape[axis]),)] = a
+            out._view(a.shape, out.strides, start * out.strides[axis]).copy_from(a)
             start += a.shape[axis]
         return out
 
