@@ -176,6 +176,19 @@ def test_matmul_tails_offsets_and_broadcast_batches(dtype, trans_a, trans_b):
                   Out((2, 2, m, n), values=normal(2, 2, m, n)), (2, 2), m, k, n, accumulate)  # fmt: skip
 
 
+@every_float
+@pytest.mark.parametrize("trans_a", [False, True])
+@pytest.mark.parametrize("trans_b", [False, True])
+@pytest.mark.parametrize("gap", [0, 2])
+def test_matmul_with_a_vector_and_of_few_rows(dtype, trans_a, trans_b, gap):
+    for m, k, n in ((1, 3, 1), (1, 700, 1), (7, 130, 1), (301, 300, 1), (1, 90, 9), (8, 70, 25), (16, 530, 518)):
+        lda, ldb = (m if trans_a else k) + gap, (k if trans_b else n) + gap
+        a, b = normal(k if trans_a else m, lda), normal(n if trans_b else k, ldb)
+        for accumulate in (False, True):
+            check("matmul", dtype, In(a), 0, (), lda, trans_a, In(b), 0, (), ldb, trans_b,
+                  Out((m, n), values=normal(m, n)), (), m, k, n, accumulate)  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
 @pytest.mark.parametrize("k", [41, 512])
 def test_matmul_of_integers_wraps(dtype, k):

@@ -1,7 +1,6 @@
 #include "../common/few_rows_cpu.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "../common/integers.h"
 #include "../common/parallel.h"
@@ -17,7 +16,7 @@ constexpr int64_t kPartBytes = 128 << 10;  // of B, below which a task is not wo
 constexpr int64_t kSumsTask = 16 << 10;    // sums of parts, below which adding them is not either
 constexpr int64_t kFactors = 512;          // columns of A that are brought in order at a time
 constexpr int64_t kSetBytes = 2048;        // rows of B multiples of it apart share two sets of L1
-constexpr int64_t kCopied = 128, kCopiedDepth = 32;  // columns and rows of B copied at a time
+constexpr int64_t kCopied = 128;           // columns of B copied at a time
 
 // Elements from one row of sums to the next: rows of B often lie a power of two apart and share a
 // set of the cache, which has no ways left for sums that do, too.
@@ -30,19 +29,20 @@ constexpr int64_t sums_stride(int64_t width) {
 // Rows of B that are multiplied with so many of A at a time: with many of A they are soon computed
 // on and late to arrive, and few of B would have their sums moved too often. 64 for more
 // than 8 rows won a little on Zen 4 and cost an LSTM 15 % on a Xeon (Skylake).
-constexpr int64_t depth_for(int64_t rows) { return rows > 8 ? 32 : rows > 4 ? 16 : 8; }
+constexpr int64_t kDeepest = 32;
+constexpr int64_t depth_for(int64_t rows) { return rows > 8 ? kDeepest : rows > 4 ? 16 : 8; }
 
 // What a thread works in.
 template <class A>
 struct Scratch {
   A sums[kParts * kFewRows * sums_stride<A>(kWidest)];  // of the tasks of a product it began
   A factors[kFactors * kFewRows];
-  alignas(64) A copy[kCopiedDepth * kCopied];  // vectors of it lie in one line each
+  alignas(64) A copy[kDeepest * kCopied];  // vectors of it lie in one line each
 };
 
 // sums (m, width) += x (depth, m) transposed times `depth` rows of b, fetching those at `next`
-// meanwhile; m <= M. Not inlined into those of larger M: g++ does not compile the loops of so large
-// a function well.
+// meanwhile; m <= M. Rows of sums are whole vectors. Not inlined into those of larger M: g++ does
+// not compile the loops of so large a function well.
 template <int M, class A, class B, class T>
 __attribute__((noinline)) void add_rows(int64_t m, int64_t depth, int64_t width, const A* x,
                                         const B* b, int64_t ldb, A* sums, int64_t ld_sums,
@@ -53,16 +53,15 @@ __attribute__((noinline)) void add_rows(int64_t m, int64_t depth, int64_t width,
   if (depth < 1) __builtin_unreachable();  // or g++ moves the sums to memory for a loop of none
   int64_t j = 0;
   // Inlined, or for a large M g++ keeps the sums in memory.
-  const auto step = [&](auto vectors) __attribute__((always_inline)) {
+  const auto step = [&](auto vectors, const B* from, int64_t ld) __attribute__((always_inline)) {
     constexpr int W = vectors;
     Vec<A> sum[M][W];
     for (int i = 0; i < M; ++i)
       for (int w = 0; w < W; ++w) sum[i][w] = load(sums + i * ld_sums + j + w * kLanes<A>);
     const A* factor = x;
-    const B* from = b + j;
     const T* fetched = next + j;
 #pragma GCC unroll 1
-    for (int64_t p = 0; p < depth; ++p, factor += M, from += ldb, fetched += ld_next) {
+    for (int64_t p = 0; p < depth; ++p, factor += M, from += ld, fetched += ld_next) {
       __builtin_prefetch(fetched, 0, 2);  // to L2: L1 has no room for it yet
       Vec<A> row[W];
       for (int w = 0; w < W; ++w) row[w] = load(from + w * kLanes<A>);
@@ -74,12 +73,15 @@ __attribute__((noinline)) void add_rows(int64_t m, int64_t depth, int64_t width,
       for (int w = 0; w < W; ++w) store(sums + i * ld_sums + j + w * kLanes<A>, sum[i][w]);
   };
   for (; j + kWide * kLanes<A> <= width; j += kWide * kLanes<A>)
-    step(std::integral_constant<int, kWide>{});
-  for (; j + kLanes<A> <= width; j += kLanes<A>) step(std::integral_constant<int, 1>{});
-  for (; j < width; ++j)
-    for (int i = 0; i < M; ++i)
-      for (int64_t p = 0; p < depth; ++p)
-        sums[i * ld_sums + j] = std::fma(x[p * M + i], A(b[p * ldb + j]), sums[i * ld_sums + j]);
+    step(std::integral_constant<int, kWide>{}, b + j, ldb);
+  B filled_up[kDeepest * kLanes<A>];  // the last columns, as whole vectors
+  for (; j < width; j += kLanes<A>) {
+    const int64_t cols = width - j;
+    const bool whole = cols >= kLanes<A>;
+    for (int64_t p = 0; !whole && p < depth; ++p)
+      store(filled_up + p * kLanes<A>, load(b + p * ldb + j, cols));
+    step(std::integral_constant<int, 1>{}, whole ? b + j : filled_up, whole ? ldb : kLanes<A>);
+  }
 }
 
 // sums (m, width) = a (m, k) times k rows of b. What a group of rows has read of b is in the cache
@@ -90,11 +92,9 @@ void multiply(int64_t m, int64_t k, int64_t width, const T* a, int64_t a_row, in
   Scratch<A>& scratch = of_this_thread<Scratch<A>>();
   const int64_t groups = ceil_div(m, kRowGroup), group = ceil_div(m, groups);  // of equal size
   const bool copies = groups > 1 && ldb * int64_t(sizeof(T)) % kSetBytes == 0;
-  const int64_t rows = copies ? kCopiedDepth : depth_for(group);
-  // Whole vectors: without multiply-adds in the processor, columns that are left over round
-  // differently.
+  const int64_t rows = copies ? kDeepest : depth_for(group);
   const int64_t piece = copies ? kCopied : std::max(kCache, round_up(kWidest / m, kLanes<A>));
-  for (int64_t i = 0; i < m; ++i) std::fill_n(sums + i * ld_sums, width, A(0));
+  for (int64_t i = 0; i < m; ++i) std::fill_n(sums + i * ld_sums, round_up(width, kLanes<A>), A(0));
   for (int64_t p0 = 0; p0 < k; p0 += kFactors) {
     const int64_t deep = std::min(kFactors, k - p0);
     for (int64_t i0 = 0; i0 < m; i0 += group)  // what meets one row of B in line

@@ -1,11 +1,11 @@
 // Matrix products: out[batch] = op(a[batch]) @ op(b[batch]), or += with accumulate.
 //
-// A few rows times a matrix is a matter of reading the matrix (few_rows_cpu.h). Large products go
-// to needle's own kernel where that is the faster (gemm_cpu.h). Deep ones with a small result are
-// cut into parts of k, whose sums are added in order. Others are cut into tiles of `out`,
-// by the shape alone, and the pool hands them out; each is one single-threaded GEMM, for which
-// 16-bit floats are converted to float32 piece by piece in buffers of fixed size, one set per
-// thread. The product of 16-bit floats may stay in float32.
+// A few rows times a matrix (few_rows_cpu.h), or a matrix times a vector, is a matter of reading
+// the matrix. Large products go to needle's own kernel where that is the faster (gemm_cpu.h). Deep
+// ones with a small result are cut into parts of k, whose sums are added in order. Others are cut
+// into tiles of `out`, by the shape alone, and the pool hands them out; each is one single-threaded
+// GEMM, for which 16-bit floats are converted to float32 piece by piece in buffers of fixed size,
+// one set per thread. The product of 16-bit floats may stay in float32.
 #include <algorithm>
 
 #include "../common/backend.h"
@@ -149,6 +149,46 @@ void multiply_by_parts(const Product& p, int64_t parts, const T* a, const T* b, 
   }
 }
 
+// to[r] = the product of row r of a and b: R sums, none of which waits for another.
+template <int R, class T, class A = accum_t<T>>
+void row_products(const T* a, int64_t lda, const T* b, int64_t k, A* to) {
+  Vec<A> sums[R] = {};
+  const auto add = [&](int64_t p, auto... lanes) {
+    const Vec<A> factor = load(b + p, lanes...);
+    for (int r = 0; r < R; ++r) sums[r] += load(a + r * lda + p, lanes...) * factor;
+  };
+  for_vectors<A>(k, add);
+  for (int r = 0; r < R; ++r) to[r] = sum_lanes<A>(sums[r]);
+}
+
+// Of a product with one column, which is a matter of reading A. Not where rows of A are so short
+// that adding up a vector's lanes is most of the work, or b has gaps.
+template <class T>
+bool times_vector(const Product& p) {
+  return p.n == 1 && (p.trans_a || ((p.trans_b || p.ldb == 1) && p.k >= 8 * kLanes<accum_t<T>>));
+}
+
+// out (m) = or += op(a) times a vector.
+template <class T, class Out>
+void multiply_vector(const Product& p, const T* a, const T* b, Out* out) {
+  if (p.trans_a)
+    return few_rows_gemm(1, p.m, p.k, b, 0, p.trans_b ? 1 : p.ldb, a, p.lda, p.accumulate, out);
+  constexpr int64_t kRows = 4;
+  parallel_ranges(p.m, kTaskFlops / (64 * p.k) + kRows, [&](int64_t begin, int64_t end) {
+    accum_t<T> found[kRows];
+    for (int64_t i = begin; i < end; i += kRows) {
+      const int64_t rows = std::min(kRows, end - i);
+      const T* const from = a + i * p.lda;
+      if (rows == kRows)
+        row_products<kRows>(from, p.lda, b, p.k, found);
+      else
+        for (int64_t r = 0; r < rows; ++r) row_products<1>(from + r * p.lda, 0, b, p.k, found + r);
+      for (int64_t r = 0; r < rows; ++r)
+        out[i + r] = Out(p.accumulate ? accum_t<T>(out[i + r]) + found[r] : found[r]);
+    }
+  });
+}
+
 template <class T, class Out>
 void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Dims& b_strides,
               Out* out, const Dims& shape) {
@@ -166,6 +206,8 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
     return x + (batch > 1 ? batch_offset(item, shape, strides) : 0);
   };
   if constexpr (is_float(DTypeOf<T>::value)) {
+    if (batch == 1 && times_vector<T>(p))
+      return multiply_vector(p, at(a, a_strides, 0), at(b, b_strides, 0), out);
     if (batch == 1 && few_rows_pay<T>(p.m, p.n, p.k) && !p.trans_b) {
       few_rows_gemm(p.m, p.n, p.k, at(a, a_strides, 0), p.trans_a ? 1 : p.lda,
                     p.trans_a ? p.lda : 1, at(b, b_strides, 0), p.ldb, p.accumulate, out);
