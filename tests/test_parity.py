@@ -133,7 +133,7 @@ def kinds():
     return re.findall(r"^NEEDLE_(UNARY|BINARY)\((\w+), (\w+),", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_elementwise_rows_on_special_values(device, dtype):
     reference = ndl.cpu_numpy()
     with np.errstate(all="ignore"):
@@ -177,6 +177,43 @@ def test_sines_of_any_float(device, name):
     found = getattr(ops, name)(ndl.Tensor(x, device=device, requires_grad=False)).numpy()
     last_place = np.spacing(np.maximum(abs(exact), 2.0**-126).astype(np.float32))
     assert (abs(found - exact) <= 2 * last_place).all()
+
+
+def assert_last_places(found, exact, most):
+    """``found`` differs from ``exact``, of a wider dtype, by at most so many units of its last place; subnormal ones may be 0."""
+    dtype = found.dtype.type
+    with np.errstate(over="ignore"):
+        rounded = exact.astype(dtype)
+    np.testing.assert_array_equal(found[~np.isfinite(rounded)], rounded[~np.isfinite(rounded)])
+    finite = np.isfinite(rounded)
+    last_place = np.spacing(np.maximum(abs(rounded[finite]), np.finfo(dtype).tiny))
+    assert (abs(found[finite] - exact[finite]) <= most * last_place).all()
+
+
+@pytest.mark.parametrize("exponents", ["any", -2.0, -1.5, -0.5, 1.5, 3.0])
+def test_powers_of_any_floats(device, exponents):
+    rng = np.random.default_rng(0)
+    x = np.concatenate([10 ** rng.uniform(-37, 38, 5000), rng.uniform(0.5, 2, 5000), rng.uniform(-4, 0, 5000)]).astype(np.float32)
+    some = np.concatenate([rng.uniform(-3, 3, 5000), rng.uniform(-120, 120, 5000), rng.integers(-40, 40, 5000)]).astype(np.float32)
+    a = NDArray(x, device=device)
+    with np.errstate(all="ignore"):
+        found = (a ** NDArray(some, device=device) if exponents == "any" else a**exponents).numpy()
+        exact = x.astype(np.float64) ** (some if exponents == "any" else exponents)
+        near_the_end = abs(exact) > 3.40282e38  # one device's infinity may be another's largest number
+    assert_last_places(found[~near_the_end], exact[~near_the_end], 4)
+
+
+@pytest.mark.parametrize("name", ["exp", "log", "tanh", "sigmoid"])
+def test_functions_of_float64(host, name):
+    rng, wide = np.random.default_rng(0), np.longdouble
+    x = np.concatenate([rng.uniform(-700, 700, 5000), rng.normal(0, 1, 5000), 1 + rng.normal(0, 1e-4, 5000)])
+    x = np.concatenate([x, 10 ** rng.uniform(-307, 307, 5000) * rng.choice([-1, 1], 5000)])
+    x = abs(x) if name == "log" else x
+    with np.errstate(all="ignore"):
+        e = np.exp(-abs(x.astype(wide)))
+        exact = np.where(x < 0, e, 1) / (1 + e) if name == "sigmoid" else getattr(np, name)(x.astype(wide))
+        found = getattr(ops, name)(ndl.Tensor(x, device=host, dtype="float64", requires_grad=False)).numpy()
+    assert_last_places(found, exact, 3)
 
 
 def test_gelu_is_accurate_everywhere(device):

@@ -1,7 +1,8 @@
-// The functions that ewise_ops.def calls, for CPU code. Those of float that contain an exponential,
-// a sine or a cosine are written for vectors (simd_cpu.h), the others so that g++ vectorizes loops
-// over them; each says its error against float64 in units of the last place (ulp).
-// float64 goes through libm. NaN, infinities and signed zeros come out as numpy's do.
+// The functions that ewise_ops.def calls, for CPU code. Those that contain an exponential, and of
+// float a sine, a cosine or a power, are written for vectors (simd_cpu.h), the others so that g++
+// vectorizes loops over them; each says its error in units of the last place (ulp). What there is
+// for float alone goes through libm in float64. NaN, infinities and signed zeros come out as
+// numpy's do.
 #pragma once
 
 #include <algorithm>
@@ -18,13 +19,37 @@ namespace needle::cpu {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 using Floats = Vec<float>;
+using Doubles = Vec<double>;
 NEEDLE_INLINE Mask<float> bits_of(Floats x) { return bit_cast<Mask<float>>(x); }
-NEEDLE_INLINE Floats absolute(Floats x) { return bit_cast<Floats>(bits_of(x) & 0x7fffffff); }
+NEEDLE_INLINE Mask<double> bits_of(Doubles x) { return bit_cast<Mask<double>>(x); }
+NEEDLE_INLINE Floats absolute(Floats x) { return bit_cast<Floats>(bits_of(x) & INT32_MAX); }
+NEEDLE_INLINE Doubles absolute(Doubles x) { return bit_cast<Doubles>(bits_of(x) & INT64_MAX); }
 NEEDLE_INLINE Floats with_sign_of(Floats sign, Floats x) {
   return bit_cast<Floats>((bits_of(sign) & INT32_MIN) | bits_of(x));
 }
+NEEDLE_INLINE Doubles with_sign_of(Doubles sign, Doubles x) {
+  return bit_cast<Doubles>((bits_of(sign) & INT64_MIN) | bits_of(x));
+}
+
+// f of floats by their values as double, in halves of a vector.
+template <class F, class... X>
+NEEDLE_INLINE Floats in_double(F&& f, X... x) {
+  typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
+  const auto half_of = [](const Floats& whole, int h) __attribute__((always_inline)) {
+    Half half;
+    memcpy(&half, reinterpret_cast<const char*>(&whole) + h * sizeof half, sizeof half);
+    return __builtin_convertvector(half, Doubles);
+  };
+  Floats y;
+  for (int h = 0; h < 2; ++h) {
+    const Half half = __builtin_convertvector(f(half_of(x, h)...), Half);
+    memcpy(reinterpret_cast<char*>(&y) + h * sizeof half, &half, sizeof half);
+  }
+  return y;
+}
 
 NEEDLE_INLINE Floats m_exp(Floats x) { return vexp<float>(x); }
+NEEDLE_INLINE Doubles m_exp(Doubles x) { return vexp<double>(x); }
 
 // 1 ulp. x = 2^e m with m in [sqrt(1/2), sqrt(2)), then Cephes' polynomial in m - 1.
 inline float m_log(float x) {
@@ -46,22 +71,70 @@ inline float m_log(float x) {
   return x < 0.f || x != x ? std::numeric_limits<float>::quiet_NaN() : y;
 }
 
-// 2.5 ulp. With t = e^(-2|x|) - 1 = 2^n (e^r - 1) + (2^n - 1): tanh |x| = -t / (t + 2).
-NEEDLE_INLINE Floats m_tanh(Floats x) {
-  const Floats least = broadcast(-30.f);
-  Floats y = absolute(x) * -2.f;
-  y = y < least ? least : y;
-  const ExpParts<float> parts(y);
-  const Floats power = power_of_two<float>(bits_of(parts.shifted));
-  const Floats rest = ExpConstants<float>::tail(parts.r) * parts.r * parts.r + parts.r;
-  const Floats t = power * rest + (power - 1.f);
-  return with_sign_of(x, absolute(t / (t + 2.f)));
+// 1 ulp, after fdlibm: x = 2^e m as above, and log m = 2 artanh(s) with s = (m - 1) / (m + 1).
+NEEDLE_INLINE Doubles m_log(Doubles x) {
+  const Doubles zero{}, least = broadcast(std::numeric_limits<double>::min());
+  const Doubles scaled = x < least ? x * 0x1p54 : x;
+  const Mask<double> exponent = (bits_of(scaled) - 0x3fe6a09e667f3bcd) >> 52;
+  const Doubles m = bit_cast<Doubles>(bits_of(scaled) - (exponent << 52));
+  const Doubles round = broadcast(0x1.8p52);  // as a number: exponent is in its low bits
+  const Doubles e =
+      bit_cast<Doubles>(exponent + bits_of(round)) - round - (x < least ? 54. + zero : zero);
+  const Doubles f = m - 1., s = f / (f + 2.), z = s * s, half_square = f * f * .5;
+  const Doubles rest = polynomial(z, 2. / 21, 2. / 19, 2. / 17, 2. / 15, 2. / 13, 2. / 11, 2. / 9,
+                                  2. / 7, 2. / 5, 2. / 3) *
+                       z;
+  constexpr double kLn2High = 0x1.62e42feep-1, kLn2Low = 0x1.a39ef35793c76p-33;
+  Doubles y = e * kLn2High - ((half_square - (s * (half_square + rest) + e * kLn2Low)) - f);
+  const Doubles infinite = broadcast(std::numeric_limits<double>::infinity());
+  y = x == infinite ? infinite : y;
+  y = x == zero ? -infinite : y;
+  return x >= zero ? y : broadcast(std::numeric_limits<double>::quiet_NaN());
 }
 
+// 2.5 ulp. With t = e^(-2|x|) - 1 = 2^n (e^r - 1) + (2^n - 1): tanh |x| = -t / (t + 2).
+template <class A>
+NEEDLE_INLINE Vec<A> tanh_of(Vec<A> x) {
+  const Vec<A> least = broadcast(A(-60));
+  Vec<A> y = absolute(x) * A(-2);
+  y = y < least ? least : y;
+  const ExpParts<A> parts(y);
+  const Vec<A> power = power_of_two<A>(bits_of(parts.shifted));
+  const Vec<A> rest = ExpConstants<A>::tail(parts.r) * parts.r * parts.r + parts.r;
+  const Vec<A> t = power * rest + (power - A(1));
+  return with_sign_of(x, absolute(t / (t + A(2))));
+}
+NEEDLE_INLINE Floats m_tanh(Floats x) { return tanh_of<float>(x); }
+NEEDLE_INLINE Doubles m_tanh(Doubles x) { return tanh_of<double>(x); }
+
 // 2.3 ulp; e^(-|x|) never overflows.
-NEEDLE_INLINE Floats m_sigmoid(Floats x) {
-  const Floats e = m_exp(-absolute(x)), one = broadcast(1.f);
-  return (x < Floats{} ? e : one) / (one + e);
+template <class A>
+NEEDLE_INLINE Vec<A> sigmoid_of(Vec<A> x) {
+  const Vec<A> e = m_exp(-absolute(x)), one = broadcast(A(1));
+  return (x < Vec<A>{} ? e : one) / (one + e);
+}
+NEEDLE_INLINE Floats m_sigmoid(Floats x) { return sigmoid_of<float>(x); }
+NEEDLE_INLINE Doubles m_sigmoid(Doubles x) { return sigmoid_of<double>(x); }
+
+// 0.51 ulp: e^(b log |a|), and what C says of signs, whole and infinite exponents.
+NEEDLE_INLINE Floats m_pow(Floats base, Floats exponent) {
+  const auto power = [](Doubles a, Doubles b) __attribute__((always_inline)) {
+    const Doubles zero{}, one = broadcast(1.);
+    const Doubles infinite = broadcast(std::numeric_limits<double>::infinity());
+    const Doubles none = broadcast(std::numeric_limits<double>::quiet_NaN());
+    const Doubles size = absolute(a), large = broadcast(0x1p30);
+    Doubles log = b * m_log(size);
+    log = (size == one) & (absolute(b) == infinite) ? zero : log;
+    const Doubles y = m_exp(log);
+    Doubles n = b < -large ? -large : b;  // a float that large is even
+    n = n > large ? large : n;
+    const Doubles shifted = n + 0x1.8p52;  // rounds, as in ExpParts
+    const Mask<double> odd = (bits_of(shifted) & 1) != 0, whole = shifted - 0x1.8p52 == n;
+    Doubles found = odd & whole ? with_sign_of(a, y) : y;
+    found = (a < zero) & (size != infinite) & ~whole ? none : found;
+    return (b == zero) | (a == one) ? one : found;
+  };
+  return in_double(power, base, exponent);
 }
 
 // 1 ulp. Minimax polynomials of N. Juffa, BSD-2: x + x p(x^2) near 0, 1 - e^(q(|x|)) beyond.
@@ -126,19 +199,13 @@ inline float far_sine(float x, int64_t ahead) {
 // The same of a vector, 0.53 ulp. Below 2^20 the nearest quarter turn has at most 20 bits, and
 // times the first 33 bits of pi / 2 it is exact (after Cody & Waite 1980).
 NEEDLE_INLINE Floats sine(Floats x, int64_t ahead) {
-  typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
   x = absolute(x);
-  Half halves[2];
-  memcpy(halves, &x, sizeof x);
-  for (Half& half : halves) {
-    const Vec<double> angle = __builtin_convertvector(half, Vec<double>);
-    const Vec<double> shifted = angle * 0.63661977236758134308 + 0x1.8p52, n = shifted - 0x1.8p52;
-    const Vec<double> r = (angle - n * 0x1.921fb544p0) - n * 0x1.0b4611a626331p-34;
-    const Mask<double> turns = bit_cast<Mask<double>>(shifted) + ahead;
-    half = __builtin_convertvector(sine_series(r, turns), Half);
-  }
-  Floats y;
-  memcpy(&y, halves, sizeof y);
+  const auto near = [&](Doubles angle) __attribute__((always_inline)) {
+    const Doubles shifted = angle * 0.63661977236758134308 + 0x1.8p52, n = shifted - 0x1.8p52;
+    const Doubles r = (angle - n * 0x1.921fb544p0) - n * 0x1.0b4611a626331p-34;
+    return sine_series(r, bits_of(shifted) + ahead);
+  };
+  Floats y = in_double(near, x);
   if (!(sum_lanes<float>(x) < 0x1p20f))  // or NaN
     for (int l = 0; l < kLanes<float>; ++l)
       if (!(x[l] < 0x1p20f)) y[l] = far_sine(x[l], ahead);
@@ -147,16 +214,9 @@ NEEDLE_INLINE Floats sine(Floats x, int64_t ahead) {
 NEEDLE_INLINE Floats m_sin(Floats x) { return sine(x, 0) * with_sign_of(x, broadcast(1.f)); }
 NEEDLE_INLINE Floats m_cos(Floats x) { return sine(x, 1); }
 
-inline double m_exp(double x) { return std::exp(x); }
-inline double m_log(double x) { return std::log(x); }
 inline double m_sin(double x) { return std::sin(x); }
 inline double m_cos(double x) { return std::cos(x); }
-inline double m_tanh(double x) { return std::tanh(x); }
 inline double m_erf(double x) { return std::erf(x); }
-inline double m_sigmoid(double x) {
-  const double e = std::exp(-std::fabs(x));
-  return (x < 0 ? e : 1.0) / (1.0 + e);
-}
 
 template <class T>
 inline T m_sqrt(T x) {
@@ -190,9 +250,10 @@ inline T m_pow(T a, T b) {
   }
 }
 
-// The numbers that go with T: T itself, or float for floats.
+// The numbers that go with T: T itself, or those of a vector.
 template <class T>
-using Number = std::conditional_t<std::is_same_v<T, Floats>, float, T>;
+using Number = std::conditional_t<std::is_same_v<T, Floats>, float,
+                                  std::conditional_t<std::is_same_v<T, Doubles>, double, T>>;
 
 template <class T>
 inline T m_silu_backward(T x, T dy) {

@@ -39,8 +39,8 @@ struct Row {
   const char* name;
 };
 
-// Rows of float that are written for vectors, for which g++ would not find the best instructions.
-template <class Op>
+// Rows that are written for vectors, for which g++ would not find the best instructions.
+template <class Op, class C>
 constexpr bool kByVectors = false;
 
 // ivdep: out is an input or does not overlap one.
@@ -52,7 +52,7 @@ Row row_of(const char* name) {
     row.loop = [](const void* a_, const void* b_, void* out_, int64_t n) {
       const C *a = static_cast<const C*>(a_), *b = static_cast<const C*>(b_);
       Out* out = static_cast<Out*>(out_);
-      if constexpr (kByVectors<Op> && std::is_same_v<C, float>) {
+      if constexpr (kByVectors<Op, C>) {
         if constexpr (Op::kInputs == 1)
           map_row(a, out, n, [](Vec<C> x) { return Op::apply(x); });
         else
@@ -88,21 +88,25 @@ Row row_of(const char* name) {
   };
 #include "../common/ewise_ops.def"
 
-#define BY_VECTORS(op) \
-  template <>          \
-  constexpr bool kByVectors<op> = true;
-BY_VECTORS(Unary_exp)
-BY_VECTORS(Unary_sin)
-BY_VECTORS(Unary_cos)
-BY_VECTORS(Unary_tanh)
-BY_VECTORS(Unary_sigmoid)
-BY_VECTORS(Unary_erf)
-BY_VECTORS(Unary_silu)
-BY_VECTORS(Unary_gelu_erf)
-BY_VECTORS(Unary_gelu_tanh)
-BY_VECTORS(Binary_silu_backward)
-BY_VECTORS(Binary_gelu_erf_backward)
-BY_VECTORS(Binary_gelu_tanh_backward)
+#define BY_VECTORS(op, C) \
+  template <>             \
+  constexpr bool kByVectors<op, C> = true;
+#define BOTH_BY_VECTORS(op) BY_VECTORS(op, float) BY_VECTORS(op, double)
+BOTH_BY_VECTORS(Unary_exp)
+BY_VECTORS(Unary_log, double)
+BY_VECTORS(Unary_sin, float)
+BY_VECTORS(Unary_cos, float)
+BOTH_BY_VECTORS(Unary_tanh)
+BOTH_BY_VECTORS(Unary_sigmoid)
+BY_VECTORS(Unary_erf, float)
+BOTH_BY_VECTORS(Unary_silu)
+BY_VECTORS(Unary_gelu_erf, float)
+BOTH_BY_VECTORS(Unary_gelu_tanh)
+BY_VECTORS(Binary_power, float)
+BOTH_BY_VECTORS(Binary_silu_backward)
+BY_VECTORS(Binary_gelu_erf_backward, float)
+BOTH_BY_VECTORS(Binary_gelu_tanh_backward)
+#undef BOTH_BY_VECTORS
 #undef BY_VECTORS
 
 template <class C>
@@ -283,7 +287,8 @@ void run(const Row& row, const Dims& shape, const A& a, const B& b, const Array&
                 b);
 }
 
-// The power of a number that is known beforehand: a few exponents are worth a loop of their own.
+// The power of a number that is known beforehand: a few exponents, and those of their gradients,
+// are worth a loop of their own.
 struct Power_cube {
   static constexpr int kInputs = 1;
   template <class T>
@@ -305,6 +310,20 @@ struct Power_inverse_half {  // pow(-inf, -1/2) is 0, pow(-0, -1/2) is inf
     return m_abs(x) == T(INFINITY) ? T(0) : T(1) / (m_sqrt(x) + T(0));
   }
 };
+struct Power_inverse_square {
+  static constexpr int kInputs = 1;
+  template <class T>
+  static T apply(T x) {
+    return T(1) / x * (T(1) / x);  // x * x ends sooner
+  }
+};
+struct Power_inverse_three_halves {
+  static constexpr int kInputs = 1;
+  template <class T>
+  static T apply(T x) {
+    return Power_inverse_half::apply(x) / m_abs(x);
+  }
+};
 template <class C>
 Row power_row(double exponent) {
   if (exponent == 2) return row_of<C>(UnaryOp::square);
@@ -312,6 +331,8 @@ Row power_row(double exponent) {
   if (exponent == 0.5) return row_of<Power_half, Kind::NUM, C>("power");
   if (exponent == -0.5) return row_of<Power_inverse_half, Kind::NUM, C>("power");
   if (exponent == -1) return row_of<C>(UnaryOp::reciprocal);
+  if (exponent == -1.5) return row_of<Power_inverse_three_halves, Kind::FLT, C>("power");
+  if (exponent == -2) return row_of<Power_inverse_square, Kind::FLT, C>("power");
   return {nullptr, false, false, "power"};
 }
 

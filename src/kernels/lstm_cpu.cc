@@ -9,16 +9,6 @@ namespace {
 
 int64_t rows_per_task(int64_t hidden) { return 1 + 2048 / (hidden + 1); }
 
-NEEDLE_INLINE Vec<double> m_sigmoid(Vec<double> x) {
-  for (int l = 0; l < kLanes<double>; ++l) x[l] = cpu::m_sigmoid(x[l]);
-  return x;
-}
-NEEDLE_INLINE Vec<double> m_tanh(Vec<double> x) {
-  for (int l = 0; l < kLanes<double>; ++l) x[l] = cpu::m_tanh(x[l]);
-  return x;
-}
-using cpu::m_sigmoid, cpu::m_tanh;
-
 }  // namespace
 
 void lstm_cell_forward(const Array& gates, const Array& c_before, const Array& c, const Array& h,
