@@ -24,6 +24,7 @@ constexpr int64_t kWidest = 1024;        // side of the largest tile
 constexpr int64_t kHalfSide = 256;   // the same for 16-bit floats, and the depth of their pieces
 constexpr int64_t kParts = 8;        // into which a deep product is cut, at most
 constexpr int64_t kPartDepth = 512;  // the least k of a part
+constexpr int64_t kReadTask = 64 << 10;  // elements of A, below which a task is not worth it either
 constexpr int64_t kPartialSums = 32 << 10;  // elements of all parts: they are added by one thread
 
 struct Product {
@@ -174,7 +175,7 @@ void multiply_vector(const Product& p, const T* a, const T* b, Out* out) {
   if (p.trans_a)
     return few_rows_gemm(1, p.m, p.k, b, 0, p.trans_b ? 1 : p.ldb, a, p.lda, p.accumulate, out);
   constexpr int64_t kRows = 4;
-  parallel_ranges(p.m, kTaskFlops / (64 * p.k) + kRows, [&](int64_t begin, int64_t end) {
+  parallel_ranges(p.m, kReadTask / p.k + kRows, [&](int64_t begin, int64_t end) {
     accum_t<T> found[kRows];
     for (int64_t i = begin; i < end; i += kRows) {
       const int64_t rows = std::min(kRows, end - i);
