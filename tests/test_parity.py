@@ -193,8 +193,9 @@ def assert_last_places(found, exact, most):
 @pytest.mark.parametrize("exponents", ["any", -2.0, -1.5, -0.5, 1.5, 3.0])
 def test_powers_of_any_floats(device, exponents):
     rng = np.random.default_rng(0)
-    x = np.concatenate([10 ** rng.uniform(-37, 38, 5000), rng.uniform(0.5, 2, 5000), rng.uniform(-4, 0, 5000)]).astype(np.float32)
-    some = np.concatenate([rng.uniform(-3, 3, 5000), rng.uniform(-120, 120, 5000), rng.integers(-40, 40, 5000)]).astype(np.float32)
+    x = [10 ** rng.uniform(-37, 38, 5000), rng.uniform(0.5, 2, 5000), rng.uniform(-4, 0, 5000), SPECIAL]
+    some = [rng.uniform(-3, 3, 5000), rng.uniform(-120, 120, 5000), rng.integers(-40, 40, 5000), np.full(len(SPECIAL), -3)]
+    x, some = np.concatenate(x).astype(np.float32), np.concatenate(some).astype(np.float32)
     a = NDArray(x, device=device)
     with np.errstate(all="ignore"):
         found = (a ** NDArray(some, device=device) if exponents == "any" else a**exponents).numpy()

@@ -150,16 +150,16 @@ void multiply_by_parts(const Product& p, int64_t parts, const T* a, const T* b, 
   }
 }
 
-// to[r] = the product of row r of a and b: R sums, none of which waits for another.
-template <int R, class T, class A = accum_t<T>>
-void row_products(const T* a, int64_t lda, const T* b, int64_t k, A* to) {
-  Vec<A> sums[R] = {};
-  const auto add = [&](int64_t p, auto... lanes) {
+// to[r] = dot of row r of a and b, for kAtOnce rows: their sums do not wait for each other.
+constexpr int64_t kAtOnce = 4;
+template <class T, class A = accum_t<T>>
+void dots(const T* a, int64_t lda, const T* b, int64_t k, A* to) {
+  Vec<A> sums[kAtOnce] = {};
+  for_vectors<A>(k, [&](int64_t p, auto... lanes) {
     const Vec<A> factor = load(b + p, lanes...);
-    for (int r = 0; r < R; ++r) sums[r] += load(a + r * lda + p, lanes...) * factor;
-  };
-  for_vectors<A>(k, add);
-  for (int r = 0; r < R; ++r) to[r] = sum_lanes<A>(sums[r]);
+    for (int r = 0; r < kAtOnce; ++r) sums[r] += load(a + r * lda + p, lanes...) * factor;
+  });
+  for (int r = 0; r < kAtOnce; ++r) to[r] = sum_lanes<A>(sums[r]);
 }
 
 // Of a product with one column, which is a matter of reading A. Not where rows of A are so short
@@ -174,16 +174,15 @@ template <class T, class Out>
 void multiply_vector(const Product& p, const T* a, const T* b, Out* out) {
   if (p.trans_a)
     return few_rows_gemm(1, p.m, p.k, b, 0, p.trans_b ? 1 : p.ldb, a, p.lda, p.accumulate, out);
-  constexpr int64_t kRows = 4;
-  parallel_ranges(p.m, kReadTask / p.k + kRows, [&](int64_t begin, int64_t end) {
-    accum_t<T> found[kRows];
-    for (int64_t i = begin; i < end; i += kRows) {
-      const int64_t rows = std::min(kRows, end - i);
+  parallel_ranges(p.m, kReadTask / p.k + kAtOnce, [&](int64_t begin, int64_t end) {
+    accum_t<T> found[kAtOnce];
+    for (int64_t i = begin; i < end; i += kAtOnce) {
+      const int64_t rows = std::min(kAtOnce, end - i);
       const T* const from = a + i * p.lda;
-      if (rows == kRows)
-        row_products<kRows>(from, p.lda, b, p.k, found);
+      if (rows == kAtOnce)
+        dots(from, p.lda, b, p.k, found);
       else
-        for (int64_t r = 0; r < rows; ++r) row_products<1>(from + r * p.lda, 0, b, p.k, found + r);
+        for (int64_t r = 0; r < rows; ++r) found[r] = dot(from + r * p.lda, b, p.k);
       for (int64_t r = 0; r < rows; ++r)
         out[i + r] = Out(p.accumulate ? accum_t<T>(out[i + r]) + found[r] : found[r]);
     }

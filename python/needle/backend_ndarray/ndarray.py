@@ -365,8 +365,11 @@ class NDArray:
 
     def fill(self, value) -> None:
         """Sets every element in place."""
+        self._fill("fill", value)
+
+    def _fill(self, op: str, value: Any) -> None:
         self._check_writable()
-        value = dt.checked_number("fill", value, self._dtype)
+        value = dt.checked_number(op, value, self._dtype)
         self._device.require().strided_fill(self._handle, self._strides, self._offset, self._shape, value)
         self.mark_written()
 
@@ -533,7 +536,7 @@ class NDArray:
     def copy_from(self, other: Any) -> None:
         """self[...] = other."""
         if isinstance(other, _SCALARS):
-            self.fill(dt.checked_number("setitem", other, self._dtype))
+            self._fill("setitem", other)
             return
         self._check_writable()
         if isinstance(other, NDArray):
