@@ -4,8 +4,8 @@
 // core's L2 and multiplies the rows of A with it, so that some threads wait for memory while others
 // compute, and so that B is packed once and not, as a BLAS called per tile would, once per tile.
 //
-// An operand may also be the windows of an image, which are packed from it: as rows of A those that
-// the inner loop is about to read, as B a strip.
+// A may also be the windows of an image, or their elements. A patch of the image is copied with the
+// zeros around it, and the inner loop reads windows, which overlap, where they lie in the patch.
 //
 // 16-bit floats become float as they are packed, and are rounded once, when their sum is complete.
 // Where the processor multiplies pairs of bfloat16 (multiplies_pairs), they stay as they are: k
@@ -49,10 +49,8 @@ struct FlushSubnormals {
 
 constexpr int kRows = kVectorRegisters >= 32 ? 12 : 6;
 
-// An operand is lines, rows of op(A) or columns of op(B), of k elements; from(line, p) is the part
-// of it that begins there.
-
-// As it is stored: a line lies along memory, ld from its neighbours, or across it.
+// An operand as it is stored: its lines, rows of op(A) or columns of op(B), of k elements, lie along
+// memory, ld from their neighbours, or across it. from(line, p) is what begins there.
 template <class In>
 struct Stored {
   const In* data;
@@ -63,19 +61,14 @@ struct Stored {
   }
 };
 
-// Windows as lines of A, and their elements as lines of B.
-template <class In>
-struct WindowLines {
-  const Windows<In>& windows;
-  int64_t window, element;
-  WindowLines from(int64_t line, int64_t p) const { return {windows, window + line, element + p}; }
+// The words along k in the order in which they are multiplied: runs of the same length, which begin
+// at[i] elements from the first row of A. B's follow each other.
+struct Runs {
+  int64_t count, length;
+  const int64_t* at;
 };
-template <class In>
-struct ElementLines {
-  const Windows<In>& windows;
-  int64_t window, element;
-  ElementLines from(int64_t line, int64_t p) const { return {windows, window + p, element + line}; }
-};
+constexpr int64_t kAtOnce = 0;
+Runs one_run(int64_t length) { return {1, length, &kAtOnce}; }
 
 // A and B are stored as In, C as Out; the inner loop reads words of P, which is In or float, and
 // sums in T. Elements of a word follow each other in k.
@@ -95,11 +88,9 @@ struct Own {
   // Words of a row in a panel of A; the excess keeps a panel's rows in different sets of the cache.
   static constexpr int64_t kStride = kDepth + kLane;
 
-  static constexpr int64_t kWindows = 16;  // whose elements are copied to a strip at a time
-
   struct Workspace {
     alignas(64) std::byte panels[kM * kStride * sizeof(T)], strip[kStrip * sizeof(T)];
-    alignas(64) std::byte windows[kWindows * kStride * sizeof(T)];  // or kRows of them
+    alignas(64) std::byte windows[kRows * kStride * sizeof(T)];
     T sums[kM * kSummed];
   };
   static auto& workspace() { return of_this_thread<typename Own<T, T>::Workspace>(); }
@@ -162,10 +153,6 @@ struct Own {
     if (!a.along) return pack_columns<kRows>(k, rows, a.data, a.ld, to, kRows * kStride);
     pack_rows(rows, k, to, [&](int64_t i, P* row) { convert_run(a.data + i * a.ld, k, row); });
   }
-  static void pack_a(int64_t rows, int64_t k, WindowLines<In> a, P* to) {
-    WindowReader<In> reader(a.windows, a.window, a.element, k);
-    pack_rows(rows, k, to, [&](int64_t, P* row) { reader.next(row); });
-  }
   template <class CopyRow>
   static void pack_rows(int64_t rows, int64_t k, P* to, CopyRow copy) {
     const int64_t whole = round_up(k, kWord);
@@ -176,16 +163,6 @@ struct Own {
   }
 
   // Panels of kCols columns, those beyond `cols` zero: word (p, j) of a panel at [p][j].
-  static void pack_b(int64_t k, int64_t cols, ElementLines<In> b, P* to) {
-    const int64_t words = ceil_div(k, kWord);
-    In* const some = reinterpret_cast<In*>(workspace().windows);
-    WindowReader<In> reader(b.windows, b.window, b.element, cols);
-    for (int64_t p = 0; p < k; p += kWindows) {
-      const int64_t count = std::min(kWindows, k - p);
-      for (int64_t i = 0; i < count; ++i) reader.next(some + i * kStride);
-      pack_columns<kCols>(count, cols, some, kStride, to + p * kCols, words * kCols);
-    }
-  }
   static void pack_b(int64_t k, int64_t cols, Stored<In> stored, P* to) {
     const int64_t words = ceil_div(k, kWord);
     const In* const b = stored.data;
@@ -203,31 +180,34 @@ struct Own {
   }
 
   // The first R of kRows rows of C and as many of a panel's columns as V vectors have, of which
-  // rows x cols are there; k is in words. Element (i, j) of C is c[i * ldc + j], or c[j * ldc + i]
-  // when turned.
-  template <bool ta, bool turned, int R, int V>
-  static void micro(int64_t k, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
+  // rows x cols are there. The rows of A lie along memory, lda elements apart, or across it, a word
+  // lda elements from the next.
+  template <bool across, int R, int V>
+  static void micro(const Runs& runs, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
                     int64_t ldc, int64_t rows, int64_t cols) {
     constexpr int64_t kAhead = 8 * kCols * kWord;  // panels of B come from L2 or beyond
-    for (int64_t i = 0; i < (turned ? 0 : rows); ++i)
+    for (int64_t i = 0; i < rows; ++i)
       for (int j = 0; j < V; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
     Vec<T> sum[R][V] = {};
+    for (int64_t run = 0; run < runs.count; ++run) {
+      const P* const from = a + runs.at[run];
 #pragma clang loop unroll(disable)  // it would run out of registers
-    for (int64_t p = 0; p < k; ++p, b += kCols * kWord) {
-      Words<P> words[V];
+      for (int64_t p = 0; p < runs.length; ++p, b += kCols * kWord) {
+        Words<P> words[V];
 #pragma GCC unroll 2
-      for (int j = 0; j < V; ++j) {
-        __builtin_prefetch(b + kAhead + j * kLane * kWord);
-        words[j] = load_words(b + j * kLane * kWord);
-      }
+        for (int j = 0; j < V; ++j) {
+          __builtin_prefetch(b + kAhead + j * kLane * kWord);
+          words[j] = load_words(b + j * kLane * kWord);
+        }
 #pragma GCC unroll 16
-      for (int i = 0; i < R; ++i) {
-        const P* x = a + (ta ? (p * kRows + i) * kWord : i * lda + p * kWord);
+        for (int i = 0; i < R; ++i) {
+          const P* x = from + (across ? p * lda + i * kWord : i * lda + p * kWord);
 #pragma GCC unroll 2
-        for (int j = 0; j < V; ++j) sum[i][j] = add_product(sum[i][j], x, words[j]);
+          for (int j = 0; j < V; ++j) sum[i][j] = add_product(sum[i][j], x, words[j]);
+        }
       }
     }
-    if (!turned && rows == R && cols == V * kLane) {
+    if (rows == R && cols == V * kLane) {
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i)
         for (int j = 0; j < V; ++j) {
@@ -239,26 +219,27 @@ struct Own {
     T edge[R][V * kLane];
     for (int i = 0; i < R; ++i)
       for (int j = 0; j < V; ++j) store(&edge[i][j * kLane], sum[i][j]);
-    for (int64_t outer = 0; outer < (turned ? cols : rows); ++outer)
-      for (int64_t inner = 0; inner < (turned ? rows : cols); ++inner) {
-        const T sum = turned ? edge[inner][outer] : edge[outer][inner];
-        Out& to = c[outer * ldc + inner];
-        to = Out(accumulate ? T(to) + sum : sum);
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < cols; ++j) {
+        Out& to = c[i * ldc + j];
+        to = Out(accumulate ? T(to) + edge[i][j] : edge[i][j]);
       }
   }
 
-  // The one for so many rows and columns.
-  template <bool ta, bool turned>
-  static auto micro_for(int64_t rows, int64_t cols) {
+  // kRows rows of A, or fewer, times panels of B, whose columns are all of C's.
+  template <bool across>
+  static void multiply_rows(int64_t rows, int64_t cols, const Runs& runs, const P* a, int64_t lda,
+                            const P* b, bool accumulate, Out* c, int64_t ldc) {
     constexpr int kHalf = kRows / 2;
-    if (rows > kHalf)
-      return cols > kLane ? micro<ta, turned, kRows, 2> : micro<ta, turned, kRows, 1>;
-    return cols > kLane ? micro<ta, turned, kHalf, 2> : micro<ta, turned, kHalf, 1>;
+    for (int64_t j = 0; j < cols; j += kCols, b += runs.count * runs.length * kCols * kWord) {
+      const int64_t left = std::min<int64_t>(kCols, cols - j);
+      const auto part = rows > kHalf
+                            ? left > kLane ? micro<across, kRows, 2> : micro<across, kRows, 1>
+                        : left > kLane ? micro<across, kHalf, 2>
+                                       : micro<across, kHalf, 1>;
+      part(runs, a, lda, b, accumulate, c + j, ldc, rows, left);
+    }
   }
-
-  // Where elements of windows are the columns of B, C^T is wanted and written.
-  template <class B>
-  static constexpr bool is_turned = std::is_same_v<B, ElementLines<In>>;
 
   // The width of strips, at most `widest` and not much less, with which threads that are equally
   // fast are done with n columns the soonest: nine strips take two threads as long as ten.
@@ -273,38 +254,26 @@ struct Own {
   }
 
   // C (rows, n) from rows of A and all columns of B, depth deep.
-  template <class A, class B>
-  static void multiply(int64_t rows, int64_t n, int64_t depth, A a, B b, bool accumulate, Out* c,
-                       int64_t ldc) {
-    constexpr bool kStored = std::is_same_v<A, Stored<In>>, kTurned = is_turned<B>;
+  static void multiply(int64_t rows, int64_t n, int64_t depth, Stored<In> a, Stored<In> b,
+                       bool accumulate, Out* c, int64_t ldc) {
     P* const panels = reinterpret_cast<P*>(workspace().panels);
     const int64_t words = ceil_div(depth, kWord), threads = num_threads();
-    int64_t in_place = 0;  // rows
-    bool across = false;
-    if constexpr (kStored) {
-      across = !a.along;
-      if (kReadable && a.along && a.ld % kSets != 0 && depth % kWord == 0)
-        in_place = rows / kRows * kRows;
-      parallel_for(ceil_div(rows - in_place, kPacked), [&](int64_t task) {
-        [[maybe_unused]] const Mode mode;
-        const int64_t i = in_place + task * kPacked;
-        pack_a(std::min(kPacked, rows - i), depth, a.from(i, 0), panels + i * kStride * kWord);
-      });
-    }
+    const int64_t in_place = kReadable && a.along && a.ld % kSets != 0 && depth % kWord == 0
+                                 ? rows / kRows * kRows
+                                 : 0;
+    parallel_for(ceil_div(rows - in_place, kPacked), [&](int64_t task) {
+      [[maybe_unused]] const Mode mode;
+      const int64_t i = in_place + task * kPacked;
+      pack_a(std::min(kPacked, rows - i), depth, a.from(i, 0), panels + i * kStride * kWord);
+    });
 
     // Four tasks per thread, for cores that are not equally fast, by splitting the columns; rows,
-    // for which B is packed again, are split only where that leaves less than two. Windows are many
-    // and are copied for each strip: they are split.
-    const int64_t widest = std::is_same_v<B, Stored<In>>
-                               ? kStrip / words / kCols * kCols
-                               : std::min(kStrip / words, kDepth) / kCols * kCols;
-    const int64_t tasks = (kStored ? 2 : 4) * threads;
+    // for which B is packed again, are split only where that leaves less than two.
     const int64_t width =
-        kStored
-            ? even_width(n, std::clamp(round_up(ceil_div(n, 4 * threads), kCols), kMinCols, widest))
-            : std::min(round_up(n, kCols), widest);
+        even_width(n, std::clamp(round_up(ceil_div(n, 4 * threads), kCols), kMinCols,
+                                 kStrip / words / kCols * kCols));
     const int64_t strips = ceil_div(n, width);
-    const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(tasks, strips));
+    const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(2 * threads, strips));
     const int64_t height = round_up(ceil_div(rows, groups), kRows);
     parallel_for(strips * ceil_div(rows, height), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
@@ -312,66 +281,198 @@ struct Own {
       const int64_t i0 = task / strips * height, i1 = std::min(rows, i0 + height);
       P* const strip = reinterpret_cast<P*>(workspace().strip);
       pack_b(depth, cols, b.from(j0, 0), strip);
+      const Runs run = one_run(words);
       for (int64_t i = i0; i < i1; i += kRows) {
         const int64_t there = std::min<int64_t>(kRows, i1 - i);
         const P* from = panels + i * kStride * kWord;
         int64_t ld = kStride * kWord;
-        if constexpr (!kStored) {
-          P* const some = reinterpret_cast<P*>(workspace().windows);
-          pack_a(there, depth, a.from(i, 0), some);
-          from = some;
-        } else if constexpr (kReadable) {
+        if constexpr (kReadable)
           if (i < in_place) from = a.data + i * a.ld, ld = a.ld;
-        }
-        for (int64_t j = 0; j < cols; j += kCols) {
-          const int64_t left = std::min<int64_t>(kCols, cols - j);
-          const auto part = across ? micro_for<true, kTurned>(there, left)
-                                   : micro_for<false, kTurned>(there, left);
-          part(words, from, ld, strip + j * words * kWord, accumulate,
-               c + (kTurned ? (j0 + j) * ldc + i : i * ldc + j0 + j), ldc, there, left);
+        Out* const to = c + i * ldc + j0;
+        if (a.along)
+          multiply_rows<false>(there, cols, run, from, ld, strip, accumulate, to, ldc);
+        else
+          multiply_rows<true>(there, cols, run, from, kRows * kWord, strip, accumulate, to, ldc);
+      }
+    });
+  }
+
+  // Part of the windows of a block, copied from the image with the zeros around it.
+  struct Patch {
+    static constexpr int64_t kLines = 64;  // the most of a block
+    const Windows<In>& windows;
+    const WindowPart& part;
+    const WindowBlock block;
+    P* const data;
+    int64_t line_at[kLines];  // where a line's first window begins
+
+    Patch(const Windows<In>& windows, const WindowPart& part, const WindowBlock& block, P* data)
+        : windows(windows), part(part), block(block), data(data) {
+      int64_t rows = 0;
+      for (int64_t line = 0; line < block.lines; ++line) {
+        rows += windows.new_rows(part, block, line);
+        line_at[line] = (rows - part.rows) * row_size();
+      }
+    }
+    int64_t row_size() const { return windows.width(part, block.width); }
+    void copy_line(int64_t line) const {
+      const int64_t rows = windows.new_rows(part, block, line);
+      windows.copy_rows(part, block.line + line, block.place, block.width, rows,
+                        data + line_at[line] + (part.rows - rows) * row_size());
+    }
+
+    // The most windows of a block whose patch has at most so many elements, where its lines are so
+    // wide; at least one.
+    static int64_t most(const Windows<In>& windows, const WindowPart& part, int64_t width,
+                        int64_t elements) {
+      const int64_t of_row = elements / part.rows, whole = windows.width(part, width);
+      if (whole <= of_row) return std::min(of_row / whole, kLines) * width;
+      const int64_t fit = std::max<int64_t>(of_row - part.length, 0) / windows.step() + 1;
+      return fit > kRows ? fit / kRows * kRows : fit;
+    }
+  };
+  static constexpr int64_t kPatch = (128 << 10) / sizeof(T);  // stays in L2, beside a strip
+
+  // C (windows of a block, n) from a part of the windows and B's rows for it.
+  static void multiply_windows(const Windows<In>& windows, const WindowPart& part,
+                               const WindowBlock& whole, int64_t n, Stored<In> b, bool accumulate,
+                               Out* c, int64_t ldc) {
+    const int64_t words = part.elements() / kWord, step = windows.step();
+    const int64_t width = std::min(round_up(n, kCols), kStrip / words / kCols * kCols);
+    const int64_t strips = ceil_div(n, width);
+    const int64_t groups = std::min(ceil_div(whole.count(), kMinRows),
+                                    ceil_div(int64_t(4) * num_threads(), strips));
+    const Cut tasks(whole, ceil_div(whole.count(), groups));
+    const bool in_place = step % kSets != 0;
+    parallel_for(strips * tasks.count(), [&](int64_t task) {
+      [[maybe_unused]] const Mode mode;
+      const int64_t j0 = task % strips * width, cols = std::min(width, n - j0);
+      P* const strip = reinterpret_cast<P*>(workspace().strip);
+      P* const some = reinterpret_cast<P*>(workspace().windows);
+      pack_b(part.elements(), cols, b.from(j0, 0), strip);
+      const WindowBlock mine = tasks[task / strips];
+      const Cut blocks(mine, Patch::most(windows, part, mine.width, kPatch * kWord));
+      for (int64_t i = 0; i < blocks.count(); ++i) {
+        const Patch patch(windows, part, blocks[i], reinterpret_cast<P*>(workspace().panels));
+        for (int64_t line = 0; line < patch.block.lines; ++line) patch.copy_line(line);
+        int64_t row_at[kDepth * kWord];
+        for (int64_t row = 0; row < part.rows; ++row) row_at[row] = row * patch.row_size();
+        const Runs rows{part.rows, part.length / kWord, row_at};
+        Out* to = c + (tasks.first(mine) + blocks.first(patch.block)) * ldc + j0;
+        const auto window = [&](int64_t i) {
+          return patch.data + patch.line_at[i / patch.block.width] + i % patch.block.width * step;
+        };
+        const int64_t count = patch.block.count();
+        for (int64_t i = 0; i < count; i += kRows, to += kRows * ldc) {
+          const int64_t there = std::min<int64_t>(kRows, count - i);
+          if (in_place && i % patch.block.width + kRows <= patch.block.width) {
+            multiply_rows<false>(there, cols, rows, window(i), step, strip, accumulate, to, ldc);
+            continue;
+          }
+          // Of several lines, or not all there.
+          pack_rows(there, part.elements(), some, [&](int64_t row, P* copy) {
+            for (int64_t r = 0; r < part.rows; ++r, copy += part.length)
+              std::copy_n(window(i + row) + row_at[r], part.length, copy);
+          });
+          multiply_rows<false>(there, cols, one_run(words), some, kStride * kWord, strip,
+                               accumulate, to, ldc);
         }
       }
     });
   }
 
-  template <class A, class B>
-  static void gemm(int64_t m, int64_t n, int64_t k, A a, B b, bool accumulate, Out* c,
-                   int64_t ldc) {
+  // Windows, and columns of C, that multiply_elements takes at a time.
+  static constexpr int64_t kGradientDepth = 512, kGradientCols = kStrip / kGradientDepth;
+
+  // C (elements, n), from a part of the windows of a block and B (windows, n).
+  static void multiply_elements(const Windows<In>& windows, const WindowPart& part,
+                                const WindowBlock& whole, int64_t n, Stored<In> b, bool accumulate,
+                                Out* c, int64_t ldc) {
+    static_assert(kWord == 1);
+    const int64_t threads = num_threads(), step = windows.step();
+    P* const strip = reinterpret_cast<P*>(workspace().strip);
+    P* const panels = reinterpret_cast<P*>(workspace().panels);
+    const int64_t room = kM * kStride - kRows;  // the last rows are read beyond their end
+    const Cut blocks(whole, std::min(kGradientDepth,
+                                     Patch::most(windows, part, whole.width, room)));
+    const int64_t tiles = ceil_div(part.length, int64_t(kRows));
+    for (int64_t i = 0; i < blocks.count(); ++i) {
+      const Patch patch(windows, part, blocks[i], panels);
+      const int64_t width = patch.block.width, depth = patch.block.count();
+      const Stored<In> lines = b.from(0, blocks.first(patch.block));
+      parallel_ranges(patch.block.lines, ceil_div(64, width), [&](int64_t line, int64_t end) {
+        [[maybe_unused]] const Mode mode;
+        const int64_t first = line * width;
+        pack_columns<kCols>((end - line) * width, n, lines.from(0, first).data, b.ld,
+                            strip + first * kCols, depth * kCols);
+        for (; line < end; ++line) patch.copy_line(line);
+      });
+      const int64_t all = part.rows * tiles, share = ceil_div(all, 4 * threads);
+      parallel_ranges(all, share, [&](int64_t tile, int64_t end) {
+        [[maybe_unused]] const Mode mode;
+        for (; tile < end; ++tile) {
+          const int64_t row = tile / tiles, element = tile % tiles * kRows;
+          multiply_rows<true>(std::min<int64_t>(kRows, part.length - element), n,
+                              {patch.block.lines, width, patch.line_at},
+                              patch.data + row * patch.row_size() + element, step, strip,
+                              accumulate || i > 0,
+                              c + (row * windows.row_elements() + element) * ldc, ldc);
+        }
+      });
+    }
+  }
+
+  // C = or += the sums that were computed for it.
+  static void round_sums(int64_t rows, int64_t cols, bool accumulate, Out* c, int64_t ldc) {
+    const T* const sums = workspace().sums;
+    parallel_for(rows, [&](int64_t row) {
+      const T* from = sums + row * kSummed;
+      Out* to = c + row * ldc;
+      for (int64_t x = 0; x < cols; ++x) to[x] = Out(accumulate ? T(to[x]) + from[x] : from[x]);
+    });
+  }
+
+  static void gemm(int64_t m, int64_t n, int64_t k, Stored<In> a, Stored<In> b, bool accumulate,
+                   Out* c, int64_t ldc) {
     // Depths of equal size, of whole words.
     const int64_t even = round_up(ceil_div(k, ceil_div(k, kDepth * kWord)), kWord);
-    const auto all_depths = [&](auto kernel, int64_t i, int64_t rows, int64_t j, int64_t cols,
+    const auto all_depths = [&](auto multiply, int64_t i, int64_t rows, int64_t j, int64_t cols,
                                 bool add, auto* to, int64_t ld) {
       for (int64_t p = 0; p < k; p += even)
-        kernel(rows, cols, std::min(even, k - p), a.from(i, p), b.from(j, p), add || p > 0, to, ld);
+        multiply(rows, cols, std::min(even, k - p), a.from(i, p), b.from(j, p), add || p > 0, to,
+                 ld);
     };
-    if (std::is_same_v<Out, T> || even >= k) {
-      const int64_t most = std::is_same_v<A, Stored<In>> ? kM : m;
-      for (int64_t i = 0; i < m; i += most)
-        all_depths(multiply<A, B>, i, std::min(most, m - i), 0, n, accumulate,
-                   c + (is_turned<B> ? i : i * ldc), ldc);
-      return;
+    const bool exact = std::is_same_v<Out, T> || even >= k;
+    for (int64_t i = 0; i < m; i += kM) {
+      const int64_t rows = std::min(kM, m - i);
+      if (exact) all_depths(multiply, i, rows, 0, n, accumulate, c + i * ldc, ldc);
+      for (int64_t j = 0; j < (exact ? 0 : n); j += kSummed) {
+        const int64_t cols = std::min(kSummed, n - j);
+        all_depths(Own<In, T, P>::multiply, i, rows, j, cols, false, workspace().sums, kSummed);
+        round_sums(rows, cols, accumulate, c + i * ldc + j, ldc);
+      }
     }
-    T* const sums = workspace().sums;
-    for (int64_t i = 0; i < m; i += kM)
+  }
+
+  // C (windows, n) from B (elements, n).
+  static void gemm_windows(const Windows<In>& windows, int64_t n, Stored<In> b, Out* c) {
+    const auto all_parts = [&](auto multiply, const WindowBlock& block, int64_t j, int64_t cols,
+                               auto* to, int64_t ld) {
+      windows.for_parts(kDepth * kWord, [&](const WindowPart& part, int64_t p) {
+        multiply(windows, part, block, cols, b.from(j, p), p > 0, to, ld);
+      });
+    };
+    if (std::is_same_v<Out, T> || windows.elements() <= kDepth * kWord)
+      return all_parts(multiply_windows, windows.all(), 0, n, c, n);
+    const Cut blocks(windows.all(), kM);
+    for (int64_t i = 0; i < blocks.count(); ++i)
       for (int64_t j = 0; j < n; j += kSummed) {
-        static_assert(!is_turned<B> || std::is_same_v<Out, T>);
-        const int64_t rows = std::min(kM, m - i), cols = std::min(kSummed, n - j);
-        all_depths(Own<In, T, P>::template multiply<A, B>, i, rows, j, cols, false, sums, kSummed);
-        parallel_for(rows, [&](int64_t row) {
-          const T* from = sums + row * kSummed;
-          Out* to = c + (i + row) * ldc + j;
-          for (int64_t x = 0; x < cols; ++x) to[x] = Out(accumulate ? T(to[x]) + from[x] : from[x]);
-        });
+        const int64_t cols = std::min(kSummed, n - j);
+        all_parts(Own<In, T, P>::multiply_windows, blocks[i], j, cols, workspace().sums, kSummed);
+        round_sums(blocks[i].count(), cols, false, c + blocks.first(blocks[i]) * n + j, n);
       }
   }
 };
-
-template <class In, class Out, class A, class B>
-void gemm_of(int64_t m, int64_t n, int64_t k, A a, B b, bool accumulate, Out* c, int64_t ldc) {
-  if constexpr (std::is_same_v<In, bfloat16>)
-    if (multiplies_pairs()) return Own<In, Out, In>::gemm(m, n, k, a, b, accumulate, c, ldc);
-  Own<In, Out>::gemm(m, n, k, a, b, accumulate, c, ldc);
-}
 
 #ifdef NEEDLE_OPENBLAS
 // The pool hands out the parallelism; the library's own threads stay asleep.
@@ -388,34 +489,46 @@ bool fit_int(Sizes... sizes) {
 template <class In, class Out>
 void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
               const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc) {
-  gemm_of<In>(m, n, k, Stored<In>{a, lda, !ta}, Stored<In>{b, ldb, tb}, accumulate, c, ldc);
+  const Stored<In> rows{a, lda, !ta}, columns{b, ldb, tb};
+  if constexpr (std::is_same_v<In, bfloat16>)
+    if (multiplies_pairs())
+      return Own<In, Out, In>::gemm(m, n, k, rows, columns, accumulate, c, ldc);
+  Own<In, Out>::gemm(m, n, k, rows, columns, accumulate, c, ldc);
 }
 
 template <class T>
 void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c) {
   constexpr int64_t kDepth = 1024;
-  const int64_t m = a.count(), k = a.elements();
+  const int64_t m = a.count(), k = a.elements(), wide = a.cols.windows;
   if (few_rows_pay<T>(m, n, k) && (sizeof(T) > 2 || k <= kDepth)) {
     struct Rows {
       T of[kFewRows * kDepth];
     };
     T* const rows = of_this_thread<Rows>().of;
-    for (int64_t p = 0; p < k; p += kDepth) {
-      const int64_t depth = std::min(kDepth, k - p);
-      WindowReader<T> reader(a, 0, p, depth);
-      for (int64_t i = 0; i < m; ++i) reader.next(rows + i * depth);
+    a.for_parts(kDepth, [&](const WindowPart& part, int64_t p) {
+      const int64_t depth = part.elements();
+      for (int64_t i = 0; i < m; ++i)
+        a.copy_rows(part, i / wide, i % wide, 1, part.rows, rows + i * depth);
       few_rows_gemm(m, n, depth, rows, depth, 1, b + p * n, n, p > 0, c);
-    }
+    });
     return;
   }
-  gemm_of<T>(m, n, k, WindowLines<T>{a, 0, 0}, Stored<T>{b, n, false}, false, c, n);
+  const Stored<T> columns{b, n, false};
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (multiplies_pairs() && a.row_elements() % 2 == 0)  // no word is of two rows
+      return Own<T, T, T>::gemm_windows(a, n, columns, c);
+  Own<T, T>::gemm_windows(a, n, columns, c);
 }
 
 template <class T>
-void gemm_of_windows(const Windows<T>& a, int64_t first, int64_t count, int64_t n, const T* b,
+void gemm_of_windows(const Windows<T>& a, const WindowBlock& block, int64_t n, const T* b,
                      bool accumulate, accum_t<T>* c) {
-  gemm_of<T>(n, a.elements(), count, Stored<T>{b + first * n, n, false},
-             ElementLines<T>{a, first, 0}, accumulate, c, n);
+  using Product = Own<T, accum_t<T>>;
+  a.for_parts(Product::kDepth, [&](const WindowPart& part, int64_t p) {
+    for (int64_t j = 0; j < n; j += Product::kGradientCols)
+      Product::multiply_elements(a, part, block, std::min(Product::kGradientCols, n - j),
+                                 Stored<T>{b + j, n, false}, accumulate, c + p * n + j, n);
+  });
 }
 
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
@@ -458,7 +571,7 @@ TILE(float)
 TILE(double)
 #define WINDOWS(T)                                                                            \
   template void gemm_windows(const Windows<T>&, int64_t, const T*, T*);                       \
-  template void gemm_of_windows(const Windows<T>&, int64_t, int64_t, int64_t, const T*, bool, \
+  template void gemm_of_windows(const Windows<T>&, const WindowBlock&, int64_t, const T*, bool, \
                                 accum_t<T>*);
 WINDOWS(float)
 WINDOWS(double)

@@ -25,9 +25,9 @@ void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, in
 // C (windows, n) = A B with A the windows and B (elements, n).
 template <class T>
 void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c);
-// C (elements, n) = or += A^T B with A `count` windows from the first on, and B (windows, n).
+// C (elements, n) = or += A^T B with A a block of windows, and B (windows of the block, n).
 template <class T>
-void gemm_of_windows(const Windows<T>& a, int64_t first, int64_t count, int64_t n, const T* b,
+void gemm_of_windows(const Windows<T>& a, const WindowBlock& block, int64_t n, const T* b,
                      bool accumulate, accum_t<T>* c);
 
 // Whether gemm_own is the faster way to a product of this size, rather than tiles on the pool.

@@ -1,67 +1,114 @@
-// The windows of an image, copied some elements at a time for the products of convolutions.
+// The windows of an image, as the products of convolutions read them.
 #pragma once
 
 #include <algorithm>
 
+#include "integers.h"
 #include "simd_cpu.h"
 #include "windows.h"
 
 namespace needle::cpu {
 
-// The windows of an image as a matrix (windows, elements), which is not written down.
+// Of each window `length` elements from the first-th on, in each of `rows` rows from the row-th on.
+struct WindowPart {
+  int64_t row, rows, first, length;
+  int64_t elements() const { return rows * length; }
+};
+
+// Windows that follow each other: `width` of each line from the place-th on; all of a line where
+// there are several lines.
+struct WindowBlock {
+  int64_t line, lines, place, width;
+  int64_t count() const { return lines * width; }
+};
+
+// A block cut into blocks of at most so many windows, of whole lines where one fits.
+class Cut {
+ public:
+  Cut(const WindowBlock& whole, int64_t most)
+      : whole_(whole),
+        lines_(std::max<int64_t>(most / whole.width, 1)),
+        width_(std::min(most, whole.width)),
+        pieces_(ceil_div(whole.width, width_)) {}
+  int64_t count() const { return ceil_div(whole_.lines, lines_) * pieces_; }
+  WindowBlock operator[](int64_t i) const {
+    const int64_t line = i / pieces_ * lines_, place = i % pieces_ * width_;
+    return {whole_.line + line, std::min(lines_, whole_.lines - line), whole_.place + place,
+            std::min(width_, whole_.width - place)};
+  }
+  // The index of its first window in the whole.
+  int64_t first(const WindowBlock& part) const {
+    return (part.line - whole_.line) * whole_.width + part.place - whole_.place;
+  }
+
+ private:
+  WindowBlock whole_;
+  int64_t lines_, width_, pieces_;  // of a block; blocks of a line
+};
+
+// The windows of an image as a matrix (windows, elements), which is not written down. Windows in
+// the same row of an image are a line; they overlap in it.
 template <class T>
 struct Windows {
   const T* image;  // (N, H, W, channels)
   int64_t images, channels;
   WindowAxis rows, cols;
-  int64_t count() const { return images * rows.windows * cols.windows; }
-  int64_t elements() const { return rows.size * cols.size * channels; }
-};
-
-// Windows one after the other, of each n elements from the p-th on.
-template <class In>
-class WindowReader {
- public:
-  WindowReader(const Windows<In>& w, int64_t window, int64_t p, int64_t n)
-      : w_(w), size_(w.cols.size * w.channels), length_(w.cols.n * w.channels), n_(n) {
-    const int64_t line = window / w.cols.windows;
-    place_ = window % w.cols.windows;
-    line_ = line % w.rows.windows;
-    image_ = line / w.rows.windows;
-    row_ = p / size_;
-    first_ = p % size_;
+  int64_t lines() const { return images * rows.windows; }
+  int64_t count() const { return lines() * cols.windows; }
+  int64_t row_elements() const { return cols.size * channels; }
+  int64_t elements() const { return rows.size * row_elements(); }
+  WindowBlock all() const { return {0, lines(), 0, cols.windows}; }
+  // From a window to the next of its line, in elements of the image.
+  int64_t step() const { return cols.stride * channels; }
+  // Elements of the image that a row of so many windows has.
+  int64_t width(const WindowPart& part, int64_t windows) const {
+    return (windows - 1) * step() + part.length;
+  }
+  // Rows of the image that a line of a block adds to those of the line before.
+  int64_t new_rows(const WindowPart& part, const WindowBlock& block, int64_t line) const {
+    const bool first = line == 0 || (block.line + line) % rows.windows == 0;
+    return first ? part.rows : std::min(part.rows, rows.stride);
   }
 
-  // Those that are not in the image are zero.
-  template <class P>
-  void next(P* to) {
-    const int64_t x = (place_ * w_.cols.stride - w_.cols.before) * w_.channels;
-    int64_t y = line_ * w_.rows.stride - w_.rows.before + row_, left = n_;
-    for (int64_t q = first_; left > 0; q = 0, ++y) {
-      const int64_t count = std::min(left, size_ - q);
-      const bool inside = y >= 0 && y < w_.rows.n;
-      const int64_t begin = inside ? std::clamp<int64_t>(-x - q, 0, count) : count;
-      const int64_t end = std::clamp(length_ - x - q, begin, count);
-      for (int64_t i = 0; i < begin; ++i) to[i] = P(0.f);
-      if (begin < end)
-        convert_run(w_.image + (image_ * w_.rows.n + y) * length_ + x + q + begin, end - begin,
-                    to + begin);
-      for (int64_t i = end; i < count; ++i) to[i] = P(0.f);
-      to += count;
-      left -= count;
+  // f(part, p) for parts of at most so many elements (even, at least 2), the window's p-th the
+  // first; all rows are split alike.
+  template <class F>
+  void for_parts(int64_t most, F&& f) const {
+    const int64_t whole = row_elements();
+    if (whole <= most) {
+      const int64_t count = ceil_div(rows.size, ceil_div(rows.size, most / whole));
+      for (int64_t row = 0; row < rows.size; row += count)
+        f(WindowPart{row, std::min(count, rows.size - row), 0, whole}, row * whole);
+      return;
     }
-    if (++place_ < w_.cols.windows) return;
-    place_ = 0;
-    if (++line_ < w_.rows.windows) return;
-    line_ = 0;
-    ++image_;
+    const int64_t length = round_up(ceil_div(whole, ceil_div(whole, most)), 2);
+    for (int64_t row = 0; row < rows.size; ++row)
+      for (int64_t first = 0; first < whole; first += length)
+        f(WindowPart{row, 1, first, std::min(length, whole - first)}, row * whole + first);
   }
 
- private:
-  const Windows<In>& w_;
-  int64_t size_, length_, n_;     // of a window's row, of an image's, of what is read
-  int64_t image_, line_, place_;  // of the window
-  int64_t row_, first_;           // of its first element
+  // Of `count` windows of a line, from the place-th on, the part's last so many rows, one after the
+  // other; what is not in the image is zero.
+  template <class P>
+  void copy_rows(const WindowPart& part, int64_t line, int64_t place, int64_t count,
+                 int64_t last_rows, P* to) const {
+    const int64_t size = width(part, count), length = cols.n * channels;
+    const int64_t x = place * step() - cols.before * channels + part.first;
+    const int64_t begin = std::clamp<int64_t>(-x, 0, size);
+    const int64_t end = std::clamp(length - x, begin, size);
+    const int64_t origin = line % rows.windows * rows.stride - rows.before + part.row;
+    const T* const pixels = image + line / rows.windows * rows.n * length;
+    for (int64_t row = part.rows - last_rows; row < part.rows; ++row, to += size) {
+      const int64_t y = origin + row;
+      if (y < 0 || y >= rows.n) {
+        std::fill_n(to, size, P(0.f));
+        continue;
+      }
+      std::fill_n(to, begin, P(0.f));
+      convert_run(pixels + y * length + x + begin, end - begin, to + begin);
+      std::fill_n(to + end, size - end, P(0.f));
+    }
+  }
 };
 
 }  // namespace needle::cpu

@@ -43,16 +43,17 @@ void add_up_windows(const Windows<T>& windows, int64_t n, const T* dy, bool accu
     accum_t<T> of_part[kPartialSums];
   };
   const int64_t count = windows.count(), size = windows.elements() * n;
-  if (size > kPartialSums / kParts || count < kParts * kPartWindows)
-    return gemm_of_windows(windows, 0, count, n, dy, accumulate, out);
+  const Cut parts(windows.all(), std::max(ceil_div(count, kParts), kPartWindows));
+  if (parts.count() < kParts || size > kPartialSums / parts.count())
+    return gemm_of_windows(windows, windows.all(), n, dy, accumulate, out);
   accum_t<T>* const sums = of_this_thread<Sums>().of_part;
-  parallel_for(kParts, [&](int64_t part) {
-    const int64_t first = part * count / kParts, end = (part + 1) * count / kParts;
-    gemm_of_windows(windows, first, end - first, n, dy, false, sums + part * size);
+  parallel_for(parts.count(), [&](int64_t i) {
+    const WindowBlock part = parts[i];
+    gemm_of_windows(windows, part, n, dy + parts.first(part) * n, false, sums + i * size);
   });
   for (int64_t i = 0; i < size; ++i) {
     accum_t<T> sum = accumulate ? out[i] : accum_t<T>(0);
-    for (int64_t part = 0; part < kParts; ++part) sum += sums[part * size + i];
+    for (int64_t part = 0; part < parts.count(); ++part) sum += sums[part * size + i];
     out[i] = sum;
   }
 }
