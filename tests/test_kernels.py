@@ -219,6 +219,10 @@ CONVOLUTIONS = {
     "many for a small result": ((17, 16, 16, 3), (16, 3, 1, 1, 16), (16, 3, 1, 1, 16), 5),
     "two windows": ((2, 3, 3, 300), (3, 3, 1, 0, 1), (3, 3, 1, 0, 1), 40),
     "many outputs": ((2, 3, 4, 8), (3, 2, 1, 0, 2), (4, 2, 1, 0, 3), 1104),
+    "rows of many elements": ((2, 4, 5, 1100), (4, 2, 1, 0, 3), (5, 2, 1, 1, 6), 9),
+    "rows as far apart as the sets of a cache": ((1, 5, 14, 1024), (5, 1, 1, 1, 7), (14, 1, 1, 1, 16), 5),
+    "lines wider than a patch": ((1, 2, 4000, 9), (2, 2, 1, 1, 3), (4000, 3, 1, 0, 3998), 3),
+    "images of few windows": ((300, 2, 2, 5), (2, 3, 1, 1, 2), (2, 2, 1, 0, 1), 40),
     "no images": ((0, 4, 4, 8), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 8),
     "no channels": ((2, 4, 4, 0), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 8),
     "no outputs": ((2, 4, 4, 8), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 0),
@@ -237,6 +241,25 @@ def test_convolution(dtype, image, rows, cols, outputs):
     for values in (None, normal(elements, outputs)):
         dkernel = Out((elements, outputs), True, values)
         check("conv_backward", dtype, x, dy, dkernel, *about, values is not None, looser=10)
+
+
+@every_float
+def test_a_nan_reaches_its_own_windows(dtype):
+    """Windows are read where they lie in the image, several at a time, and those at its end beside what is not theirs."""
+    windows = 3 * 5 * 14
+    x, at = np.ones((3, 5, 14, 3)), (1, 4, 6, 1)
+    x[at] = np.nan
+    image, about = put(backend, x, dtype), (3, 3, (5, 3, 1, 1, 5), (14, 3, 1, 1, 14), 7)
+    out = backend.Array(windows * 7, dtype)
+    backend.conv_forward(image, put(backend, np.ones((27, 7)), dtype), out, *about)
+    reached = np.zeros((3, 5, 14, 7), bool)
+    reached[1, 3:, 5:8] = True
+    np.testing.assert_array_equal(np.isnan(get(backend, out)).reshape(reached.shape), reached)
+    dkernel = backend.Array(27 * 7, "float64" if dtype == "float64" else "float32")
+    backend.conv_backward(image, put(backend, np.ones((windows, 7)), dtype), dkernel, *about, False)
+    reached = np.zeros((3, 3, 3, 7), bool)
+    reached[1:, :, 1] = True  # below the last row there is no window to have it in its first
+    np.testing.assert_array_equal(np.isnan(get(backend, dkernel)).reshape(reached.shape), reached)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])

@@ -12,7 +12,7 @@
 // goes by words of two elements then.
 //
 // Each element of C is a chain of multiply-adds in ascending k, one chain per depth of k, and
-// depths depend on k alone: neither threads nor tasks change a bit.
+// depths depend on the operands' shapes alone: neither threads nor tasks change a bit.
 #include "gemm_cpu.h"
 
 #include <algorithm>
@@ -49,8 +49,8 @@ struct FlushSubnormals {
 
 constexpr int kRows = kVectorRegisters >= 32 ? 12 : 6;
 
-// An operand as it is stored: its lines, rows of op(A) or columns of op(B), of k elements, lie along
-// memory, ld from their neighbours, or across it. from(line, p) is what begins there.
+// An operand as it is stored: its lines, rows of op(A) or columns of op(B), of k elements, lie
+// along memory, ld from their neighbours, or across it. from(line, p) is what begins there.
 template <class In>
 struct Stored {
   const In* data;
@@ -189,10 +189,13 @@ struct Own {
     for (int64_t i = 0; i < rows; ++i)
       for (int j = 0; j < V; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
     Vec<T> sum[R][V] = {};
-    for (int64_t run = 0; run < runs.count; ++run) {
-      const P* const from = a + runs.at[run];
+    const int64_t* at = runs.at;
+    int64_t left = runs.count;
+    do {  // none is empty; g++ would spill the sums for where they are not multiplied
+      const P* from = a + *at++;
+      int64_t p = runs.length;
 #pragma clang loop unroll(disable)  // it would run out of registers
-      for (int64_t p = 0; p < runs.length; ++p, b += kCols * kWord) {
+      do {
         Words<P> words[V];
 #pragma GCC unroll 2
         for (int j = 0; j < V; ++j) {
@@ -201,12 +204,14 @@ struct Own {
         }
 #pragma GCC unroll 16
         for (int i = 0; i < R; ++i) {
-          const P* x = from + (across ? p * lda + i * kWord : i * lda + p * kWord);
+          const P* x = from + i * (across ? kWord : lda);
 #pragma GCC unroll 2
           for (int j = 0; j < V; ++j) sum[i][j] = add_product(sum[i][j], x, words[j]);
         }
-      }
-    }
+        from += across ? lda : kWord;
+        b += kCols * kWord;
+      } while (--p > 0);
+    } while (--left > 0);
     if (rows == R && cols == V * kLane) {
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i)
@@ -258,9 +263,8 @@ struct Own {
                        bool accumulate, Out* c, int64_t ldc) {
     P* const panels = reinterpret_cast<P*>(workspace().panels);
     const int64_t words = ceil_div(depth, kWord), threads = num_threads();
-    const int64_t in_place = kReadable && a.along && a.ld % kSets != 0 && depth % kWord == 0
-                                 ? rows / kRows * kRows
-                                 : 0;
+    const int64_t in_place =
+        kReadable && a.along && a.ld % kSets != 0 && depth % kWord == 0 ? rows / kRows * kRows : 0;
     parallel_for(ceil_div(rows - in_place, kPacked), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
       const int64_t i = in_place + task * kPacked;
@@ -269,9 +273,8 @@ struct Own {
 
     // Four tasks per thread, for cores that are not equally fast, by splitting the columns; rows,
     // for which B is packed again, are split only where that leaves less than two.
-    const int64_t width =
-        even_width(n, std::clamp(round_up(ceil_div(n, 4 * threads), kCols), kMinCols,
-                                 kStrip / words / kCols * kCols));
+    const int64_t width = even_width(n, std::clamp(round_up(ceil_div(n, 4 * threads), kCols),
+                                                   kMinCols, kStrip / words / kCols * kCols));
     const int64_t strips = ceil_div(n, width);
     const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(2 * threads, strips));
     const int64_t height = round_up(ceil_div(rows, groups), kRows);
@@ -299,7 +302,7 @@ struct Own {
 
   // Part of the windows of a block, copied from the image with the zeros around it.
   struct Patch {
-    static constexpr int64_t kLines = 64;  // the most of a block
+    static constexpr int64_t kLines = 256;  // the most of a block
     const Windows<In>& windows;
     const WindowPart& part;
     const WindowBlock block;
@@ -321,6 +324,18 @@ struct Own {
                         data + line_at[line] + (part.rows - rows) * row_size());
     }
 
+    // A window of the patch.
+    struct Place {
+      const Patch& patch;
+      int64_t line = 0, place = 0;
+      const P* window() const {
+        return patch.data + patch.line_at[line] + place * patch.windows.step();
+      }
+      void advance(int64_t n) {
+        for (place += n; place >= patch.block.width; place -= patch.block.width) ++line;
+      }
+    };
+
     // The most windows of a block whose patch has at most so many elements, where its lines are so
     // wide; at least one.
     static int64_t most(const Windows<In>& windows, const WindowPart& part, int64_t width,
@@ -340,8 +355,8 @@ struct Own {
     const int64_t words = part.elements() / kWord, step = windows.step();
     const int64_t width = std::min(round_up(n, kCols), kStrip / words / kCols * kCols);
     const int64_t strips = ceil_div(n, width);
-    const int64_t groups = std::min(ceil_div(whole.count(), kMinRows),
-                                    ceil_div(int64_t(4) * num_threads(), strips));
+    const int64_t groups =
+        std::min(ceil_div(whole.count(), kMinRows), ceil_div(int64_t(4) * num_threads(), strips));
     const Cut tasks(whole, ceil_div(whole.count(), groups));
     const bool in_place = step % kSets != 0;
     parallel_for(strips * tasks.count(), [&](int64_t task) {
@@ -352,27 +367,29 @@ struct Own {
       pack_b(part.elements(), cols, b.from(j0, 0), strip);
       const WindowBlock mine = tasks[task / strips];
       const Cut blocks(mine, Patch::most(windows, part, mine.width, kPatch * kWord));
-      for (int64_t i = 0; i < blocks.count(); ++i) {
-        const Patch patch(windows, part, blocks[i], reinterpret_cast<P*>(workspace().panels));
+      for (int64_t at = 0; at < blocks.count(); ++at) {
+        const Patch patch(windows, part, blocks[at], reinterpret_cast<P*>(workspace().panels));
         for (int64_t line = 0; line < patch.block.lines; ++line) patch.copy_line(line);
         int64_t row_at[kDepth * kWord];
         for (int64_t row = 0; row < part.rows; ++row) row_at[row] = row * patch.row_size();
         const Runs rows{part.rows, part.length / kWord, row_at};
         Out* to = c + (tasks.first(mine) + blocks.first(patch.block)) * ldc + j0;
-        const auto window = [&](int64_t i) {
-          return patch.data + patch.line_at[i / patch.block.width] + i % patch.block.width * step;
-        };
         const int64_t count = patch.block.count();
+        typename Patch::Place next{patch};
         for (int64_t i = 0; i < count; i += kRows, to += kRows * ldc) {
           const int64_t there = std::min<int64_t>(kRows, count - i);
-          if (in_place && i % patch.block.width + kRows <= patch.block.width) {
-            multiply_rows<false>(there, cols, rows, window(i), step, strip, accumulate, to, ldc);
+          if (in_place && next.place + kRows <= patch.block.width) {
+            multiply_rows<false>(there, cols, rows, next.window(), step, strip, accumulate, to,
+                                 ldc);
+            next.advance(kRows);
             continue;
           }
           // Of several lines, or not all there.
-          pack_rows(there, part.elements(), some, [&](int64_t row, P* copy) {
-            for (int64_t r = 0; r < part.rows; ++r, copy += part.length)
-              std::copy_n(window(i + row) + row_at[r], part.length, copy);
+          pack_rows(there, part.elements(), some, [&](int64_t, P* copy) {
+            const P* const window = next.window();
+            for (int64_t row = 0; row < part.rows; ++row, copy += part.length)
+              convert_run(window + row_at[row], part.length, copy);
+            next.advance(1);
           });
           multiply_rows<false>(there, cols, one_run(words), some, kStride * kWord, strip,
                                accumulate, to, ldc);
@@ -393,17 +410,17 @@ struct Own {
     P* const strip = reinterpret_cast<P*>(workspace().strip);
     P* const panels = reinterpret_cast<P*>(workspace().panels);
     const int64_t room = kM * kStride - kRows;  // the last rows are read beyond their end
-    const Cut blocks(whole, std::min(kGradientDepth,
-                                     Patch::most(windows, part, whole.width, room)));
+    const Cut blocks(whole,
+                     std::min(kGradientDepth, Patch::most(windows, part, whole.width, room)));
     const int64_t tiles = ceil_div(part.length, int64_t(kRows));
     for (int64_t i = 0; i < blocks.count(); ++i) {
       const Patch patch(windows, part, blocks[i], panels);
       const int64_t width = patch.block.width, depth = patch.block.count();
-      const Stored<In> lines = b.from(0, blocks.first(patch.block));
+      const In* const rows_of_b = b.from(0, blocks.first(patch.block)).data;
       parallel_ranges(patch.block.lines, ceil_div(64, width), [&](int64_t line, int64_t end) {
         [[maybe_unused]] const Mode mode;
         const int64_t first = line * width;
-        pack_columns<kCols>((end - line) * width, n, lines.from(0, first).data, b.ld,
+        pack_columns<kCols>((end - line) * width, n, rows_of_b + first * b.ld, b.ld,
                             strip + first * kCols, depth * kCols);
         for (; line < end; ++line) patch.copy_line(line);
       });
@@ -569,8 +586,8 @@ void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, in
                          int64_t, bool, Out*, int64_t);
 TILE(float)
 TILE(double)
-#define WINDOWS(T)                                                                            \
-  template void gemm_windows(const Windows<T>&, int64_t, const T*, T*);                       \
+#define WINDOWS(T)                                                                              \
+  template void gemm_windows(const Windows<T>&, int64_t, const T*, T*);                         \
   template void gemm_of_windows(const Windows<T>&, const WindowBlock&, int64_t, const T*, bool, \
                                 accum_t<T>*);
 WINDOWS(float)

@@ -212,9 +212,14 @@ template <class From, class To>
 void convert_run(const From* from, int64_t n, To* to) {
   constexpr bool kBothFloat =
       std::is_same_v<accum_t<From>, float> && std::is_same_v<accum_t<To>, float>;
-  if constexpr (std::is_same_v<From, To>)
+  if constexpr (std::is_same_v<From, To>) {
+    if constexpr (std::is_floating_point_v<From>)
+      if (n <= 8 * kLanes<From>)  // a call takes longer
+        return for_vectors<From>(n, [&](int64_t i, auto... lanes) {
+          store(to + i, load(from + i, lanes...), lanes...);
+        });
     std::copy_n(from, n, to);
-  else if constexpr (kBothFloat && sizeof(From) != sizeof(To))
+  } else if constexpr (kBothFloat && sizeof(From) != sizeof(To))
     for_vectors<float>(
         n, [&](int64_t i, auto... lanes) { store(to + i, load(from + i, lanes...), lanes...); });
   else
