@@ -167,7 +167,7 @@ def test_integer_sums_wrap_in_64_bits():
 @pytest.mark.parametrize("trans_a", [False, True])
 @pytest.mark.parametrize("trans_b", [False, True])
 def test_matmul_tails_offsets_and_broadcast_batches(dtype, trans_a, trans_b):
-    for m, k, n in ((1, 1, 1), (5, 17, 3), (33, 40, 70), (72, 24, 64)):
+    for m, k, n in ((1, 1, 1), (5, 17, 3), (16, 21, 37), (2, 90, 5), (33, 40, 70), (72, 24, 64)):
         lda, ldb = (m if trans_a else k) + 3, (k if trans_b else n) + 2
         a, b = normal(3, k if trans_a else m, lda), normal(2, n if trans_b else k, ldb)
         for accumulate in (False, True):

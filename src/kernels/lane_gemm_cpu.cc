@@ -54,7 +54,7 @@ NEEDLE_INLINE void lane_gemm_tile(int64_t k, const P* a, int64_t a_row, int64_t 
 template <class P, int vectors, bool whole, class A = accum_t<P>>
 void lane_gemm_strip(int64_t m, int64_t k, const P* a, int64_t a_row, int64_t a_col, const P* b,
                      int64_t ldb, A* c, int64_t ldc, bool accumulate, int64_t lanes) {
-  constexpr int kRows = whole ? 6 : 2;
+  constexpr int kRows = 6;
   int64_t i = 0;
   for (; i + kRows <= m; i += kRows)
     lane_gemm_tile<P, kRows, vectors, whole>(k, a + i * a_row, a_row, a_col, b, ldb, c + i * ldc,
@@ -62,10 +62,9 @@ void lane_gemm_strip(int64_t m, int64_t k, const P* a, int64_t a_row, int64_t a_
   a += i * a_row;
   c += i * ldc;
   switch (m - i) {
-#define ROWS(r)                                                                                    \
-  case r:                                                                                          \
-    if constexpr (r < kRows)                                                                       \
-      lane_gemm_tile<P, r, vectors, whole>(k, a, a_row, a_col, b, ldb, c, ldc, accumulate, lanes); \
+#define ROWS(r)                                                                                  \
+  case r:                                                                                        \
+    lane_gemm_tile<P, r, vectors, whole>(k, a, a_row, a_col, b, ldb, c, ldc, accumulate, lanes); \
     break;
     ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5)
 #undef ROWS

@@ -4,14 +4,16 @@
 // the matrix. Large products go to needle's own kernel where that is the faster (gemm_cpu.h). Deep
 // ones with a small result are cut into parts of k, whose sums are added in order. Others are cut
 // into tiles of `out`, by the shape alone, and the pool hands them out; each is one single-threaded
-// GEMM, for which 16-bit floats are converted to float32 piece by piece in buffers of fixed size,
-// one set per thread. The product of 16-bit floats may stay in float32.
+// GEMM, by lane_gemm where it is small. 16-bit floats are converted to float32 piece by piece for
+// it, in buffers of fixed size, one set per thread. The product of 16-bit floats may stay in
+// float32.
 #include <algorithm>
 
 #include "../common/backend.h"
 #include "../common/few_rows_cpu.h"
 #include "../common/gemm_cpu.h"
 #include "../common/integers.h"
+#include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
 #include "../common/simd_cpu.h"
 
@@ -24,6 +26,9 @@ constexpr int64_t kWidest = 1024;        // side of the largest tile
 constexpr int64_t kHalfSide = 256;   // the same for 16-bit floats, and the depth of their pieces
 constexpr int64_t kParts = 8;        // into which a deep product is cut, at most
 constexpr int64_t kPartDepth = 512;  // the least k of a part
+constexpr int64_t kSmall = 1024;     // multiply-adds of vectors, which take no longer than a call
+constexpr int64_t kTurned = 1024;    // elements of a small B that are transposed, at most
+constexpr int64_t kCall = 8 << 10;   // the time that a product takes besides, in operations
 constexpr int64_t kReadTask = 64 << 10;  // elements of A, below which a task is not worth it either
 constexpr int64_t kPartialSums = 32 << 10;  // elements of all parts: they are added by one thread
 
@@ -59,13 +64,28 @@ void widen(const T* from, int64_t ld, int64_t rows, int64_t cols, float* to) {
   for (int64_t i = 0; i < rows; ++i) convert_run(from + i * ld, cols, to + i * cols);
 }
 
+// A tile that takes lane_gemm less time than a BLAS, which packs both operands.
+template <class T>
+bool is_small(const Product& p, int64_t rows, int64_t cols) {
+  return rows * p.k * ceil_div(cols, int64_t(kLanes<T>)) <= kSmall &&
+         (!p.trans_b || cols * p.k <= std::min(64 * rows, kTurned));
+}
+
 // One tile: rows i0 .. i0 + rows and columns j0 .. j0 + cols of out.
 template <class T, class Out>
 void tile(const Product& p, const T* a, const T* b, Out* out, int64_t i0, int64_t rows, int64_t j0,
           int64_t cols) {
   if constexpr (std::is_floating_point_v<T>) {
-    gemm_tile(p.trans_a, p.trans_b, rows, cols, p.k, a + place(p.trans_a, i0, 0, p.lda), p.lda,
-              b + place(p.trans_b, 0, j0, p.ldb), p.ldb, p.accumulate, out + i0 * p.n + j0, p.n);
+    a += place(p.trans_a, i0, 0, p.lda);
+    b += place(p.trans_b, 0, j0, p.ldb);
+    out += i0 * p.n + j0;
+    if (!is_small<T>(p, rows, cols))
+      return gemm_tile(p.trans_a, p.trans_b, rows, cols, p.k, a, p.lda, b, p.ldb, p.accumulate, out,
+                       p.n);
+    T turned[kTurned];
+    if (p.trans_b) transpose_tile(b, p.ldb, cols, p.k, turned, cols);
+    lane_gemm(rows, cols, p.k, a, p.trans_a ? 1 : p.lda, p.trans_a ? p.lda : 1,
+              p.trans_b ? turned : b, p.trans_b ? cols : p.ldb, out, p.n, p.accumulate);
   } else if constexpr (sizeof(T) == 2) {
     struct Wide {
       alignas(64) float a[kHalfSide * kHalfSide], b[kHalfSide * kHalfSide],
@@ -225,7 +245,8 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
   }
   const Tiling tiling(p, batch, sizeof(T) == 2 ? kHalfSide : kWidest);
   const int64_t per_item = tiling.down * tiling.across;
-  const int64_t grain = std::max<int64_t>(1, kTaskFlops / (2 * tiling.rows * tiling.cols * p.k));
+  const int64_t grain =
+      std::max<int64_t>(1, kTaskFlops / (2 * tiling.rows * tiling.cols * p.k + kCall));
   parallel_ranges(batch * per_item, grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t item = task / per_item, place = task % per_item;
