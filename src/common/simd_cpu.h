@@ -90,10 +90,21 @@ NEEDLE_INLINE HalfBits narrowed(Vec<float> v) {
   return __builtin_convertvector(bits, HalfBits);
 }
 
-// Some lanes in one instruction; sanitizers do not see what that touches.
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && \
-    !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+// Some lanes in one instruction; sanitizers do not see what that touches. AVX2 loads them of float
+// and double alone; it stores them, too, but on many processors slowly.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define NEEDLE_MASKED
+#elif defined(__AVX2__) && !defined(__AVX512F__) && defined(__F16C__)
+#define NEEDLE_MASKED_LOADS
+alignas(32) inline constexpr int32_t kSomeWords[16] = {-1, -1, -1, -1, -1, -1, -1, -1};
+#endif
+#endif
+
+#ifdef NEEDLE_MASKED
+constexpr bool kStoresSome = true;  // lanes in one instruction
+#else
+constexpr bool kStoresSome = false;
 #endif
 
 // Loads convert 16-bit floats to float, stores round back; n < kLanes loads or stores the first n
@@ -125,6 +136,18 @@ NEEDLE_INLINE Vec<accum_t<T>> load(const T* from, int64_t n, accum_t<T> fill = 0
     return (Vec<A>)_mm512_mask_mov_ps((__m512)rest, __mmask16(some), (__m512)widened<T>(halves));
   }
 #else
+#ifdef NEEDLE_MASKED_LOADS
+  if constexpr (std::is_same_v<T, A>) {
+    __m256i some;
+    memcpy(&some, kSomeWords + 8 - n * (sizeof(T) / 4), sizeof some);
+    if constexpr (std::is_same_v<T, float>)
+      return (Vec<A>)_mm256_blendv_ps((__m256)broadcast(fill), _mm256_maskload_ps(from, some),
+                                      (__m256)some);
+    else
+      return (Vec<A>)_mm256_blendv_pd((__m256d)broadcast(fill), _mm256_maskload_pd(from, some),
+                                      (__m256d)some);
+  }
+#endif
   A lanes[kLanes<A>];
   for (int l = 0; l < kLanes<A>; ++l) lanes[l] = l < n ? A(from[l]) : fill;
   Vec<A> v;

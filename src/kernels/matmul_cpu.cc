@@ -26,9 +26,11 @@ constexpr int64_t kWidest = 1024;        // side of the largest tile
 constexpr int64_t kHalfSide = 256;   // the same for 16-bit floats, and the depth of their pieces
 constexpr int64_t kParts = 8;        // into which a deep product is cut, at most
 constexpr int64_t kPartDepth = 512;  // the least k of a part
-constexpr int64_t kSmall = 1024;     // multiply-adds of vectors, which take no longer than a call
-constexpr int64_t kTurned = 1024;    // elements of a small B that are transposed, at most
-constexpr int64_t kCall = 8 << 10;   // the time that a product takes besides, in operations
+// Multiply-adds of vectors that take no longer than a call: fewer where the last columns are stored
+// one by one, more again where a BLAS would transpose B.
+constexpr int64_t kSmall = kStoresSome ? 1024 : 64, kSmallTurned = kStoresSome ? 1024 : 512;
+constexpr int64_t kTurned = 1024;        // elements of a small B that are transposed, at most
+constexpr int64_t kCall = 8 << 10;       // the time that a product takes besides, in operations
 constexpr int64_t kReadTask = 64 << 10;  // elements of A, below which a task is not worth it either
 constexpr int64_t kPartialSums = 32 << 10;  // elements of all parts: they are added by one thread
 
@@ -67,8 +69,9 @@ void widen(const T* from, int64_t ld, int64_t rows, int64_t cols, float* to) {
 // A tile that takes lane_gemm less time than a BLAS, which packs both operands.
 template <class T>
 bool is_small(const Product& p, int64_t rows, int64_t cols) {
-  return rows * p.k * ceil_div(cols, int64_t(kLanes<T>)) <= kSmall &&
-         (!p.trans_b || cols * p.k <= std::min(64 * rows, kTurned));
+  const int64_t vectors = rows * p.k * ceil_div(cols, int64_t(kLanes<T>));
+  if (!p.trans_b) return vectors <= kSmall;
+  return vectors <= kSmallTurned && cols * p.k <= std::min(64 * rows, kTurned);
 }
 
 // One tile: rows i0 .. i0 + rows and columns j0 .. j0 + cols of out.
