@@ -67,8 +67,8 @@ struct Runs {
   int64_t count, length;
   const int64_t* at;
 };
-constexpr int64_t kAtOnce = 0;
-Runs one_run(int64_t length) { return {1, length, &kAtOnce}; }
+constexpr int64_t kBegin = 0;
+Runs one_run(int64_t length) { return {1, length, &kBegin}; }
 
 // A and B are stored as In, C as Out; the inner loop reads words of P, which is In or float, and
 // sums in T. Elements of a word follow each other in k.
@@ -401,7 +401,8 @@ struct Own {
   // Windows, and columns of C, that multiply_elements takes at a time.
   static constexpr int64_t kGradientDepth = 512, kGradientCols = kStrip / kGradientDepth;
 
-  // C (elements, n), from a part of the windows of a block and B (windows, n).
+  // C (elements of the part, n) = or += those of a block's windows, transposed, times B (windows,
+  // n).
   static void multiply_elements(const Windows<In>& windows, const WindowPart& part,
                                 const WindowBlock& whole, int64_t n, Stored<In> b, bool accumulate,
                                 Out* c, int64_t ldc) {
