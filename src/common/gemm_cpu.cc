@@ -401,8 +401,7 @@ struct Own {
   // Windows, and columns of C, that multiply_elements takes at a time.
   static constexpr int64_t kGradientDepth = 512, kGradientCols = kStrip / kGradientDepth;
 
-  // C (elements of the part, n) = or += those of a block's windows, transposed, times B (windows,
-  // n).
+  // C (elements, n) = or += a part of a block's windows, transposed, times B (windows, n).
   static void multiply_elements(const Windows<In>& windows, const WindowPart& part,
                                 const WindowBlock& whole, int64_t n, Stored<In> b, bool accumulate,
                                 Out* c, int64_t ldc) {
