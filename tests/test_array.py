@@ -135,12 +135,13 @@ def test_products(device, shapes, dtype):
 
 
 # Above the size from which `cpu` takes its own kernel; tails in every direction, more than one depth and one block of rows, and
-# rows of 4 KiB, which it packs where it reads others in place. Or deep, which it cuts into parts of k.
+# rows of 4 KiB, which it packs where it reads others in place; shallow ones. Or deep, which it cuts into parts of k.
 @pytest.mark.parametrize(
     "shape",
-    [(62, 1094, 1037), (1100, 130, 300), (97, 1024, 2049), (512, 517, 100), (132, 200, 1024), (60, 75, 5003), (17, 30, 9001)],
+    [(62, 1094, 1037), (1100, 130, 1000), (97, 1024, 2049), (512, 517, 100), (132, 200, 1024), (523, 1001, 7), (4201, 70, 1),
+     (60, 75, 5003), (17, 30, 9001)],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("extra", [0, 13, 1024], ids=lambda n: f"rows_{n}_longer")
 def test_large_products_of_parts_and_of_transposes(cpu, shape, dtype, extra):

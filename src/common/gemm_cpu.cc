@@ -83,10 +83,14 @@ struct Own {
   static constexpr int64_t kDepth = 4096 / sizeof(T), kM = 1032, kStrip = (512 << 10) / sizeof(T);
   static constexpr int64_t kSummed = 1024;  // columns of C that are summed before they are rounded
   static constexpr int64_t kMinRows = 96, kMinCols = 2 * kCols;  // of a task
-  static constexpr int64_t kPacked = 4 * kRows;                  // rows of A a task packs
+  static constexpr int64_t kPacked = 4 * kRows;                  // rows of A a task packs at least
   static_assert(kM % kRows == 0 && kStrip >= kMinCols * kDepth);
-  // Words of a row in a panel of A; the excess keeps a panel's rows in different sets of the cache.
-  static constexpr int64_t kStride = kDepth + kLane;
+  // Words from a row to the next in a panel of A: an odd number of vectors keeps a panel's rows in
+  // different sets of the cache.
+  static constexpr int64_t stride_for(int64_t words) {
+    return (ceil_div(words, int64_t(kLane)) | 1) * kLane;
+  }
+  static constexpr int64_t kStride = stride_for(kDepth);
 
   struct Workspace {
     alignas(64) std::byte panels[kM * kStride * sizeof(T)], strip[kStrip * sizeof(T)];
@@ -146,17 +150,18 @@ struct Own {
     }
   }
 
-  // Panels of kRows rows, kRows * kStride words each, those beyond `rows` zero: word (i, p) of a
+  // Panels of kRows rows, kRows strides long, those beyond `rows` zero: word (i, p) of a
   // panel at [i][p], or at [p][i] where rows do not lie along memory, so that each is a copy in
   // order of it.
   static void pack_a(int64_t rows, int64_t k, Stored<In> a, P* to) {
-    if (!a.along) return pack_columns<kRows>(k, rows, a.data, a.ld, to, kRows * kStride);
+    const int64_t panel = kRows * stride_for(ceil_div(k, kWord));
+    if (!a.along) return pack_columns<kRows>(k, rows, a.data, a.ld, to, panel);
     pack_rows(rows, k, to, [&](int64_t i, P* row) { convert_run(a.data + i * a.ld, k, row); });
   }
   template <class CopyRow>
   static void pack_rows(int64_t rows, int64_t k, P* to, CopyRow copy) {
-    const int64_t whole = round_up(k, kWord);
-    for (int64_t i = 0; i < round_up(rows, kRows); ++i, to += kStride * kWord) {
+    const int64_t whole = round_up(k, kWord), stride = stride_for(whole / kWord);
+    for (int64_t i = 0; i < round_up(rows, kRows); ++i, to += stride * kWord) {
       if (i < rows) copy(i, to);
       std::fill(to + (i < rows ? k : 0), to + whole, P(0.f));
     }
@@ -262,13 +267,15 @@ struct Own {
   static void multiply(int64_t rows, int64_t n, int64_t depth, Stored<In> a, Stored<In> b,
                        bool accumulate, Out* c, int64_t ldc) {
     P* const panels = reinterpret_cast<P*>(workspace().panels);
-    const int64_t words = ceil_div(depth, kWord), threads = num_threads();
+    const int64_t words = ceil_div(depth, kWord), stride = stride_for(words) * kWord;
+    const int64_t threads = num_threads();
     const int64_t in_place =
         kReadable && a.along && a.ld % kSets != 0 && depth % kWord == 0 ? rows / kRows * kRows : 0;
-    parallel_for(ceil_div(rows - in_place, kPacked), [&](int64_t task) {
+    const int64_t share = kPacked * ceil_div(kDepth / 4, words);
+    parallel_for(ceil_div(rows - in_place, share), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
-      const int64_t i = in_place + task * kPacked;
-      pack_a(std::min(kPacked, rows - i), depth, a.from(i, 0), panels + i * kStride * kWord);
+      const int64_t i = in_place + task * share;
+      pack_a(std::min(share, rows - i), depth, a.from(i, 0), panels + i * stride);
     });
 
     // Four tasks per thread, for cores that are not equally fast, by splitting the columns; rows,
@@ -287,8 +294,8 @@ struct Own {
       const Runs run = one_run(words);
       for (int64_t i = i0; i < i1; i += kRows) {
         const int64_t there = std::min<int64_t>(kRows, i1 - i);
-        const P* from = panels + i * kStride * kWord;
-        int64_t ld = kStride * kWord;
+        const P* from = panels + i * stride;
+        int64_t ld = stride;
         if constexpr (kReadable)
           if (i < in_place) from = a.data + i * a.ld, ld = a.ld;
         Out* const to = c + i * ldc + j0;
@@ -391,7 +398,7 @@ struct Own {
               convert_run(window + row_at[row], part.length, copy);
             next.advance(1);
           });
-          multiply_rows<false>(there, cols, one_run(words), some, kStride * kWord, strip,
+          multiply_rows<false>(there, cols, one_run(words), some, stride_for(words) * kWord, strip,
                                accumulate, to, ldc);
         }
       }
@@ -460,8 +467,9 @@ struct Own {
                  ld);
     };
     const bool exact = std::is_same_v<Out, T> || even >= k;
-    for (int64_t i = 0; i < m; i += kM) {
-      const int64_t rows = std::min(kM, m - i);
+    const int64_t block = exact ? kM * kStride / stride_for(even / kWord) / kRows * kRows : kM;
+    for (int64_t i = 0; i < m; i += block) {
+      const int64_t rows = std::min(block, m - i);
       if (exact) all_depths(multiply, i, rows, 0, n, accumulate, c + i * ldc, ldc);
       for (int64_t j = 0; j < (exact ? 0 : n); j += kSummed) {
         const int64_t cols = std::min(kSummed, n - j);
@@ -555,7 +563,8 @@ bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
   (void)m, (void)n, (void)k;
   return false;
 #else
-  return m >= 4 * kRows && n >= 64 && k >= 64 && 2 * m * n * k >= (32 << 20);
+  constexpr int64_t kDeep = 64, kLeast = 16 << 20;
+  return m >= 4 * kRows && n >= 64 && m * n * std::max(k, kDeep) >= kLeast;
 #endif
 }
 
