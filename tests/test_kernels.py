@@ -82,6 +82,28 @@ def test_elementwise_vectors_and_tails(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool"])
+@pytest.mark.parametrize(
+    "shape", [(9000, 1, 5), (40, 90, 13), (520, 1, 127), (3, 100, 128), (2, 20, 1500), (1, 1, 40_000)], ids=str
+)
+def test_elementwise_of_rows_and_columns(dtype, shape):
+    """Of one row for all, of a number for each, of rows and of every other element of rows, from either end."""
+    rows, between, cols = shape
+    values = RNG.integers(0, 2 if dtype == "bool" else 2048, (rows * 2 * cols)).astype(np.int64)
+    memory = put(backend, values, dtype)
+    walks = [((0, 0, 1), 3), ((0, 0, -1), cols + 3), ((1, 0, 0), 2), ((0, 1, 0), 1), ((2 * cols, 0, 1), 1), ((2 * cols, 0, 2), 0),
+             ((2 * cols, 0, -2), 2 * cols - 1)]  # fmt: skip
+    x = [(memory, strides, offset) for strides, offset in walks]
+    at = [sum(s * i for s, i in zip(strides, np.indices(shape, sparse=True))) + offset for strides, offset in walks]
+    views = [np.broadcast_to(values[i], shape).astype(dtype) for i in at]
+    out, truth = backend.Array(rows * between * cols, dtype), backend.Array(rows * between * cols, "bool")
+    for i, j in itertools.permutations(range(len(x)), 2):
+        backend.ewise_maximum(*x[i], *x[j], out, shape)
+        np.testing.assert_array_equal(get(backend, out), np.maximum(views[i], views[j]).reshape(-1))
+        backend.ewise_lt(*x[i], *x[j], truth, shape)
+        np.testing.assert_array_equal(get(backend, truth), (views[i] < views[j]).reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool"])
 def test_elementwise_of_transposed_operands(dtype):
     """Each element is where it belongs, whatever the sizes leave of the last tile and whichever operand is turned."""
     shape = (3, 37, 2, 70)

@@ -2,9 +2,9 @@
 // `where`.
 //
 // For each row and each type that arithmetic is done in there is one loop over contiguous memory,
-// which g++ vectorizes. Everything else is brought to that form in pieces of kChunk elements, or
-// tiles where an operand is transposed, that stay in the first cache: strided operands are
-// gathered, 16-bit floats converted, a scalar repeated.
+// which g++ vectorizes. Everything else is brought to that form in pieces of kChunk elements, of
+// one long row or of several short ones, or tiles where an operand is transposed, that stay in the
+// first cache: strided operands are gathered, 16-bit floats converted, a scalar repeated.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -21,6 +21,7 @@ namespace needle::cpu {
 namespace {
 
 constexpr int64_t kChunk = 1024, kTile = kTileRows * kTileCols;
+constexpr int64_t kLongRow = 128;  // elements, from which a row is worth a loop of its own
 // Elements per task: of cheap ops, and of those that take a function's time per element.
 constexpr int64_t kGrain = 1 << 15, kExpensiveGrain = 1 << 13;
 
@@ -155,11 +156,27 @@ class Operand {
       gather(base_ + at, 1, n, piece);
       return piece;
     }
+    const int64_t width = walk_.shape[0];
+    if (walk_.rank == 2 && walk_.strides[0][1] == 0 && n > width) {  // copies of one row
+      const int64_t stride = walk_.strides[0][0], first = at % width;
+      gather(base_ + first * stride, stride, width - first, piece);
+      gather(base_, stride, first, piece + width - first);
+      for (int64_t there = width; there < n; there *= 2)
+        std::copy_n(piece, std::min(there, n - there), piece + there);
+      return piece;
+    }
     C* to = piece;
     walk_.rows(at, at + n, [&](int64_t count, const std::array<int64_t, 1>& offset) {
       gather(base_ + offset[0], walk_.strides[0][0], count, to);
       to += count;
     });
+    return piece;
+  }
+
+  // n elements of a row, `stride` apart, from offset on.
+  const C* row(int64_t offset, int64_t stride, int64_t n, C* piece) const {
+    if (stride == 1 && std::is_same_v<S, C>) return from(offset);
+    gather(base_ + offset, stride, n, piece);
     return piece;
   }
 
@@ -200,6 +217,10 @@ class Repeated {
   const C* from(int64_t) const { return piece_; }
   template <class... At>
   const C* get(At...) const {
+    return piece_;
+  }
+  template <class... At>
+  const C* row(At...) const {
     return piece_;
   }
   template <class... At>
@@ -248,11 +269,21 @@ void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive,
     }
   };
 
-  if ((in.transposed() || ...)) {
-    constexpr int kOut = sizeof...(In);
-    const Dims compact = compact_strides(shape);
-    const Walk<kOut + 1> walk(shape, {&in.strides(compact)..., &compact});
-    const auto& strides = walk.strides;
+  const auto piecewise = [&](int64_t at, int64_t n, auto&&... pieces) {
+    Piece<C> results;
+    void* const to = rounds ? results.values : static_cast<void*>(base + at * item);
+    loop(pieces(Piece<typename In::Type>().values)..., to, n);
+    if (rounds) put(results.values, 0, at, n);
+  };
+  if (!rounds && (in.direct() && ...))
+    return parallel_ranges(out.size(), grain, [&](int64_t begin, int64_t end) {
+      loop(in.from(begin)..., base + begin * item, end - begin);
+    });
+  constexpr int kOut = sizeof...(In);
+  const Dims compact = compact_strides(shape);
+  const Walk<kOut + 1> walk(shape, {&in.strides(compact)..., &compact});
+  const auto& strides = walk.strides;
+  if ((in.transposed() || ...))
     if (const int across = std::max({walk.across(k)...}))
       return walk.tiles(across, grain, [&](const auto& at, int64_t rows, int64_t cols) {
         Piece<C> results;
@@ -262,16 +293,19 @@ void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive,
         for (int64_t i = 0; i < rows; ++i)
           put(results.values, i * cols, at[kOut] + i * strides[kOut][across], cols);
       });
-  }
-  const bool whole = !rounds && (in.direct() && ...);
   parallel_ranges(out.size(), grain, [&](int64_t begin, int64_t end) {
-    if (whole) return loop(in.from(begin)..., base + begin * item, end - begin);
+    if (walk.shape[0] >= kLongRow)
+      return walk.rows(begin, end, [&](int64_t count, const auto& at) {
+        for (int64_t j = 0; j < count; j += kChunk) {
+          const int64_t n = std::min(kChunk, count - j);
+          piecewise(at[kOut] + j, n, [&](auto* piece) {
+            return in.row(at[k] + j * strides[k][0], strides[k][0], n, piece);
+          }...);
+        }
+      });
     for (int64_t at = begin; at < end; at += kChunk) {
       const int64_t n = std::min(kChunk, end - at);
-      Piece<C> results;
-      void* const to = rounds ? results.values : static_cast<void*>(base + at * item);
-      loop(in.get(at, n, Piece<typename In::Type>().values)..., to, n);
-      if (rounds) put(results.values, 0, at, n);
+      piecewise(at, n, [&](auto* piece) { return in.get(at, n, piece); }...);
     }
   });
 }
