@@ -34,6 +34,19 @@ NEEDLE_INLINE Doubles with_sign_of(Doubles sign, Doubles x) {
 // f of floats by their values as double, in halves of a vector.
 template <class F, class... X>
 NEEDLE_INLINE Floats in_double(F&& f, X... x) {
+#if defined(__AVX512F__)  // g++ 12 converts by quarters, and puts halves together in memory
+  const auto half_of = [](Floats v, auto h) __attribute__((always_inline)) {
+    const __m256 half = (__m256)_mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, h);
+    return (Doubles)_mm512_maskz_cvtps_pd(0xff, half);
+  };
+  const auto narrow = [](Doubles v) __attribute__((always_inline)) {
+    return (__m256d)_mm512_maskz_cvtpd_ps(0xff, (__m512d)v);
+  };
+  using Low = std::integral_constant<int, 0>;
+  using High = std::integral_constant<int, 1>;
+  const __m512d low = _mm512_castpd256_pd512(narrow(f(half_of(x, Low())...)));
+  return (Floats)_mm512_maskz_insertf64x4(0xff, low, narrow(f(half_of(x, High())...)), 1);
+#else
   typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
   const auto half_of = [](const Floats& whole, int h) __attribute__((always_inline)) {
     Half half;
@@ -46,6 +59,7 @@ NEEDLE_INLINE Floats in_double(F&& f, X... x) {
     memcpy(reinterpret_cast<char*>(&y) + h * sizeof half, &half, sizeof half);
   }
   return y;
+#endif
 }
 
 NEEDLE_INLINE Floats m_exp(Floats x) { return vexp<float>(x); }
@@ -206,16 +220,48 @@ NEEDLE_INLINE Floats sine(Floats x, int64_t ahead) {
     return sine_series(r, bits_of(shifted) + ahead);
   };
   Floats y = in_double(near, x);
-  if (!(sum_lanes<float>(x) < 0x1p20f))  // or NaN
+  if (any_lane(~(x < broadcast(0x1p20f))))  // or NaN
     for (int l = 0; l < kLanes<float>; ++l)
       if (!(x[l] < 0x1p20f)) y[l] = far_sine(x[l], ahead);
   return y;
 }
+
+// Of doubles, below 2^16 quarter turns: those times the first 37 bits of pi / 2 and times the next
+// 37 are exact, and the angle that is left has two parts.
+NEEDLE_INLINE Doubles sine(Doubles x, int64_t ahead) {
+  x = absolute(x);
+  const Doubles shifted = x * 0x1.45f306dc9c883p-1 + 0x1.8p52, n = shifted - 0x1.8p52;
+  const Doubles first = x - n * 0x1.921fb54440000p+0, second = n * 0x1.68c234c4c0000p-39;
+  const Doubles sum = first - second, taken = sum - first;
+  const Doubles lost = (first - (sum - taken)) - (second + taken);  // after Knuth
+  const Doubles rest = lost - n * 0x1.98a2e03707345p-77;
+  const Doubles r = sum + rest, low = rest - (r - sum), s = r * r;
+
+  const Doubles odd = r + (polynomial(s, 1. / 355687428096000, -1. / 1307674368000, 1. / 6227020800,
+                                      -1. / 39916800, 1. / 362880, -1. / 5040, 1. / 120, -1. / 6) *
+                               s * r +
+                           low * (1. - .5 * s));
+  const Doubles half = .5 * s, most = 1. - half;
+  const Doubles even =
+      most +
+      (((1. - most) - half) + (polynomial(s, 1. / 20922789888000, -1. / 87178291200, 1. / 479001600,
+                                          -1. / 3628800, 1. / 40320, -1. / 720, 1. / 24) *
+                                   s * s -
+                               r * low));
+  const Mask<double> turns = bits_of(shifted) + ahead;
+  Doubles y = (turns & 1) != 0 ? even : odd;
+  y = (turns & 2) != 0 ? -y : y;
+  if (any_lane(~(x < broadcast(1e5))))
+    for (int l = 0; l < kLanes<double>; ++l)
+      if (!(x[l] < 1e5)) y[l] = ahead ? std::cos(x[l]) : std::sin(x[l]);
+  return y;
+}
+
 NEEDLE_INLINE Floats m_sin(Floats x) { return sine(x, 0) * with_sign_of(x, broadcast(1.f)); }
 NEEDLE_INLINE Floats m_cos(Floats x) { return sine(x, 1); }
+NEEDLE_INLINE Doubles m_sin(Doubles x) { return sine(x, 0) * with_sign_of(x, broadcast(1.)); }
+NEEDLE_INLINE Doubles m_cos(Doubles x) { return sine(x, 1); }
 
-inline double m_sin(double x) { return std::sin(x); }
-inline double m_cos(double x) { return std::cos(x); }
 inline double m_erf(double x) { return std::erf(x); }
 
 template <class T>

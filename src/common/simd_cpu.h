@@ -13,7 +13,7 @@
 
 #include "dtype.h"
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #endif
 
@@ -247,6 +247,20 @@ void convert_run(const From* from, int64_t n, To* to) {
         n, [&](int64_t i, auto... lanes) { store(to + i, load(from + i, lanes...), lanes...); });
   else
     for (int64_t i = 0; i < n; ++i) to[i] = convert<To>(from[i]);
+}
+
+// Whether a comparison holds in any lane.
+template <class M>
+NEEDLE_INLINE bool any_lane(M mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi64_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX__)
+  return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+  uint64_t words[kVectorBytes / sizeof(uint64_t)];
+  memcpy(words, &mask, sizeof words);
+  return (words[0] | words[1]) != 0;
+#endif
 }
 
 template <class A>
