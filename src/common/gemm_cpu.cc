@@ -563,6 +563,7 @@ bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
   (void)m, (void)n, (void)k;
   return false;
 #else
+  // A product takes no less time than one of kDeep: it has C to write.
   constexpr int64_t kDeep = 64, kLeast = 16 << 20;
   return m >= 4 * kRows && n >= 64 && m * n * std::max(k, kDeep) >= kLeast;
 #endif
