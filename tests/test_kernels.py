@@ -88,7 +88,7 @@ def test_elementwise_vectors_and_tails(dtype, size):
 def test_elementwise_of_rows_and_columns(dtype, shape):
     """Of one row for all, of a number for each, of rows and of every other element of rows, from either end."""
     rows, between, cols = shape
-    values = RNG.integers(0, 2 if dtype == "bool" else 2048, (rows * 2 * cols)).astype(np.int64)
+    values = RNG.integers(0, 2 if dtype == "bool" else 2048, rows * 2 * cols).astype(np.int64)
     memory = put(backend, values, dtype)
     walks = [((0, 0, 1), 3), ((0, 0, -1), cols + 3), ((1, 0, 0), 2), ((0, 1, 0), 1), ((2 * cols, 0, 1), 1), ((2 * cols, 0, 2), 0),
              ((2 * cols, 0, -2), 2 * cols - 1)]  # fmt: skip

@@ -307,52 +307,7 @@ struct Own {
     });
   }
 
-  // Part of the windows of a block, copied from the image with the zeros around it.
-  struct Patch {
-    static constexpr int64_t kLines = 256;  // the most of a block
-    const Windows<In>& windows;
-    const WindowPart& part;
-    const WindowBlock block;
-    P* const data;
-    int64_t line_at[kLines];  // where a line's first window begins
-
-    Patch(const Windows<In>& windows, const WindowPart& part, const WindowBlock& block, P* data)
-        : windows(windows), part(part), block(block), data(data) {
-      int64_t rows = 0;
-      for (int64_t line = 0; line < block.lines; ++line) {
-        rows += windows.new_rows(part, block, line);
-        line_at[line] = (rows - part.rows) * row_size();
-      }
-    }
-    int64_t row_size() const { return windows.width(part, block.width); }
-    void copy_line(int64_t line) const {
-      const int64_t rows = windows.new_rows(part, block, line);
-      windows.copy_rows(part, block.line + line, block.place, block.width, rows,
-                        data + line_at[line] + (part.rows - rows) * row_size());
-    }
-
-    // A window of the patch.
-    struct Place {
-      const Patch& patch;
-      int64_t line = 0, place = 0;
-      const P* window() const {
-        return patch.data + patch.line_at[line] + place * patch.windows.step();
-      }
-      void advance(int64_t n) {
-        for (place += n; place >= patch.block.width; place -= patch.block.width) ++line;
-      }
-    };
-
-    // The most windows of a block whose patch has at most so many elements, where its lines are so
-    // wide; at least one.
-    static int64_t most(const Windows<In>& windows, const WindowPart& part, int64_t width,
-                        int64_t elements) {
-      const int64_t of_row = elements / part.rows, whole = windows.width(part, width);
-      if (whole <= of_row) return std::min(of_row / whole, kLines) * width;
-      const int64_t fit = std::max<int64_t>(of_row - part.length, 0) / windows.step() + 1;
-      return fit > kRows ? fit / kRows * kRows : fit;
-    }
-  };
+  using Patch = cpu::Patch<In, P, kRows>;
   static constexpr int64_t kPatch = (128 << 10) / sizeof(T);  // stays in L2, beside a strip
 
   // C (windows of a block, n) from a part of the windows and B's rows for it.
