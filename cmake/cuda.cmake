@@ -37,15 +37,16 @@ if(NEEDLE_CUDA)  # neither OFF nor 0, FALSE, no
     set(CMAKE_CUDA_STANDARD 17)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     needle_module(ndarray_backend_cuda cuda ${cuda_module} ${cuda_kernels})
-    target_compile_definitions(ndarray_backend_cuda PRIVATE NEEDLE_GPU=1)
-    target_include_directories(ndarray_backend_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+    target_compile_definitions(ndarray_backend_cuda_objects PUBLIC NEEDLE_GPU=1)
+    target_include_directories(ndarray_backend_cuda_objects SYSTEM PUBLIC ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
     # The runtime is linked statically: the module imports on a machine without CUDA and then finds no device.
-    set_target_properties(ndarray_backend_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
-    target_compile_options(ndarray_backend_cuda PRIVATE
+    set_target_properties(ndarray_backend_cuda ndarray_backend_cuda_objects PROPERTIES
+                          CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
+    target_compile_options(ndarray_backend_cuda_objects PRIVATE
       $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall>)
     # A sixth of the size that the default leaves.
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
-      target_compile_options(ndarray_backend_cuda PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
+      target_compile_options(ndarray_backend_cuda_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
     endif()
     message(STATUS "needle: CUDA backend by ${CMAKE_CUDA_COMPILER} for ${NEEDLE_CUDA_ARCHITECTURES}")
   else()
@@ -71,7 +72,7 @@ if(NEEDLE_CUDA_SIM)
   if(NEEDLE_RACE)
     # The kernels' memory accesses call the emulator's __tsan_* hooks; libtsan itself is not linked.
     list(APPEND sim_options -fsanitize=thread -fno-tree-loop-distribute-patterns)
-    target_compile_definitions(ndarray_backend_cuda_sim PRIVATE NEEDLE_RACE=1)
+    target_compile_definitions(ndarray_backend_cuda_sim_objects PUBLIC NEEDLE_RACE=1)
   endif()
   set_source_files_properties(${sim_wrappers} PROPERTIES COMPILE_OPTIONS "${sim_options}")
 endif()

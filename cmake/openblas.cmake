@@ -1,5 +1,6 @@
 # OpenBLAS comes from the wheel scipy-openblas32: a shared library whose symbols carry the prefix scipy_. An isolated
 # build throws the wheel away afterwards, so the library and its licence are copied beside the module that uses it.
+include(${CMAKE_CURRENT_LIST_DIR}/headers.cmake)
 set(openblas_root "")
 if(NEEDLE_OPENBLAS)
   execute_process(
@@ -10,6 +11,7 @@ if(NEEDLE_OPENBLAS)
     list(GET openblas_paths 0 openblas_library)
     list(GET openblas_paths 1 openblas_include)
     get_filename_component(openblas_root ${openblas_include}/../.. ABSOLUTE)
+    needle_copy_headers(${openblas_include} ${PROJECT_BINARY_DIR}/include/openblas)
     message(STATUS "needle: matrix products through OpenBLAS (${openblas_library})")
   endif()
 endif()
@@ -18,16 +20,17 @@ if(NOT openblas_root)
                  "(pip install scipy-openblas32 for the faster library)")
 endif()
 
-function(needle_use_openblas name)
+# For the module `name`, whose objects call it.
+function(needle_use_openblas name objects)
   if(NOT openblas_root)
     return()
   endif()
   get_filename_component(file ${openblas_library} NAME)
   file(GLOB licence ${openblas_root}/scipy_openblas32-*.dist-info/licenses/LICENSE.txt
        ${openblas_root}/scipy_openblas32-*.dist-info/LICENSE.txt)
-  target_include_directories(${name} SYSTEM PRIVATE ${openblas_include})
+  target_include_directories(${objects} SYSTEM PRIVATE ${PROJECT_BINARY_DIR}/include/openblas)
+  target_compile_definitions(${objects} PRIVATE NEEDLE_OPENBLAS=1)
   target_link_libraries(${name} PRIVATE ${openblas_library})
-  target_compile_definitions(${name} PRIVATE NEEDLE_OPENBLAS=1)
   add_custom_command(TARGET ${name} POST_BUILD COMMAND ${CMAKE_COMMAND} -E copy_if_different ${openblas_library}
                      ${NEEDLE_OUTPUT_DIR}/${file} VERBATIM)
   install(FILES ${openblas_library} DESTINATION needle/backend_ndarray)

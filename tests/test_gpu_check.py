@@ -116,22 +116,18 @@ def test_what_is_skipped_or_cannot_be_imported_is_said(gpu_check, tmp_path, monk
     assert rows[0]["skipped"] == ["test_some.py::test_skipped"] and rows[0]["not_imported"] == ["tests/test_other.py"]
 
 
-def test_only_tests_of_the_device_are_found(gpu_check):
-    found, broken = make(gpu_check, device="cuda", tests="").tests()
-    assert not broken and sum(test.startswith(gpu_check.SANITIZED) for test in found) > 30
-    assert len(found) > 100 and all("cuda" in test and "cuda_sim" not in test.split("[", 1)[1] for test in found)
-    for name in ("test_parity.py::test_parity[", "test_cuda_kernels.py::test_attention_on_tensor_cores["):
-        assert any(name in test for test in found)
-
-
-def test_modules_of_tests_need_no_package_that_is_not_asked_for(gpu_check, tmp_path):
-    """Or one that has no test of the device would be a failure of that device, on a machine without psutil."""
+def test_only_tests_of_the_device_are_found(gpu_check, tmp_path):
+    """Whose modules need no package that is not asked for: one that has no test of the device would be a failure of that device, on
+    a machine without psutil."""
     check = make(gpu_check, device="cuda", tests="")
     for name in ("hypothesis", "playwright", "plotly", "psutil", "safetensors", "tokenizers", "torch", "transformers", "yaml"):
         (tmp_path / f"{name}.py").write_text("raise ModuleNotFoundError(f'No module named {__name__!r}', name=__name__)\n")
     check.environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), check.environment["PYTHONPATH"]])
     found, broken = check.tests()
-    assert not broken and len(found) > 100
+    assert not broken and sum(test.startswith(gpu_check.SANITIZED) for test in found) > 30
+    assert len(found) > 100 and all("cuda" in test and "cuda_sim" not in test.split("[", 1)[1] for test in found)
+    for name in ("test_parity.py::test_parity[", "test_cuda_kernels.py::test_attention_on_tensor_cores["):
+        assert any(name in test for test in found)
 
 
 def test_stages_can_be_chosen(gpu_check, monkeypatch, tmp_path):
@@ -295,7 +291,7 @@ def test_openblas_is_copied_beside_the_module_in_a_folder_of_any_name(gpu_check,
     source.mkdir()
     (source / "module.cc").write_text("")
     (source / "CMakeLists.txt").write_text(f"""
-cmake_minimum_required(VERSION 3.20)
+cmake_minimum_required(VERSION 3.21)
 project(module LANGUAGES CXX)
 set(Python_EXECUTABLE "{sys.executable}")
 set(NEEDLE_OPENBLAS ON)
@@ -304,7 +300,7 @@ add_library(stub SHARED module.cc)
 set_target_properties(stub PROPERTIES LIBRARY_OUTPUT_DIRECTORY "{wheel}")
 add_library(module MODULE module.cc)
 add_dependencies(module stub)
-needle_use_openblas(module)
+needle_use_openblas(module module)
 """)
     (wheel / "scipy_openblas32-1.dist-info").mkdir(parents=True)
     (wheel / "scipy_openblas32-1.dist-info" / "LICENSE.txt").write_text("its licence")
