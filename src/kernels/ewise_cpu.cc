@@ -4,7 +4,8 @@
 // For each row and each type that arithmetic is done in there is one loop over contiguous memory,
 // which g++ vectorizes. Everything else is brought to that form in pieces of kChunk elements, of
 // one long row or of several short ones, or tiles where an operand is transposed, that stay in the
-// first cache: strided operands are gathered, 16-bit floats converted, a scalar repeated.
+// first cache: strided operands are gathered, 16-bit floats converted, a number repeated. Types
+// that need no conversion are moved by their width, so that this is compiled once for each width.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -133,6 +134,13 @@ Row row_of(BinaryOp op) {
 
 // --- operands ------------------------------------------------------------------------------------
 
+// What a piece is brought into.
+template <class C>
+struct Piece {
+  Piece() {}  // not zeros
+  alignas(64) C values[kTile];
+};
+
 // An input, of storage type S, seen as contiguous pieces of the arithmetic type C.
 template <class S, class C>
 class Operand {
@@ -143,14 +151,18 @@ class Operand {
         strides_(view.strides),
         walk_(view.shape, {view.contiguous() ? &view.shape : &view.strides}),
         contiguous_(view.contiguous() || (walk_.rank == 1 && walk_.strides[0][0] == 1)) {}
+  // A number, of which the piece is full.
+  explicit Operand(const Piece<C>& number)
+      : strides_(kNone), walk_(kNone, {&kNone}), contiguous_(true), number_(number.values) {}
 
-  bool direct() const { return contiguous_ && std::is_same_v<S, C>; }
+  bool direct() const { return contiguous_ && std::is_same_v<S, C> && !number_; }
   bool transposed() const { return !contiguous_ && walk_.across(0) != 0; }
   const Dims& strides(const Dims& compact) const { return strides_.empty() ? compact : strides_; }
   const C* from(int64_t at) const { return reinterpret_cast<const C*>(base_) + at; }  // when direct
 
   // Elements at .. at + n: in place when direct, else brought into `piece`.
   const C* get(int64_t at, int64_t n, C* piece) const {
+    if (number_) return number_;
     if (direct()) return from(at);
     if (contiguous_) {
       gather(base_ + at, 1, n, piece);
@@ -175,6 +187,7 @@ class Operand {
 
   // n elements of a row, `stride` apart, from offset on.
   const C* row(int64_t offset, int64_t stride, int64_t n, C* piece) const {
+    if (number_) return number_;
     if (stride == 1 && std::is_same_v<S, C>) return from(offset);
     gather(base_ + offset, stride, n, piece);
     return piece;
@@ -184,6 +197,7 @@ class Operand {
   // that a tile without rows would leave as they are.
   [[gnu::noinline]] const C* tile(int64_t offset, int64_t row_stride, int64_t stride, int64_t rows,
                                   int64_t cols, C* piece) const {
+    if (number_) return number_;
     for (int64_t i = 0; i < rows; ++i)
       gather(base_ + offset + i * row_stride, stride, cols, piece + i * cols);
     return piece;
@@ -199,44 +213,13 @@ class Operand {
       for (int64_t i = 0; i < n; ++i) to[i] = C(row[i * stride]);
   }
 
-  const S* base_;
+  inline static const Dims kNone;
+
+  const S* base_ = nullptr;
   const Dims& strides_;
   Walk<1> walk_;
   bool contiguous_;
-};
-
-// A number, as pieces that are full of it.
-template <class C>
-class Repeated {
- public:
-  using Type = C;
-  Repeated(C value, int64_t n) { std::fill(piece_, piece_ + std::min(n, kTile), value); }
-  bool direct() const { return false; }
-  bool transposed() const { return false; }
-  const Dims& strides(const Dims& compact) const { return compact; }
-  const C* from(int64_t) const { return piece_; }
-  template <class... At>
-  const C* get(At...) const {
-    return piece_;
-  }
-  template <class... At>
-  const C* row(At...) const {
-    return piece_;
-  }
-  template <class... At>
-  const C* tile(At...) const {
-    return piece_;
-  }
-
- private:
-  alignas(64) C piece_[kTile];
-};
-
-// What a piece is brought into.
-template <class C>
-struct Piece {
-  Piece() {}  // not zeros
-  alignas(64) C values[kTile];
+  const C* number_ = nullptr;
 };
 
 void check_out(const char* name, DType in, const Array& out, bool bool_out, int64_t n) {
@@ -310,17 +293,6 @@ void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive,
   });
 }
 
-template <class S, class C, class A>
-void run(const Row& row, const Dims& shape, const A& a, const Array& out) {
-  const auto loop = [&](const C* x, void* to, int64_t n) { row.loop(x, nullptr, to, n); };
-  compute<S, C>(shape, out, row.bool_out, row.expensive, loop, std::make_index_sequence<1>(), a);
-}
-template <class S, class C, class A, class B>
-void run(const Row& row, const Dims& shape, const A& a, const B& b, const Array& out) {
-  compute<S, C>(shape, out, row.bool_out, row.expensive, row.loop, std::make_index_sequence<2>(), a,
-                b);
-}
-
 // The power of a number that is known beforehand: a few exponents, and those of their gradients,
 // are worth a loop of their own.
 struct Power_cube {
@@ -370,18 +342,71 @@ Row power_row(double exponent) {
   return {nullptr, false, false, "power"};
 }
 
-void require(const Row& row, DType dtype) {
+// What find(Tag<C>) gives for the type that arithmetic with dtype is done in.
+template <class Find>
+Row row_for(DType dtype, const Find& find) {
+  Row row{};
+  dispatch_any(dtype, [&](auto tag) { row = find(Tag<accum_t<typename decltype(tag)::type>>{}); });
+  return row;
+}
+template <class Op>
+Row row_for(Op op, DType dtype) {
+  const Row row =
+      row_for(dtype, [&](auto tag) { return row_of<typename decltype(tag)::type>(op); });
   if (row.loop == nullptr)
     throw std::invalid_argument(std::string("[") + row.name + "] no kernel for dtype " +
                                 dtype_name(dtype));
+  return row;
 }
 
-// f(S, C): the storage type of dtype and the type its arithmetic is done in.
+// f(S, C): what elements of dtype are moved as, and brought to the loops as. Integers may be moved
+// as floats, whose bits stay as they are: g++ has better loops for those.
 template <class F>
-void dispatch_types(DType dtype, F&& f) {
-  dispatch_any(dtype, [&](auto tag) {
-    using S = typename decltype(tag)::type;
-    f(tag, Tag<accum_t<S>>{});
+void dispatch_moved(DType dtype, const F& f) {
+  if (dtype == DType::kFloat16) return f(Tag<float16>{}, Tag<float>{});
+  if (dtype == DType::kBFloat16) return f(Tag<bfloat16>{}, Tag<float>{});
+  switch (dtype_size(dtype)) {
+    case 1:
+      return f(Tag<uint8_t>{}, Tag<uint8_t>{});
+    case 4:
+      return f(Tag<float>{}, Tag<float>{});
+    default:
+      return f(Tag<double>{}, Tag<double>{});
+  }
+}
+
+void compute_unary(const Row& row, const View& a, const Array& out) {
+  const DType dtype = a.array.dtype();
+  check_out(row.name, dtype, out, row.bool_out, a.size());
+  dispatch_moved(dtype, [&](auto s, auto c) {
+    using S = typename decltype(s)::type;
+    using C = typename decltype(c)::type;
+    const auto loop = [&](const C* x, void* to, int64_t n) { row.loop(x, nullptr, to, n); };
+    compute<S, C>(a.shape, out, row.bool_out, row.expensive, loop, std::make_index_sequence<1>(),
+                  Operand<S, C>(a));
+  });
+}
+
+// One of a and b may be missing: it is the number.
+void compute_binary(const Row& row, const View* a, const View* b, Scalar number, const Array& out) {
+  const View& view = a ? *a : *b;
+  const DType dtype = view.array.dtype();
+  check_out(row.name, dtype, out, row.bool_out, view.size());
+  dispatch_moved(dtype, [&](auto s, auto c) {
+    using S = typename decltype(s)::type;
+    using C = typename decltype(c)::type;
+    Piece<C> numbers;
+    if (!a || !b)
+      dispatch_any(dtype, [&](auto tag) {
+        using A = accum_t<typename decltype(tag)::type>;
+        std::fill_n(reinterpret_cast<A*>(numbers.values), std::min(out.size(), kTile),
+                    number.to<A>());
+      });
+    const auto operand = [&](const View* of) {
+      return of ? Operand<S, C>(*of) : Operand<S, C>(numbers);
+    };
+    compute<S, C>(view.shape, out, row.bool_out, row.expensive, row.loop,
+                  std::make_index_sequence<2>(), operand(a), operand(b));
   });
 }
 
@@ -395,55 +420,30 @@ void check_same(const char* name, const View& a, const View& b) {
 }  // namespace
 
 void ewise_unary(UnaryOp op, const View& a, const Array& out) {
-  dispatch_types(a.array.dtype(), [&](auto s, auto c) {
-    using S = typename decltype(s)::type;
-    using C = typename decltype(c)::type;
-    const Row row = row_of<C>(op);
-    require(row, a.array.dtype());
-    check_out(row.name, a.array.dtype(), out, row.bool_out, a.size());
-    run<S, C>(row, a.shape, Operand<S, C>(a), out);
-  });
+  compute_unary(row_for(op, a.array.dtype()), a, out);
 }
 
 void ewise_binary(BinaryOp op, const View& a, const View& b, const Array& out) {
-  dispatch_types(a.array.dtype(), [&](auto s, auto c) {
-    using S = typename decltype(s)::type;
-    using C = typename decltype(c)::type;
-    const Row row = row_of<C>(op);
-    require(row, a.array.dtype());
-    check_same(row.name, a, b);
-    check_out(row.name, a.array.dtype(), out, row.bool_out, a.size());
-    run<S, C>(row, a.shape, Operand<S, C>(a), Operand<S, C>(b), out);
-  });
+  const Row row = row_for(op, a.array.dtype());
+  check_same(row.name, a, b);
+  compute_binary(row, &a, &b, {}, out);
 }
 
 void scalar_binary(BinaryOp op, const View& a, Scalar b, const Array& out) {
-  dispatch_types(a.array.dtype(), [&](auto s, auto c) {
-    using S = typename decltype(s)::type;
-    using C = typename decltype(c)::type;
-    const Row row = row_of<C>(op);
-    require(row, a.array.dtype());
-    check_out(row.name, a.array.dtype(), out, row.bool_out, a.size());
-    const Operand<S, C> x(a);
-    if constexpr (std::is_floating_point_v<C>) {
-      if (op == BinaryOp::power) {
-        const Row power = power_row<C>(b.d);
-        if (power.loop) return run<S, C>(power, a.shape, x, out);
-      }
-    }
-    run<S, C>(row, a.shape, x, Repeated<C>(b.to<C>(), out.size()), out);
-  });
+  const DType dtype = a.array.dtype();
+  if (op == BinaryOp::power) {
+    const Row power = row_for(dtype, [&](auto tag) {
+      using C = typename decltype(tag)::type;
+      if constexpr (std::is_floating_point_v<C>) return power_row<C>(b.d);
+      return Row{};
+    });
+    if (power.loop) return compute_unary(power, a, out);
+  }
+  compute_binary(row_for(op, dtype), &a, nullptr, b, out);
 }
 
 void rscalar_binary(BinaryOp op, Scalar a, const View& b, const Array& out) {
-  dispatch_types(b.array.dtype(), [&](auto s, auto c) {
-    using S = typename decltype(s)::type;
-    using C = typename decltype(c)::type;
-    const Row row = row_of<C>(op);
-    require(row, b.array.dtype());
-    check_out(row.name, b.array.dtype(), out, row.bool_out, b.size());
-    run<S, C>(row, b.shape, Repeated<C>(a.to<C>(), out.size()), Operand<S, C>(b), out);
-  });
+  compute_binary(row_for(op, b.array.dtype()), nullptr, &b, a, out);
 }
 
 void where(const View& condition, const View& a, const View& b, const Array& out) {
