@@ -103,12 +103,12 @@ GROUPS: dict[str, list[Row]] = {
     "gpu_generation": [_generation(2016, 50304, batch_size=batch_size) for batch_size in (1, 8)],
     "gpu_attention": [*ATTENTION, *_with(ATTENTION, **BF16)],
     "gpu_products": [_product(kind, 4096, 1, **more) for more in ({}, BF16) for kind in ("sdd", "dsd", "dds")],
-    "smoke": [
+    "smoke": [replace(row, warmup=0, settle=0) for row in (
         _step(1, 192, 512, pattern="local", model_size="14m"), _step(1, 64, 512, model_size="14m", precision="bf16"),
         _gemm(64, 64, 64), _gemm(64, 64, 64, **BF16),
         _attention(128, True, 1 / 2), _attention(128, True, 1 / 2, **BF16),
         *(_product(kind, 128, 1 / 2) for kind in ("sdd", "dsd", "dds")), _product("sdd", 128, 1 / 2, **BF16),
-    ],
+    )],
 }  # fmt: skip
 
 

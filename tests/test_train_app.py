@@ -779,10 +779,10 @@ def contents(folder):
 
 def test_the_vocabulary_of_a_tokenizer_that_is_given(app, text, tmp_path):
     """It may be larger or smaller than the one that is trained where none is given."""
-    tokenizer = train_tokenizer(tmp_path / "small.json", [text.read_text()], 300, "words")
-    tokenizer.tokenizer.add_tokens([f"word{i}" for i in range(10_000)])
+    tokenizer = json.loads(train_tokenizer(tmp_path / "small.json", [text.read_text()], 300, "words").to_json())
+    tokenizer["model"]["vocab"] |= {f"word{i}": i for i in range(300, 10_300)}  # which no merge makes
     large, flags = tmp_path / "large.json", ["--model", "14m", "--seq_len", 64]
-    large.write_text(tokenizer.to_json())
+    large.write_text(json.dumps(tokenizer))
     prepare([text], tmp_path / "ids", tokenizer=large)
     for more, size in (
         (("--dataset", text, "--tokenizer", tmp_path / "small.json"), 300),
@@ -799,9 +799,8 @@ def test_the_vocabulary_of_a_tokenizer_that_is_given(app, text, tmp_path):
     assert "vocab_size: 10300\n" in (tmp_path / "run" / "config.yaml").read_text()
     done = app("train_pythia", *flags, "--dataset", text, "--tokenizer", large, "--vocab_size", 10_000)
     assert done.stderr.endswith("[vocab_size] smaller than the tokenizer's: 10000 (10300 or more)\n")
-    endless = json.loads(large.read_text())
-    endless["model"]["vocab"]["word"] = 1 << 31
-    large.write_text(json.dumps(endless))
+    tokenizer["model"]["vocab"]["word"] = 1 << 31
+    large.write_text(json.dumps(tokenizer))
     assert "[vocab_size] is 2147483649" in app("train_pythia", *flags, "--dataset", text, "--tokenizer", large, "--plan").stderr
 
 
