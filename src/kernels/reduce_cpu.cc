@@ -20,6 +20,7 @@ constexpr int64_t kStrip = 64;      // neighbouring columns reduced together
 constexpr int64_t kGroup = 64;      // rows of a strip reduced before their result is combined
 constexpr int64_t kWork = 1 << 15;  // elements per task
 constexpr int64_t kMaxPieces = 64;  // of one row, or one strip, when there are few of them
+constexpr int64_t kStored = 64;     // results of rows that are stored together
 
 // Each operation: R is the type of running values, W that of combined ones, `take` adds an element,
 // `join` a partial result.
@@ -65,6 +66,15 @@ struct Extreme : Types<C, C, C> {
   }
   static C join(C a, C b) { return take(a, b); }
 };
+
+// Puts n results into out, from element `at` on, as the type that is wanted there.
+template <class W>
+using Store = void (*)(const W* results, int64_t n, void* out, int64_t at);
+template <class W, class Out>
+void store_as(const W* results, int64_t n, void* out, int64_t at) {
+  Out* to = static_cast<Out*>(out) + at;
+  for (int64_t i = 0; i < n; ++i) to[i] = Out(accum_t<Out>(results[i]));
+}
 
 // --- rows ----------------------------------------------------------------------------------------
 
@@ -118,28 +128,36 @@ typename Op::W reduce_row(const S* x, int64_t n) {
   return total;
 }
 
-template <class Op, class S, class C, class Out>
-void reduce_rows(const S* x, Out* out, int64_t rows, int64_t n) {
+template <class Op, class S, class C>
+void reduce_rows(const S* x, void* out, Store<typename Op::W> store, int64_t rows, int64_t n) {
+  using W = typename Op::W;
   // One long row after another, each by all threads; or many rows, some to a task.
   if (rows < kMaxPieces && n > 2 * kWork) {
     const int64_t piece = std::max(kWork, ceil_div(n, kMaxPieces));
     const int64_t pieces = ceil_div(n, piece);
     for (int64_t row = 0; row < rows; ++row) {
-      typename Op::W partial[kMaxPieces];
+      W partial[kMaxPieces];
       parallel_for(pieces, [&](int64_t p) {
         const int64_t begin = p * piece;
         partial[p] = reduce_row<Op, S, C>(x + row * n + begin, std::min(piece, n - begin));
       });
-      auto total = partial[0];
-      for (int64_t p = 1; p < pieces; ++p) total = Op::join(total, partial[p]);
-      out[row] = Out(accum_t<Out>(total));
+      for (int64_t p = 1; p < pieces; ++p) partial[0] = Op::join(partial[0], partial[p]);
+      store(partial, 1, out, row);
     }
     return;
   }
   const int64_t grain = std::max<int64_t>(1, kWork / std::max<int64_t>(n, 1));
   parallel_ranges(rows, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row)
-      out[row] = Out(accum_t<Out>(reduce_row<Op, S, C>(x + row * n, n)));
+    for (int64_t first = begin; first < end; first += kStored) {
+      W results[kStored];
+      const int64_t some = std::min(kStored, end - first);
+      const S* row = x + first * n;
+      if (n < kFewLanes)
+        for (int64_t i = 0; i < some; ++i) results[i] = reduce_few<Op, S, C>(row + i * n, n);
+      else
+        for (int64_t i = 0; i < some; ++i) results[i] = reduce_row<Op, S, C>(row + i * n, n);
+      store(results, some, out, first);
+    }
   });
 }
 
@@ -170,8 +188,9 @@ void reduce_strip(const S* x, int64_t rows, int64_t stride, int64_t cols, typena
   }
 }
 
-template <class Op, class S, class C, class Out>
-void reduce_columns(const S* x, Out* out, int64_t outer, int64_t rows, int64_t inner) {
+template <class Op, class S, class C>
+void reduce_columns(const S* x, void* out, Store<typename Op::W> store, int64_t outer, int64_t rows,
+                    int64_t inner) {
   using W = typename Op::W;
   const int64_t strips = ceil_div(inner, kStrip), units = outer * strips;
   const auto strip_of = [&](int64_t unit, int64_t r0, int64_t r1, W* total) {
@@ -179,10 +198,9 @@ void reduce_columns(const S* x, Out* out, int64_t outer, int64_t rows, int64_t i
     reduce_strip<Op, S, C>(x + (unit / strips * rows + r0) * inner + j0, r1 - r0, inner,
                            std::min(kStrip, inner - j0), total);
   };
-  const auto store = [&](int64_t unit, const W* total) {
-    const int64_t j0 = unit % strips * kStrip, cols = std::min(kStrip, inner - j0);
-    for (int64_t j = 0; j < cols; ++j)
-      out[unit / strips * inner + j0 + j] = Out(accum_t<Out>(total[j]));
+  const auto put = [&](int64_t unit, const W* total) {
+    const int64_t j0 = unit % strips * kStrip;
+    store(total, std::min(kStrip, inner - j0), out, unit / strips * inner + j0);
   };
   // Few strips of many rows: cut the rows as well.
   const int64_t pieces_wanted =
@@ -201,7 +219,7 @@ void reduce_columns(const S* x, Out* out, int64_t outer, int64_t rows, int64_t i
       for (int64_t p = 1; p < pieces; ++p)
         for (int64_t j = 0; j < cols; ++j)
           total[j] = Op::join(total[j], partial[unit * pieces + p][j]);
-      store(unit, total);
+      put(unit, total);
     }
     return;
   }
@@ -211,17 +229,18 @@ void reduce_columns(const S* x, Out* out, int64_t outer, int64_t rows, int64_t i
     for (int64_t unit = begin; unit < end; ++unit) {
       W total[kStrip];
       strip_of(unit, 0, rows, total);
-      store(unit, total);
+      put(unit, total);
     }
   });
 }
 
-template <class Op, class S, class C, class Out>
-void reduce_all(const S* x, Out* out, int64_t outer, int64_t n, int64_t inner) {
+template <class Op, class S, class C>
+void reduce_all(const S* x, void* out, Store<typename Op::W> store, int64_t outer, int64_t n,
+                int64_t inner) {
   if (inner == 1)
-    reduce_rows<Op, S, C>(x, out, outer, n);
+    reduce_rows<Op, S, C>(x, out, store, outer, n);
   else
-    reduce_columns<Op, S, C>(x, out, outer, n, inner);
+    reduce_columns<Op, S, C>(x, out, store, outer, n, inner);
 }
 
 // --- the index of the largest or smallest: the first of equals, and the first NaN before anything
@@ -254,45 +273,60 @@ void reduce_arg(const S* x, int64_t* out, int64_t outer, int64_t n, int64_t inne
   });
 }
 
+void check_out(bool accepted, DType in, DType out) {
+  if (!accepted)
+    throw std::invalid_argument(std::string("[reduce] out is ") + dtype_name(out) +
+                                " for an input of " + dtype_name(in));
+}
+
 }  // namespace
 
 void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_t reduce,
             int64_t inner) {
   if (outer * inner == 0) return;
-  dispatch_any(a.dtype(), [&](auto tag) {
+  const DType in = a.dtype(), wanted = out.dtype();
+  // Bools, 0 and 1, are reduced as bytes.
+  dispatch_any(in == DType::kBool ? DType::kUInt8 : in, [&](auto tag) {
     using S = typename decltype(tag)::type;
     using C = accum_t<S>;
-    const S* x = a.data<S>();
+    constexpr bool kFloat = std::is_floating_point_v<C>;
+    const S* x = static_cast<const S*>(a.ptr());
+    const auto all = [&](auto op_tag, auto store) {
+      reduce_all<typename decltype(op_tag)::type, S, C>(x, out.ptr(), store, outer, reduce, inner);
+    };
     if (op == ReduceOp::argmax) {
       reduce_arg<true, S, C>(x, out.data<int64_t>(), outer, reduce, inner);
     } else if (op == ReduceOp::argmin) {
       reduce_arg<false, S, C>(x, out.data<int64_t>(), outer, reduce, inner);
-    } else if (op == ReduceOp::max) {
-      reduce_all<Extreme<C, true>, S, C>(x, out.data<S>(), outer, reduce, inner);
-    } else if (op == ReduceOp::min) {
-      reduce_all<Extreme<C, false>, S, C>(x, out.data<S>(), outer, reduce, inner);
-    } else if (op == ReduceOp::sumsq) {
-      if constexpr (std::is_same_v<S, double>)
-        reduce_all<SumSquares<C>, S, C>(x, out.data<double>(), outer, reduce, inner);
+    } else if (op == ReduceOp::max || op == ReduceOp::min) {
+      check_out(wanted == in, in, wanted);
+      if (op == ReduceOp::max)
+        all(Tag<Extreme<C, true>>{}, store_as<C, S>);
       else
-        reduce_all<SumSquares<C>, S, C>(x, out.data<float>(), outer, reduce, inner);
-    } else {
-      const auto run = [&](auto* to) {
-        if (op == ReduceOp::sum)
-          reduce_all<Sum<C>, S, C>(x, to, outer, reduce, inner);
-        else
-          reduce_all<Product<C>, S, C>(x, to, outer, reduce, inner);
-      };
-      if constexpr (std::is_floating_point_v<C>) {
-        run(out.data<S>());
-      } else if (out.dtype() == DType::kInt64) {
-        run(out.data<int64_t>());
-      } else if (out.dtype() == a.dtype()) {
-        run(out.data<S>());
+        all(Tag<Extreme<C, false>>{}, store_as<C, S>);
+    } else if (op == ReduceOp::sumsq) {
+      if constexpr (kFloat) {
+        using Out = std::conditional_t<std::is_same_v<S, double>, double, float>;
+        check_out(wanted == DTypeOf<Out>::value, in, wanted);
+        all(Tag<SumSquares<C>>{}, store_as<double, Out>);
       } else {
-        throw std::invalid_argument(std::string("[reduce] out is ") + dtype_name(out.dtype()) +
-                                    " for an input of " + dtype_name(a.dtype()));
+        throw std::invalid_argument(std::string("[reduce_sumsq] needs a floating dtype, got ") +
+                                    dtype_name(in));
       }
+    } else {
+      using W = typename Sum<C>::W;
+      Store<W> store = store_as<W, S>;
+      if constexpr (!kFloat) {
+        if (wanted == DType::kInt64)
+          store = store_as<W, int64_t>;
+        else if (wanted == DType::kBool)
+          store = store_as<W, bool>;
+      }
+      check_out(wanted == in || (!kFloat && wanted == DType::kInt64), in, wanted);
+      if (op == ReduceOp::sum)
+        all(Tag<Sum<C>>{}, store);
+      else
+        all(Tag<Product<C>>{}, store);
     }
   });
 }
