@@ -70,15 +70,18 @@ def app(monkeypatch, capsys):
     return call
 
 
-@pytest.fixture
-def few_objects():
-    """Keeps from the garbage collector, which each plan calls and each search for leaks asks, what the process has: others of its
-    tests may import PyTorch. Such a search then finds the holders that the test itself makes.
+def pytest_collection_finish():
+    """Keeps from the garbage collector, which each plan calls and each search for leaks asks, the thousands of tests that there are
+    and the packages that they import: with these a collection takes a hundred milliseconds.
     """
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
+
+
+@pytest.fixture
+def few_objects():
+    """Keeps from it what tests before have brought as well, so that a search finds the holders that the test itself makes."""
+    pytest_collection_finish()
 
 
 @pytest.fixture

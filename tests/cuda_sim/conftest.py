@@ -14,7 +14,7 @@ import pytest
 
 HERE = Path(__file__).parent
 COMMON = HERE.parents[1] / "src" / "common"
-BASE_FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{COMMON}", f"-I{HERE}"]
+BASE_FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{COMMON}", f"-I{HERE}"]
 
 # For each way of building: the compiler, flags of runtime and programs, flags of the programs alone, flags to link.
 MODES = {
