@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import types
 from pathlib import Path
 
@@ -256,6 +257,17 @@ def test_the_cpu_is_built_for_where_the_cuda_compiler_is_too_old(gpu_check, tmp_
     for newest, expected in (("999", "no CUDA compiler that works"), ("90", "needle: CUDA backend by")):
         code, said = configure(check, tmp_path, f"-DNEEDLE_CUDA_ARCHITECTURES=80-real;{newest}", source=tmp_path)
         assert code == 0 and expected in said, said
+
+
+def test_kernels_are_not_compiled_again_for_another_python(gpu_check, tmp_path):
+    """Nor where pip builds in another folder: the commands that compile them name neither."""
+    code, said = configure(make(gpu_check, device="cpu", no_build=False), tmp_path, "-DNEEDLE_CUDA=OFF")
+    assert code == 0, said
+    commands = json.loads((tmp_path / "build" / "compile_commands.json").read_text())
+    assert len(commands) > 20
+    for at in (sysconfig.get_path("include"), sysconfig.get_path("purelib")):
+        naming = {Path(one["file"]).name for one in commands if at in one["command"]}
+        assert naming <= {"ndarray_backend_cpu.cc"}, at
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -166,6 +166,28 @@ def test_reductions(shape, dtype):
     check("reduce_prod", dtype, In(np.sign(x) * np.where(few, 2.0, 1.0)), Out(n), *shape)  # exact in every dtype
 
 
+@pytest.mark.parametrize("shape", [(1, 70000, 1), (200, 5, 1), (70, 40, 1), (300, 1, 1), (2, 9000, 3), (5, 3, 130)])
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8", "bool"])
+def test_reductions_of_integers(shape, dtype):
+    """Into int64 and into what they are of, where sums wrap around and those of bools are `or`."""
+    x = RNG.integers(0, 2 if dtype == "bool" else 200, shape).astype(dtype)
+    x.reshape(-1)[:3] = 0
+    a, n = put(backend, x, dtype), shape[0] * shape[2]
+    for op in ("sum", "prod", "max", "min"):
+        for kind in {dtype} if op in ("max", "min") else {dtype, "int64"}:
+            out = backend.Array(n, kind)
+            getattr(backend, f"reduce_{op}")(a, out, *shape)
+            expected = getattr(x.astype(np.int64), op)(1).astype(kind).reshape(-1)
+            assert get(backend, out).tobytes() == expected.tobytes(), f"{op} into {kind}"  # True is 1
+
+
+@pytest.mark.parametrize(("op", "dtype", "out"), [("sum", "int32", "float32"), ("max", "bool", "uint8"), ("sum", "float32", "float64"),
+                                                  ("sumsq", "int32", "float32"), ("argmax", "float32", "float32")])  # fmt: skip
+def test_a_reduction_into_another_dtype_is_refused(op, dtype, out):
+    with pytest.raises(ValueError, match=dtype if op != "argmax" else out):
+        getattr(backend, f"reduce_{op}")(backend.Array(6, dtype), backend.Array(2, out), 2, 3, 1)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint8"])
 def test_argmax_takes_the_first_and_nan_wins(dtype):
     x = RNG.integers(0, 5, (2, 9000, 3)).astype(np.float64)
