@@ -70,18 +70,22 @@ def app(monkeypatch, capsys):
     return call
 
 
-def pytest_collection_finish():
-    """Keeps from the garbage collector, which each plan calls and each search for leaks asks, the thousands of tests that there are
-    and the packages that they import: with these a collection takes a hundred milliseconds.
-    """
+def keep_from_the_collector():
     gc.collect()
     gc.freeze()
 
 
+def pytest_collection_finish():
+    """Each plan calls the garbage collector and each search for leaks asks it: neither is to go through the thousands of tests that
+    there are and the packages that they import.
+    """
+    keep_from_the_collector()
+
+
 @pytest.fixture
 def few_objects():
-    """Keeps from it what tests before have brought as well, so that a search finds the holders that the test itself makes."""
-    pytest_collection_finish()
+    """Nor through what tests before have brought: a search then finds the holders that the test itself makes."""
+    keep_from_the_collector()
 
 
 @pytest.fixture
