@@ -77,9 +77,12 @@ struct alignas(sizeof(T) * N) Vec {
   T v[N];
 };
 
+inline bool aligned_to(const void* pointer, int64_t bytes) {
+  return int64_t(reinterpret_cast<uintptr_t>(pointer)) % bytes == 0;
+}
 template <class T>
 bool aligned_for(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % sizeof(T) == 0;
+  return aligned_to(pointer, sizeof(T));
 }
 
 // sums of a thread that lie side by side, to memory, or added to what is there; `inside` of them
@@ -201,22 +204,22 @@ template <int N>
   return walk;
 }
 
-// Makes `walk` go by vectors of `Elements` elements, where each operand has them: side by side in
+// Makes `walk` go by vectors of `length` elements, where each operand has them: side by side in
 // the last dimension and aligned (that of the first one says the caller), or broadcast along it.
 // The last dimension is whole vectors; a single one may leave elements over.
-template <int Elements, int N>
-bool go_by_vectors(Walk<N>& walk, const bool (&first_is_aligned)[N]) {
+template <int N>
+[[gnu::noinline]] bool go_by_vectors(Walk<N>& walk, int length, const bool (&first_is_aligned)[N]) {
   const int last = walk.ndim - 1;
-  if (last < 0 || walk.shape[last] < Elements || (last > 0 && walk.shape[last] % Elements != 0))
+  if (last < 0 || walk.shape[last] < length || (last > 0 && walk.shape[last] % length != 0))
     return false;
   for (int o = 0; o < N; ++o) {
     if (walk.broadcasts(o)) continue;
     if (!first_is_aligned[o] || walk.strides[o][last] != 1) return false;
     for (int d = 0; d < last; ++d)
-      if (walk.strides[o][d] % Elements != 0) return false;
+      if (walk.strides[o][d] % length != 0) return false;
   }
-  walk.shape[last] /= Elements;
-  for (int o = 0; o < N; ++o) walk.strides[o][last] *= Elements;
+  walk.shape[last] /= length;
+  for (int o = 0; o < N; ++o) walk.strides[o][last] *= length;
   if (!walk.wide) walk.divisor[last] = FastDivisor(uint32_t(walk.shape[last]));
   return true;
 }

@@ -126,49 +126,67 @@ constexpr int vector_length() {
   return sizeof(T) == 1 ? 8 : 16 / int(sizeof(T));  // sixteen bytes at a time would be much code
 }
 
+// How a kernel goes through its operands: the first `vectors` times `length` elements by vectors,
+// the others one by one.
+template <int N>
+struct Way {
+  Walk<N> walk;
+  int64_t n, vectors;
+  LaunchConfig config;
+};
+
+// A view may be null: its kernel has a number there. Nothing here depends on the op, and little on
+// dtypes, so it is compiled once and not for every kernel.
+template <int N>
+[[gnu::noinline]] Way<N> way_through(const View* const (&views)[N], const Array& out, int length) {
+  WalkOperand operands[N] = {};
+  bool aligned[N];
+  const Dims* shape = nullptr;
+  for (int o = 0; o < N; ++o) {
+    const View* view = views[o];
+    aligned[o] = true;
+    if (view == nullptr) continue;
+    const int64_t item = dtype_size(view->array.dtype());
+    const char* first = static_cast<const char*>(view->array.ptr()) + view->offset * item;
+    aligned[o] = aligned_to(first, length * item);
+    operands[o] = {&view->strides, view->offset};
+    shape = &view->shape;
+  }
+  Way<N> way;
+  way.n = out.size();
+  way.walk = make_walk<N>(*shape, operands);
+  const bool by_vectors = aligned_to(out.ptr(), length * dtype_size(out.dtype())) &&
+                          go_by_vectors(way.walk, length, aligned);
+  way.vectors = by_vectors ? way.n / length : 0;
+  way.config = grid_stride(by_vectors ? ceil_div(way.n, length) : way.n);
+  return way;
+}
+
 template <class Op>
 void unary(const char* name, const View& a, const Array& out) {
-  const int64_t n = out.size();
   dispatch_kind<Op::kind>(a.array.dtype(), name, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using R = result_t<Op::kind, T>;
     constexpr int N = vector_length<T>();
-    const Operand<T> x{a.array.data<T>(), {}};
-    R* y = out.data<R>();
-    auto walk = make_walk<1>(a.shape, {{&a.strides, a.offset}});
-    const bool by_vectors = aligned_for<Vec<R, N>>(y) &&
-                            go_by_vectors<N>(walk, {aligned_for<Vec<T, N>>(x.data + a.offset)});
-    const int64_t vectors = by_vectors ? n / N : 0;
-    launch<ewise_unary_kernel<Op, T, R, N>>(grid_stride(by_vectors ? ceil_div(n, N) : n), x, y,
-                                            walk, n, vectors);
+    const Way<1> way = way_through<1>({&a}, out, N);
+    launch<ewise_unary_kernel<Op, T, R, N>>(way.config, Operand<T>{a.array.data<T>(), {}},
+                                            out.data<R>(), way.walk, way.n, way.vectors);
   });
 }
 
 // One of the views may be null: then its number is used.
 template <class Op>
 void binary(const char* name, const View* a, const View* b, Scalar number, const Array& out) {
-  const int64_t n = out.size();
-  const View& shaped = a != nullptr ? *a : *b;
-  dispatch_kind<Op::kind>(shaped.array.dtype(), name, [&](auto tag) {
+  dispatch_kind<Op::kind>((a != nullptr ? a : b)->array.dtype(), name, [&](auto tag) {
     using T = typename decltype(tag)::type;
     using R = result_t<Op::kind, T>;
     constexpr int N = vector_length<T>();
     const auto operand = [&](const View* view) {
       return Operand<T>{view != nullptr ? view->array.data<T>() : nullptr, number.to<accum_t<T>>()};
     };
-    const auto strides = [](const View* view) {
-      return view != nullptr ? WalkOperand{&view->strides, view->offset} : WalkOperand{};
-    };
-    const auto aligned = [](const View* view) {
-      return view == nullptr || aligned_for<Vec<T, N>>(view->array.data<T>() + view->offset);
-    };
-    R* z = out.data<R>();
-    auto walk = make_walk<2>(shaped.shape, {strides(a), strides(b)});
-    const bool by_vectors =
-        aligned_for<Vec<R, N>>(z) && go_by_vectors<N>(walk, {aligned(a), aligned(b)});
-    const int64_t vectors = by_vectors ? n / N : 0;
-    launch<ewise_binary_kernel<Op, T, R, N>>(grid_stride(by_vectors ? ceil_div(n, N) : n),
-                                             operand(a), operand(b), z, walk, n, vectors);
+    const Way<2> way = way_through<2>({a, b}, out, N);
+    launch<ewise_binary_kernel<Op, T, R, N>>(way.config, operand(a), operand(b), out.data<R>(),
+                                             way.walk, way.n, way.vectors);
   });
 }
 

@@ -90,8 +90,9 @@ __global__ void convert_copy_kernel(const From* a, To* out, Walk<2> walk, int64_
 // The walk by vectors of N elements where both operands have them and nothing is left over.
 template <int N, class From, class To>
 bool copy_by_vectors(Walk<2>& walk, const From* a, const To* out, int64_t n) {
-  return n % N == 0 && go_by_vectors<N>(walk, {aligned_for<Vec<From, N>>(a + walk.offset[0]),
-                                               aligned_for<Vec<To, N>>(out + walk.offset[1])});
+  return n % N == 0 && go_by_vectors(walk, N,
+                                     {aligned_for<Vec<From, N>>(a + walk.offset[0]),
+                                      aligned_for<Vec<To, N>>(out + walk.offset[1])});
 }
 
 // Copies by tiles when the last dimension of `out` is contiguous and another dimension is

@@ -63,10 +63,10 @@ void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array
     };
     const bool tables_aligned = aligned_for<Vec<float, N>>(c) && aligned_for<Vec<float, N>>(s);
     // A head may be one element, seen D times: the gradient of a sum is.
-    const bool by_vectors =
-        half % N == 0 && n % N == 0 && !walk.broadcasts(0) &&
-        go_by_vectors<N>(walk, {aligned_for<Vec<E, N>>(from + x_offset), aligned_for<Vec<E, N>>(to),
-                                tables_aligned, true});
+    const bool by_vectors = half % N == 0 && n % N == 0 && !walk.broadcasts(0) &&
+                            go_by_vectors(walk, N,
+                                          {aligned_for<Vec<E, N>>(from + x_offset),
+                                           aligned_for<Vec<E, N>>(to), tables_aligned, true});
     by_vectors ? run(Int<N>{}) : run(Int<1>{});
   });
 }

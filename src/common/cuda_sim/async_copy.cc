@@ -61,8 +61,8 @@ void async_copy(void* shared, const void* global, int bytes, int source_bytes, S
     fault("cp.async of " + std::to_string(source_bytes) + " source bytes into " +
               std::to_string(bytes),
           site);
-  const Copy copy{
-      shared, global, bytes, source_bytes, async_copies_are_early(), __builtin_return_address(0)};
+  const bool early = static_cast<Block*>(self().block)->launch->copies_are_early;
+  const Copy copy{shared, global, bytes, source_bytes, early, __builtin_return_address(0)};
   if (race_hooks) {
     note_source(copy);
     race_hooks->begin_copy(copy.to, static_cast<size_t>(copy.bytes), copy.issued_at);

@@ -168,6 +168,7 @@ std::string check_launch(const Launch& launch) {
 std::string run_grid(Launch launch) {
   reserve_stacks();
   launch.opted_in = opted_in_bytes(launch.function);
+  launch.copies_are_early = async_copies_are_early();
   const OrderOption order = order_option();
   const std::lock_guard<std::recursive_mutex> lock(host_mutex);
   prepare_thread_for_faults();

@@ -19,7 +19,10 @@ struct Launch {
   size_t smem;
   void (*run)(void* args);  // one CUDA thread
   void* args;
-  size_t opted_in = 0;  // bytes of dynamic shared memory that were asked for beforehand
+  // Set when it begins: bytes of dynamic shared memory that were asked for beforehand, and whether
+  // cp.async moves at once.
+  size_t opted_in = 0;
+  bool copies_are_early = false;
 };
 
 // Each returns an error text, empty if all is well.

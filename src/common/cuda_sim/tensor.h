@@ -15,12 +15,7 @@ inline uint32_t to_tf32(float x) {
   return x != x ? bits : (bits + 0x1000u) & ~0x1fffu;
 }
 
-// .sync.aligned: the whole warp, or the result is undefined.
 inline constexpr uint32_t kAllLanes = 0xffffffffu;
-inline void check_whole_warp(const Lanes& lanes, const char* name, Site site) {
-  if (lanes.active != kAllLanes)
-    fault(std::string(name) + " with lanes missing from the warp", site);
-}
 
 struct MmaFrame {
   float* acc;
@@ -29,47 +24,10 @@ struct MmaFrame {
   Site site;
 };
 
-// Element `e` of a register: one of two 16-bit numbers, or a tf32.
-template <class T>
-float element(uint32_t word, int e) {
-  if constexpr (std::is_same_v<T, float>) {
-    word &= ~0x1fffu;
-    float f;
-    std::memcpy(&f, &word, sizeof f);
-    return f;
-  } else {
-    T value;
-    value.bits = static_cast<uint16_t>(word >> (16 * e));
-    return value;
-  }
-}
-
+// The sums of a whole warp, in tensor.cc, which is optimized where kernels are not. T: float16,
+// bfloat16, or float for tf32.
 template <class T, int K>
-void mma_lanes(Lanes& lanes) {
-  check_whole_warp(lanes, "mma",
-                   static_cast<MmaFrame*>(
-                       lanes.frame[31] ? lanes.frame[31] : lanes.frame[__builtin_ctz(lanes.active)])
-                       ->site);
-  constexpr int kPerWord = std::is_same_v<T, float> ? 1 : 2;
-  float a[16][K], b[K][8], sum[16][8];
-  for (int lane = 0; lane < kWarpSize; ++lane) {
-    const auto& frame = *static_cast<MmaFrame*>(lanes.frame[lane]);
-    const int g = lane / 4, t = lane % 4;
-    for (int e = 0; e < kPerWord; ++e) {
-      for (int r = 0; r < 4; ++r)
-        a[g + 8 * (r % 2)][kPerWord * t + e + K / 2 * (r / 2)] = element<T>(frame.a[r], e);
-      for (int r = 0; r < 2; ++r) b[kPerWord * t + e + K / 2 * r][g] = element<T>(frame.b[r], e);
-    }
-    for (int r = 0; r < 4; ++r) sum[g + 8 * (r / 2)][2 * t + r % 2] = frame.acc[r];
-  }
-  for (int m = 0; m < 16; ++m)
-    for (int k = 0; k < K; ++k)
-      for (int n = 0; n < 8; ++n) sum[m][n] += a[m][k] * b[k][n];
-  for (int lane = 0; lane < kWarpSize; ++lane)
-    for (int r = 0; r < 4; ++r)
-      static_cast<MmaFrame*>(lanes.frame[lane])->acc[r] =
-          sum[lane / 4 + 8 * (r / 2)][2 * (lane % 4) + r % 2];
-}
+NEEDLE_SIM_HIDDEN void mma_lanes(Lanes& lanes);
 
 template <class T, int K>
 void mma(float (&acc)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], Site site) {
@@ -85,21 +43,7 @@ struct LoadMatrixFrame {
 };
 
 template <int N, bool Transposed>
-void load_matrix_lanes(Lanes& lanes) {
-  check_whole_warp(lanes, "ldmatrix",
-                   static_cast<LoadMatrixFrame*>(lanes.frame[__builtin_ctz(lanes.active)])->site);
-  for (int lane = 0; lane < kWarpSize; ++lane)
-    for (int i = 0; i < N; ++i) {
-      uint16_t pair[2];
-      for (int e = 0; e < 2; ++e) {
-        const int column = 2 * (lane % 4) + e;
-        const int r = Transposed ? column : lane / 4, c = Transposed ? lane / 4 : column;
-        std::memcpy(&pair[e], static_cast<LoadMatrixFrame*>(lanes.frame[8 * i + r])->row + 2 * c,
-                    2);
-      }
-      static_cast<LoadMatrixFrame*>(lanes.frame[lane])->r[i] = pair[0] | uint32_t(pair[1]) << 16;
-    }
-}
+NEEDLE_SIM_HIDDEN void load_matrix_lanes(Lanes& lanes);
 
 template <int N, bool Transposed>
 __forceinline__ void load_matrices(uint32_t (&r)[N], const void* row, Site site) {
