@@ -11,6 +11,9 @@ SANITIZE ?=  # --smallest: of asan and race, the kernels' smallest cases alone
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 2)
 REQUIRED_DEVICES ?= cpu_numpy,cpu,cuda_sim
 
+# pip leaves it to the first import to compile a package's Python, which takes as long as all else that it does here.
+export PIP_COMPILE ?= 0
+
 .DEFAULT_GOAL := lib
 .PHONY: lib train test gpu-check asan race tsan lint clean same-python
 

@@ -33,7 +33,10 @@ if(NEEDLE_CUDA)  # neither OFF nor 0, FALSE, no
     enable_language(CUDA)
     # -O1 is for the host's part, which launches; kernels are compiled at -O3 regardless. -lineinfo: tools name their lines.
     set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")
-    set(CMAKE_CUDA_FLAGS_RELWITHDEBINFO "-O1 -DNDEBUG -lineinfo")
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
+      string(APPEND CMAKE_CUDA_FLAGS_RELEASE " --compress-mode=size")  # a sixth of the size that the default leaves
+    endif()
+    set(CMAKE_CUDA_FLAGS_RELWITHDEBINFO "${CMAKE_CUDA_FLAGS_RELEASE} -lineinfo")
     set(CMAKE_CUDA_STANDARD 17)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
     needle_module(ndarray_backend_cuda cuda ${cuda_module} ${cuda_kernels})
@@ -44,10 +47,6 @@ if(NEEDLE_CUDA)  # neither OFF nor 0, FALSE, no
                           CUDA_RUNTIME_LIBRARY Static CUDA_VISIBILITY_PRESET hidden)
     target_compile_options(ndarray_backend_cuda_objects PRIVATE
       $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -Xcompiler=-Wall>)
-    # A sixth of the size that the default leaves.
-    if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
-      target_compile_options(ndarray_backend_cuda_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
-    endif()
     message(STATUS "needle: CUDA backend by ${CMAKE_CUDA_COMPILER} for ${NEEDLE_CUDA_ARCHITECTURES}")
   else()
     message(STATUS "needle: no CUDA compiler that works, the CUDA backend is not built (NEEDLE_CUDA=ON says why)")

@@ -265,7 +265,7 @@ std::string name_of(const Access& access, Kind kind) {
               {"", 0});
 }
 
-void remember(Access (&two)[2], const Access& now, bool shared) {
+void note(Access (&two)[2], const Access& now, bool shared) {
   for (Access& slot : two)
     if (ordered_by_barriers(slot, now, shared) &&
         (slot.launch != now.launch || slot.atomic || !now.atomic)) {
@@ -320,11 +320,11 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
       for (const Access& reader : cell.read)
         if (races(reader)) report(block, thread, address, reader, Kind::kRead, now, kind);
       if (atomic)
-        remember(cell.atomic_write, now, shared);
+        note(cell.atomic_write, now, shared);
       else
         (kind == Kind::kCopy ? cell.copy : cell.write) = now;
     } else {
-      remember(cell.read, now, shared);
+      note(cell.read, now, shared);
       for (const Access* writer : {&cell.write, &cell.atomic_write[0], &cell.atomic_write[1]})
         initialized |= writer->launch == now.launch && writer->block == now.block;
     }

@@ -34,14 +34,13 @@ size_t block_bytes(void* pointer) {
 #endif
 }
 
-struct Item {
-  uint64_t sequence;  // over all streams
-  std::function<std::string()> work;
-};
-
 }  // namespace
 
 struct Stream {
+  struct Item {
+    uint64_t sequence;  // over all streams
+    std::function<std::string()> work;
+  };
   bool blocking = true;  // waits for the default stream, and it for this one
   bool is_default = false;
   std::deque<Item> items;
@@ -71,7 +70,7 @@ Stream& stream_or_default(cudaStream_t stream) { return stream ? *stream : defau
 void run_until(Stream& stream, uint64_t sequence, std::string& fault);
 
 void run_first(Stream& stream, std::string& fault) {
-  Item item = std::move(stream.items.front());
+  Stream::Item item = std::move(stream.items.front());
   stream.items.pop_front();
   if (stream.blocking)
     for (Stream* other : streams())
