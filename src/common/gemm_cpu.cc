@@ -195,8 +195,10 @@ struct Own {
       for (int j = 0; j < V; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
     Vec<T> sum[R][V] = {};
     const int64_t* at = runs.at;
-    int64_t left = runs.count;
-    do {  // none is empty; g++ would spill the sums for where they are not multiplied
+    // No run is empty, and there is one. g++ keeps floats' sums in registers if it knows that, and
+    // pairs' (add_product is assembly there) if it does not.
+    if (kWord == 1 && runs.count <= 0) __builtin_unreachable();
+    for (int64_t left = runs.count; left > 0; --left) {
       const P* from = a + *at++;
       int64_t p = runs.length;
 #pragma clang loop unroll(disable)  // it would run out of registers
@@ -216,7 +218,7 @@ struct Own {
         from += across ? lda : kWord;
         b += kCols * kWord;
       } while (--p > 0);
-    } while (--left > 0);
+    }
     if (rows == R && cols == V * kLane) {
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i)
