@@ -11,7 +11,7 @@ SANITIZE ?=  # --smallest: of asan and race, the kernels' smallest cases alone
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 2)
 REQUIRED_DEVICES ?= cpu_numpy,cpu,cuda_sim
 
-# pip leaves it to the first import to compile a package's Python, which takes as long as all else that it does here.
+# pip leaves it to the first import to compile a package's Python, which would double the time of installing it.
 export PIP_COMPILE ?= 0
 
 .DEFAULT_GOAL := lib

@@ -131,7 +131,7 @@ constexpr int vector_length() {
 template <int N>
 struct Way {
   Walk<N> walk;
-  int64_t n, vectors;
+  int64_t vectors;
   LaunchConfig config;
 };
 
@@ -152,13 +152,13 @@ template <int N>
     operands[o] = {&view->strides, view->offset};
     shape = &view->shape;
   }
+  const int64_t n = out.size();
   Way<N> way;
-  way.n = out.size();
   way.walk = make_walk<N>(*shape, operands);
   const bool by_vectors = aligned_to(out.ptr(), length * dtype_size(out.dtype())) &&
                           go_by_vectors(way.walk, length, aligned);
-  way.vectors = by_vectors ? way.n / length : 0;
-  way.config = grid_stride(by_vectors ? ceil_div(way.n, length) : way.n);
+  way.vectors = by_vectors ? n / length : 0;
+  way.config = grid_stride(by_vectors ? ceil_div(n, length) : n);
   return way;
 }
 
@@ -170,7 +170,7 @@ void unary(const char* name, const View& a, const Array& out) {
     constexpr int N = vector_length<T>();
     const Way<1> way = way_through<1>({&a}, out, N);
     launch<ewise_unary_kernel<Op, T, R, N>>(way.config, Operand<T>{a.array.data<T>(), {}},
-                                            out.data<R>(), way.walk, way.n, way.vectors);
+                                            out.data<R>(), way.walk, out.size(), way.vectors);
   });
 }
 
@@ -186,7 +186,7 @@ void binary(const char* name, const View* a, const View* b, Scalar number, const
     };
     const Way<2> way = way_through<2>({a, b}, out, N);
     launch<ewise_binary_kernel<Op, T, R, N>>(way.config, operand(a), operand(b), out.data<R>(),
-                                             way.walk, way.n, way.vectors);
+                                             way.walk, out.size(), way.vectors);
   });
 }
 
