@@ -138,7 +138,7 @@ NEEDLE_INLINE Floats m_pow(Floats base, Floats exponent) {
     const Doubles none = broadcast(std::numeric_limits<double>::quiet_NaN());
     const Doubles size = absolute(a), large = broadcast(0x1p30);
     Doubles log = b * m_log(size);
-    log = (size == one) & (absolute(b) == infinite) ? zero : log;
+    log = ((size == one) & (absolute(b) == infinite)) ? zero : log;
     const Doubles y = m_exp(log);
     Doubles n = b < -large ? -large : b;  // a float that large is even
     n = n > large ? large : n;
@@ -146,7 +146,7 @@ NEEDLE_INLINE Floats m_pow(Floats base, Floats exponent) {
     const Mask<double> odd = (bits_of(shifted) & 1) != 0, whole = shifted - 0x1.8p52 == n;
     Doubles found = odd & whole ? with_sign_of(a, y) : y;
     found = (a < zero) & (size != infinite) & ~whole ? none : found;
-    return (b == zero) | (a == one) ? one : found;
+    return ((b == zero) | (a == one)) ? one : found;
   };
   return in_double(power, base, exponent);
 }
