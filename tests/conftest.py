@@ -88,6 +88,19 @@ def few_objects():
     keep_from_the_collector()
 
 
+@pytest.fixture(params=["trace", "profile"])
+def looked_on(request):
+    """As under a debugger, coverage or a profiler: before Python 3.13 the frames of functions get copies of their locals."""
+
+    def look(*_):
+        return look
+
+    before, put = getattr(sys, f"get{request.param}")(), getattr(sys, f"set{request.param}")
+    put(look)
+    yield
+    put(before)
+
+
 @pytest.fixture
 def in_root():
     """Runs Python in the project's folder, in a process of its own, and gives what it says."""

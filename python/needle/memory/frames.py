@@ -34,6 +34,16 @@ def is_core(filename: str) -> bool:
     return known
 
 
+def running() -> Iterator[FrameType]:
+    """The frames of the program's functions that run, needle's own left out; the garbage collector does not see their locals."""
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            if not is_core(frame.f_code.co_filename) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                yield frame
+            frame = frame.f_back
+
+
 def locals_of(frame: FrameType) -> dict[str, Any]:
     """The frame's locals by name.
 
@@ -49,6 +59,17 @@ def locals_of(frame: FrameType) -> dict[str, Any]:
     return found
 
 
+def forget_old_copies() -> None:
+    """Renews the copies of locals that could not be emptied, and those that a profiler had made: they may hold arrays that running
+    and waiting functions have let go since.
+    """
+    if sys.version_info < (3, 13):
+        waiting = (getattr(o, PAUSED[type(o)]) for o in gc.get_objects() if type(o) in PAUSED)
+        for frame in chain(running(), waiting):
+            if frame is not None and not is_core(frame.f_code.co_filename):
+                locals_of(frame)
+
+
 def read(frame: FrameType, *names: str) -> list[Any]:
     """The values of some locals, None for those that are not there."""
     return [*map(locals_of(frame).get, names)]
@@ -59,6 +80,8 @@ def clear_returned(frames: list[FrameType]) -> None:
     for frame in frames:
         locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
     over = {frame for frame in frames if _cleared(frame)}
+    for frame in over:
+        locals_of(frame)  # and the one that could not be emptied while a debugger might want it
     while _empty_functions(over):  # the function of one may have been held by that of another
         pass
 

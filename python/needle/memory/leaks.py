@@ -18,6 +18,7 @@ from ..backend_selection import NDArray
 from ..errors import GraphError
 from ..graph import Node, differentiable_order
 from . import sites
+from .frames import forget_old_copies
 from .names import names_of
 from .units import readable
 
@@ -123,6 +124,7 @@ def find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
 
     ends: the ticks of the write clock at which the first step began, and then those at which steps ended.
     """
+    forget_old_copies()
     nodes = None if among is None else {r() for r in among}
     # By type alone: isinstance would ask each object of the program for its class. A Tensor that could not be made is a handle
     # without a node, which a traceback may keep.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 import types
 import weakref
@@ -17,7 +16,7 @@ import numpy as np
 from ..autograd import Value
 from ..backend_selection import NDArray
 from ..graph import Node
-from .frames import PAUSED, SUSPENDED, is_core, locals_of
+from .frames import PAUSED, SUSPENDED, is_core, locals_of, running
 
 _DEPTH = 11  # objects between a name and a Tensor, dicts of attributes among them
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -30,10 +29,10 @@ def names_of(targets: list[Any]) -> list[str]:
     Each pass over the program's objects finds who refers to what the pass before found, starting from all targets at once: there
     may be thousands of them.
     """
-    running = _running_locals()
-    hidden = _unknown_to_the_collector(running)
-    called = {id(value): name for name, value in running}
-    del running
+    variables = [item for frame in running() for item in locals_of(frame).items()]
+    hidden = _unknown_to_the_collector(variables)
+    called = {id(value): name for name, value in variables}
+    del variables
     titles: dict[int, str] = {}  # of objects, by the id of the dict of their attributes
     names: dict[int, str] = {}  # of objects on the way up, by id, as all here is
     parts: dict[int, list[int]] = {}  # of those that have no name for them
@@ -108,10 +107,10 @@ def _elements(array: np.ndarray) -> Iterable:
     return array.flat if array.dtype.hasobject else ()
 
 
-def _unknown_to_the_collector(running: list[tuple[str, Any]]) -> list[Any]:
+def _unknown_to_the_collector(variables: list[tuple[str, Any]]) -> list[Any]:
     """numpy's arrays of objects, and dicts and tuples that the garbage collector does not track because they hold nothing else."""
     found: dict[int, Any] = {}
-    for value in chain((value for _, value in running), chain.from_iterable(map(gc.get_referents, gc.get_objects()))):
+    for value in chain((value for _, value in variables), chain.from_iterable(map(gc.get_referents, gc.get_objects()))):
         if type(value) in (np.ndarray, dict, tuple):  # looked at here, since most are something else
             _leads_to_array(value, found)
     return list(found.values())
@@ -127,19 +126,6 @@ def _leads_to_array(value: Any, found: dict[int, Any]) -> bool:
     if leads:
         found[id(value)] = value
     return leads
-
-
-def _running_locals() -> list[tuple[str, Any]]:
-    """Names and values of the locals of all running functions but needle's own; the garbage collector does not see those."""
-    found: list[tuple[str, Any]] = []
-    for top in sys._current_frames().values():
-        frame: types.FrameType | None = top
-        while frame is not None:
-            if not is_core(frame.f_code.co_filename) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-                found.extend(locals_of(frame).items())
-            frame = frame.f_back
-    del top  # this function's own frame is among them: a cycle that would keep every frame below it
-    return found
 
 
 def _name_in(r: Any, item: Any) -> str:
