@@ -233,7 +233,7 @@ def test_a_leak_is_found_and_named(with_layer, run, name):
 @pytest.mark.parametrize(
     "run, name", [(leak_total, "total"), (leak_generator, "mean in the generator running_mean"), (leak_list, "history")]
 )
-def test_a_copy_of_locals_that_a_debugger_or_profiler_had_made_is_no_leak(with_layer, looked_on, run, name):
+def test_a_copy_of_locals_that_a_debugger_had_made_is_no_leak(with_layer, looked_on, run, name):
     with memory.LeakCheck(warn=False) as check:
         run(check)
     assert set(check.found) == {name}

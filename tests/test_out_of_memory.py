@@ -345,7 +345,7 @@ def test_one_request_larger_than_the_device(limited):
         empty((1 << 20,), device=limited)
 
 
-def test_memory_is_free_although_a_debugger_or_profiler_looked_on(limited, looked_on):
+def test_memory_is_free_although_a_debugger_looked_on(limited, looked_on):
     test_memory_is_free_although_the_traceback_is_kept(limited)
 
 

@@ -42,6 +42,7 @@ def running() -> Iterator[FrameType]:
             if not is_core(frame.f_code.co_filename) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
                 yield frame
             frame = frame.f_back
+    del top  # this function's own frame is among them: a cycle that would keep every frame below it
 
 
 def locals_of(frame: FrameType) -> dict[str, Any]:
