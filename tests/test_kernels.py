@@ -47,6 +47,18 @@ def test_strided_copy_of_negative_steps_and_many_dimensions():
         np.testing.assert_array_equal(get(backend, out), view.reshape(-1))
 
 
+@pytest.mark.parametrize("shape", [(8, 9), (37, 70), (64, 128), (3, 33, 40)], ids=str)
+def test_copies_of_transposes_keep_every_bit(shape):
+    """Of NaN too, and of numbers that a float would hold otherwise."""
+    for dtype, row in dt.ROWS.items():
+        bits = RNG.integers(0, 2 if dtype == "bool" else 256, (*shape, row.itemsize), dtype=np.uint8)
+        x = bits.view(dt.to_numpy(dtype))[..., 0]
+        turned = x.swapaxes(-1, -2)
+        a, out = put(backend, x, dtype), backend.Array(x.size, dtype)
+        backend.compact(a, out, turned.shape, tuple(s // row.itemsize for s in turned.strides), 0)
+        np.testing.assert_array_equal(get(backend, out).view(np.uint8), np.ascontiguousarray(turned).reshape(-1).view(np.uint8))
+
+
 def test_conversions_between_all_dtypes():
     values = np.array([0, 1, 2, 3.75, 100.5, 0.25] * 7)
     for a in dt.ROWS:
@@ -56,6 +68,19 @@ def test_conversions_between_all_dtypes():
             for module, source, target in zip((backend, reference), x, y, strict=True):
                 module.compact(source, target, (42,), (1,), 0)
             np.testing.assert_array_equal(get(backend, y[0]), get(reference, y[1]), err_msg=f"{a} -> {b}")
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (37, 70), (64, 128)], ids=str)
+def test_conversions_of_transposes_are_those_of_rows(shape):
+    rows, cols = shape
+    values = RNG.integers(0, 200, shape) / 4
+    for a in dt.ROWS:
+        for b in dt.ROWS:
+            turned, plain = put(backend, values, a), put(backend, values.T, a)
+            outs = backend.Array(values.size, b), backend.Array(values.size, b)
+            backend.compact(turned, outs[0], (cols, rows), (1, cols), 0)
+            backend.compact(plain, outs[1], (cols, rows), (rows, 1), 0)
+            np.testing.assert_array_equal(get(backend, outs[0]), get(backend, outs[1]), err_msg=f"{a} -> {b}")
 
 
 @every_float

@@ -20,7 +20,7 @@ void lane_gemm(int64_t m, int64_t n, int64_t k, const P* a, int64_t a_row, int64
                const P* b, int64_t ldb, accum_t<P>* c, int64_t ldc, bool accumulate);
 
 // to (cols, rows) = the transpose of from (rows, cols), both with contiguous rows. From and To are
-// one floating type, or one of them is the accumulate type of the other.
+// float or double; or a 16-bit float and float; or unsigned numbers of one width, whose bits stay.
 template <class From, class To>
 void transpose_tile(const From* from, int64_t ld_from, int64_t rows, int64_t cols, To* to,
                     int64_t ld_to);

@@ -13,6 +13,7 @@
 
 #include "../common/backend.h"
 #include "../common/ewise_math_cpu.h"
+#include "../common/lane_gemm_cpu.h"
 #include "../common/rows_cpu.h"
 #include "../common/strided_cpu.h"
 
@@ -198,6 +199,10 @@ class Operand {
   [[gnu::noinline]] const C* tile(int64_t offset, int64_t row_stride, int64_t stride, int64_t rows,
                                   int64_t cols, C* piece) const {
     if (number_) return number_;
+    if (row_stride == 1) {
+      transpose_tile(base_ + offset, stride, cols, rows, piece, cols);
+      return piece;
+    }
     for (int64_t i = 0; i < rows; ++i)
       gather(base_ + offset + i * row_stride, stride, cols, piece + i * cols);
     return piece;

@@ -108,6 +108,43 @@ NEEDLE_INLINE void transpose_square(Vec<A>* row) {
   if constexpr (L > 8) transpose_stage<A, 8>(row);
 }
 
+// What a register's lanes hold while elements are moved: of whole numbers their bits, with zeros
+// before narrow ones.
+template <class T>
+using Moved = std::conditional_t<std::is_integral_v<T>,
+                                 std::conditional_t<sizeof(T) == sizeof(double), double, float>, T>;
+template <class T>
+using Lane = accum_t<Moved<T>>;
+typedef uint8_t ByteBits __attribute__((vector_size(kVectorBytes / 4)));
+
+template <class T>
+NEEDLE_INLINE Vec<Lane<T>> load_lanes(const T* from) {
+  if constexpr (std::is_same_v<T, uint8_t>) {  // in two steps, for which g++ knows instructions
+    ByteBits bits;
+    memcpy(&bits, from, sizeof(bits));
+    return (Vec<float>)__builtin_convertvector(__builtin_convertvector(bits, HalfBits), WordBits);
+  } else if constexpr (std::is_same_v<T, uint16_t>) {
+    HalfBits bits;
+    memcpy(&bits, from, sizeof(bits));
+    return (Vec<float>)__builtin_convertvector(bits, WordBits);
+  } else {
+    return load(reinterpret_cast<const Moved<T>*>(from));
+  }
+}
+template <class T>
+NEEDLE_INLINE void store_lanes(T* to, Vec<Lane<T>> v) {
+  if constexpr (std::is_same_v<T, uint8_t>) {
+    const auto bits =
+        __builtin_convertvector(__builtin_convertvector((WordBits)v, HalfBits), ByteBits);
+    memcpy(to, &bits, sizeof(bits));
+  } else if constexpr (std::is_same_v<T, uint16_t>) {
+    const auto bits = __builtin_convertvector((WordBits)v, HalfBits);
+    memcpy(to, &bits, sizeof(bits));
+  } else {
+    store(reinterpret_cast<Moved<T>*>(to), v);
+  }
+}
+
 }  // namespace
 
 template <class P>
@@ -132,22 +169,25 @@ void lane_gemm(int64_t m, int64_t n, int64_t k, const P* a, int64_t a_row, int64
 template <class From, class To>
 void transpose_tile(const From* from, int64_t ld_from, int64_t rows, int64_t cols, To* to,
                     int64_t ld_to) {
-  using A = accum_t<From>;
-  static_assert(std::is_same_v<A, accum_t<To>>, "one precision");
+  using A = Lane<From>;
+  static_assert(std::is_same_v<A, Lane<To>>, "one precision");
   constexpr int L = kLanes<A>;
   const int64_t whole_rows = rows - rows % L, whole_cols = cols - cols % L;
   for (int64_t i = 0; i < whole_rows; i += L)
     for (int64_t j = 0; j < whole_cols; j += L) {
       Vec<A> square[L];
 #pragma GCC unroll 16
-      for (int r = 0; r < L; ++r) square[r] = load(from + (i + r) * ld_from + j);
+      for (int r = 0; r < L; ++r) square[r] = load_lanes(from + (i + r) * ld_from + j);
       transpose_square<A>(square);
 #pragma GCC unroll 16
-      for (int r = 0; r < L; ++r) store(to + (j + r) * ld_to + i, square[r]);
+      for (int r = 0; r < L; ++r) store_lanes(to + (j + r) * ld_to + i, square[r]);
     }
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = i < whole_rows ? whole_cols : 0; j < cols; ++j)
-      to[j * ld_to + i] = To(A(from[i * ld_from + j]));
+      if constexpr (std::is_same_v<From, To>)
+        to[j * ld_to + i] = from[i * ld_from + j];
+      else
+        to[j * ld_to + i] = To(A(from[i * ld_from + j]));
 }
 
 void transpose_pairs(const bfloat16* from, int64_t ld_from, int64_t rows, int64_t cols,
@@ -186,6 +226,10 @@ TRANSPOSE(float16, float)
 TRANSPOSE(float, float16)
 TRANSPOSE(bfloat16, float)
 TRANSPOSE(float, bfloat16)
+TRANSPOSE(uint8_t, uint8_t)
+TRANSPOSE(uint16_t, uint16_t)
+TRANSPOSE(uint32_t, uint32_t)
+TRANSPOSE(uint64_t, uint64_t)
 #undef TRANSPOSE
 
 }  // namespace needle::cpu

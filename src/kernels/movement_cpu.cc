@@ -34,15 +34,9 @@ template <class T>
 void copy_walk(const T* from, T* to, const Walk<2>& walk) {
   const int64_t from_stride = walk.strides[0][0], to_stride = walk.strides[1][0];
   if (const int across = to_stride == 1 ? walk.across(0) : 0) {
-    const int64_t from_row = walk.strides[0][across], to_row = walk.strides[1][across];
+    const int64_t to_row = walk.strides[1][across];
     return walk.tiles(across, kGrain, [&](const auto& at, int64_t rows, int64_t cols) {
-      if constexpr (sizeof(T) >= sizeof(float)) {  // its bits, through registers
-        using Lane = std::conditional_t<sizeof(T) == sizeof(float), float, double>;
-        return transpose_tile(reinterpret_cast<const Lane*>(from + at[0]), from_stride, cols, rows,
-                              reinterpret_cast<Lane*>(to + at[1]), to_row);
-      }
-      for (int64_t i = 0; i < rows; ++i)
-        copy_row(from + at[0] + i * from_row, from_stride, to + at[1] + i * to_row, 1, cols);
+      transpose_tile(from + at[0], from_stride, cols, rows, to + at[1], to_row);
     });
   }
   parallel_ranges(walk.size, kGrain, [&](int64_t begin, int64_t end) {
@@ -73,14 +67,24 @@ void move_row(const char* from, int64_t from_stride, char* to, int64_t to_stride
     std::memcpy(to + i * to_stride * width, from + i * from_stride * width, sizeof(T));
 }
 
+using TransposeTile = void (*)(const char* from, int64_t ld_from, int64_t rows, int64_t cols,
+                               char* to, int64_t ld_to);
+template <class T>
+void turn_tile(const char* from, int64_t ld_from, int64_t rows, int64_t cols, char* to,
+               int64_t ld_to) {
+  transpose_tile(reinterpret_cast<const T*>(from), ld_from, rows, cols, reinterpret_cast<T*>(to),
+                 ld_to);
+}
+
 struct Conversion {
   ConvertRow convert;
   MoveRow gather, scatter;
+  TransposeTile transpose;
   int64_t from_bytes, to_bytes;
 };
 
 Conversion conversion(DType from_dtype, DType to_dtype) {
-  Conversion c{nullptr, nullptr, nullptr, dtype_size(from_dtype), dtype_size(to_dtype)};
+  Conversion c{nullptr, nullptr, nullptr, nullptr, dtype_size(from_dtype), dtype_size(to_dtype)};
   dispatch_any(from_dtype, [&](auto from) {
     dispatch_any(to_dtype, [&](auto to) {
       using From = typename decltype(from)::type;
@@ -96,11 +100,22 @@ Conversion conversion(DType from_dtype, DType to_dtype) {
   };
   c.gather = mover(from_dtype);
   c.scatter = mover(to_dtype);
+  dispatch_bytes(c.from_bytes,
+                 [&](auto tag) { c.transpose = turn_tile<typename decltype(tag)::type>; });
   return c;
 }
 
 void convert_walk(const char* from, char* to, const Conversion& c, const Walk<2>& walk) {
   const int64_t from_stride = walk.strides[0][0], to_stride = walk.strides[1][0];
+  if (const int across = to_stride == 1 ? walk.across(0) : 0) {
+    const int64_t to_row = walk.strides[1][across];
+    return walk.tiles(across, kGrain, [&](const auto& at, int64_t rows, int64_t cols) {
+      alignas(64) char turned[kTileRows * kTileCols * 8];
+      c.transpose(from + at[0] * c.from_bytes, from_stride, cols, rows, turned, cols);
+      for (int64_t i = 0; i < rows; ++i)
+        c.convert(turned + i * cols * c.from_bytes, to + (at[1] + i * to_row) * c.to_bytes, cols);
+    });
+  }
   parallel_ranges(walk.size, kGrain, [&](int64_t begin, int64_t end) {
     alignas(8) char gathered[kPiece * 8], converted[kPiece * 8];
     walk.rows(begin, end, [&](int64_t count, const std::array<int64_t, 2>& at) {
