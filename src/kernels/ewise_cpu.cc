@@ -8,6 +8,7 @@
 // that need no conversion are moved by their width, so that this is compiled once for each width.
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -24,6 +25,7 @@ namespace {
 
 constexpr int64_t kChunk = 1024, kTile = kTileRows * kTileCols;
 constexpr int64_t kLongRow = 128;  // elements, from which a row is worth a loop of its own
+constexpr int64_t kRepeats = 256;  // of a number that stands for a row, at a time
 // Elements per task: of cheap ops, and of those that take a function's time per element.
 constexpr int64_t kGrain = 1 << 15, kExpensiveGrain = 1 << 13;
 
@@ -186,9 +188,11 @@ class Operand {
     return piece;
   }
 
-  // n elements of a row, `stride` apart, from offset on.
-  const C* row(int64_t offset, int64_t stride, int64_t n, C* piece) const {
+  // n elements of a row, `stride` apart, from offset on. `again`: the piece has at least as many of
+  // the same row, which it may be full of.
+  const C* row(int64_t offset, int64_t stride, int64_t n, C* piece, bool again) const {
     if (number_) return number_;
+    if (again && stride == 0) return piece;
     if (stride == 1 && std::is_same_v<S, C>) return from(offset);
     gather(base_ + offset, stride, n, piece);
     return piece;
@@ -257,10 +261,10 @@ void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive,
     }
   };
 
-  const auto piecewise = [&](int64_t at, int64_t n, auto&&... pieces) {
+  const auto piecewise = [&](int64_t at, int64_t n, const typename In::Type*... inputs) {
     Piece<C> results;
     void* const to = rounds ? results.values : static_cast<void*>(base + at * item);
-    loop(pieces(Piece<typename In::Type>().values)..., to, n);
+    loop(inputs..., to, n);
     if (rounds) put(results.values, 0, at, n);
   };
   if (!rounds && (in.direct() && ...))
@@ -282,18 +286,21 @@ void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive,
           put(results.values, i * cols, at[kOut] + i * strides[kOut][across], cols);
       });
   parallel_ranges(out.size(), grain, [&](int64_t begin, int64_t end) {
-    if (walk.shape[0] >= kLongRow)
+    std::tuple<Piece<typename In::Type>...> pieces;
+    if (walk.shape[0] >= kLongRow) {
+      const int64_t chunk = ((strides[k][0] == 0) || ...) ? kRepeats : kChunk;
       return walk.rows(begin, end, [&](int64_t count, const auto& at) {
-        for (int64_t j = 0; j < count; j += kChunk) {
-          const int64_t n = std::min(kChunk, count - j);
-          piecewise(at[kOut] + j, n, [&](auto* piece) {
-            return in.row(at[k] + j * strides[k][0], strides[k][0], n, piece);
-          }...);
+        for (int64_t j = 0; j < count; j += chunk) {
+          const int64_t n = std::min(chunk, count - j);
+          piecewise(at[kOut] + j, n,
+                    in.row(at[k] + j * strides[k][0], strides[k][0], n, std::get<k>(pieces).values,
+                           j > 0)...);
         }
       });
+    }
     for (int64_t at = begin; at < end; at += kChunk) {
       const int64_t n = std::min(kChunk, end - at);
-      piecewise(at, n, [&](auto* piece) { return in.get(at, n, piece); }...);
+      piecewise(at, n, in.get(at, n, std::get<k>(pieces).values)...);
     }
   });
 }
