@@ -5,7 +5,6 @@
 // move bits; a transposition goes by tiles.
 #include <algorithm>
 #include <cstring>
-#include <type_traits>
 
 #include "../common/backend.h"
 #include "../common/lane_gemm_cpu.h"

@@ -78,11 +78,9 @@ def read(frame: FrameType, *names: str) -> list[Any]:
 
 def clear_returned(frames: list[FrameType]) -> None:
     """Clears the locals of those frames of a traceback that have returned, and what their functions hold."""
-    for frame in frames:
-        locals_of(frame)  # empties the copy that a notebook has had made to show them, which outlives the frame's own
     over = {frame for frame in frames if _cleared(frame)}
-    for frame in over:
-        locals_of(frame)  # and the one that could not be emptied while a debugger might want it
+    for frame in frames:
+        locals_of(frame)  # empties the copy that a notebook or a debugger has had made to show them, which outlives the frame's own
     while _empty_functions(over):  # the function of one may have been held by that of another
         pass
 
