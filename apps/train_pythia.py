@@ -32,6 +32,7 @@ from needle.memory import LeakCheck, reset_peak, set_limit, stats
 from needle.memory.units import table
 from needle.models import GenerationConfig, PythiaConfig
 from needle.models.pretrained import read_config
+from needle.models.training import Step
 from pythia_app import checkpoint, command, config_file, printable
 from pythia_app.flops import peak_flops
 from pythia_app.loading import default_vocabulary, find_model, fit_options, tokenizer_of_run
@@ -87,28 +88,21 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
     saved, state: the checkpoint to continue from, and its state. weights: the folder of a model to begin with.
     """
     where = device(options.device)
-    given = folder = None
-    if not (options.compare_dense or options.eval_only or options.plan):
-        given = options.checkpoint_dir or (saved and checkpoint.run_of(saved))
-        folder = run_folder(options, given, saved)
-        if saved is None:
-            check_room(options, folder)
     kinds = (False, True) if options.compare_dense else (options.sparse,)
     if options.plan:
         for sparse in kinds:
             Budget(options, options.vocab_size, where, sparse).show()
         return 0
+    given = folder = None
+    if not (options.compare_dense or options.eval_only):
+        given = options.checkpoint_dir or (saved and checkpoint.run_of(saved))
+        folder = run_folder(options, given, saved)
+        if saved is None:
+            check_room(options, folder)
     tokenizer = tokenizer_of_run(options, weights, saved, state)
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=tokenizer)
     unigram = unigram_entropy(text.train, evaluated(text, options.seq_len), text.vocab_size)
-    said = (
-        f"{text.name}: {len(text.train):,} training tokens, {len(text.held_out):,} held out, vocabulary {text.vocab_size:,}; "
-        f"token frequencies alone give {unigram:.3f} nats"
-    )
-    print(said, flush=True)
-    if text.corpus is not None and text.corpus.skipped:
-        first, *others = text.corpus.skipped
-        print(f"left out, being no text: {first}" + (f" and {len(others)} more" if others else ""), flush=True)
+    about_text = say_text(text, unigram)
     budgets = [Budget(options, text.vocab_size, where, sparse) for sparse in kinds]
     began = weights or saved
     longest = max(options.seq_len, read_config(began).max_seq_len if began else 0)  # training on less takes nothing from a model
@@ -118,10 +112,7 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
     reset_peak(where)
     set_limit(options.memory_limit, where)
     if options.compare_dense:
-        with StopRequest() as stop:
-            rows = compare_dense(options, configs, text, where, stop, weights)
-        print(table([list(rows[0]), *(list(row.values()) for row in rows)]))
-        return stop.exit_code if stop.asked else 0
+        return compare(options, configs, text, where, weights)
     trainer = Trainer(options, configs[0], text, where, began)
     if saved is not None and state is not None and not options.eval_only:
         checkpoint.load_optimizer(saved, trainer.model, trainer.optimizer)
@@ -140,7 +131,7 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
     if given is None:
         folder = new_folder(folder)
     per_token, mask = trainer.config.flops_per_token(options.seq_len), mask_picture(trainer.config.layout(options.seq_len))
-    facts |= {"text": said, "folder": str(folder)}
+    facts |= {"text": about_text, "folder": str(folder)}
     if flops:
         facts["MFU"] = f"{per_token / 1e6:,.0f} million FLOPs per token (6 N + 12 L C T x density), of {known}"
     about = About(f"{title}, {folder.name}", trainer.steps, options.max_grad_norm, mask, facts, per_token / flops if flops else 0.0)
@@ -155,6 +146,14 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
             if CheckpointFolder(folder).names():
                 raise KeyboardInterrupt(f"go on with: {command('--load_checkpoint', folder)}") from None
             raise
+
+
+def compare(options, configs: list[PythiaConfig], text: TextData, where, weights: Path | None) -> int:
+    """Trains the configurations and prints a row of figures for each. Returns the exit code."""
+    with StopRequest() as stop:
+        rows = compare_dense(options, configs, text, where, stop, weights)
+    print(table([list(rows[0]), *(list(row.values()) for row in rows)]))
+    return stop.exit_code if stop.asked else 0
 
 
 def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
@@ -220,11 +219,9 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                     report.say(f"step {trainer.step + 1}: {error}; stopped, nothing saved")
                     return 1
                 leaks.step()
-                # Clipping makes NaN of all gradients by a norm that is none, and the step of all weights.
-                figures = (("loss", made.loss), ("norm of the gradients", made.grad_norm))
-                wrong = [f"the {name} is {value}" for name, value in figures if not math.isfinite(value)]
+                wrong = not_finite(made)
                 if wrong and trainer.scaler.skipped_steps == skipped:
-                    report.say(f"step {trainer.step}: {wrong[0]}; stopped, nothing saved (a lower --lr may help)")
+                    report.say(f"step {trainer.step}: {wrong}; stopped, nothing saved (a lower --lr may help)")
                     return 1
                 now = time.perf_counter()
                 row = trainer.row(made, now - before)
@@ -259,6 +256,25 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
     made = [name for name in (config_file.CONFIG, METRICS, PAGE) if (folder / name).is_file()]
     print(f"in {folder}: checkpoint, {', '.join(made)}")
     return 0
+
+
+def not_finite(made: Step) -> str:
+    """Which of a step's figures is no number, "" if all are. Of a norm that is none, clipping makes NaN of all gradients."""
+    figures = (("loss", made.loss), ("norm of the gradients", made.grad_norm))
+    return next((f"the {name} is {value}" for name, value in figures if not math.isfinite(value)), "")
+
+
+def say_text(text: TextData, unigram: float) -> str:
+    """Prints what there is to train on, and returns it. unigram: the entropy of token frequencies, in nats."""
+    said = (
+        f"{text.name}: {len(text.train):,} training tokens, {len(text.held_out):,} held out, vocabulary {text.vocab_size:,}; "
+        f"token frequencies alone give {unigram:.3f} nats"
+    )
+    print(said, flush=True)
+    if text.corpus is not None and text.corpus.skipped:
+        first, *others = text.corpus.skipped
+        print(f"left out, being no text: {first}" + (f" and {len(others)} more" if others else ""), flush=True)
+    return said
 
 
 def say_held_out(say, held: float, unigram: float) -> None:
