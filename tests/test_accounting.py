@@ -339,6 +339,18 @@ def test_a_trace_names_who_holds_what(device):
     del model
 
 
+def test_a_trace_names_modules_that_have_names_of_modules_own(cpu):
+    class Tree(nn.Module):
+        def __init__(self, depth):
+            self.layer = nn.Linear(4, 4)
+            self._children = [Tree(depth - 1)] if depth else []
+
+    tree = Tree(1)
+    with memory.trace(cpu) as trace:
+        out = tree._children[0].layer(ndl.init.ones(2, 4))
+    assert any(h.module.endswith("_children.0.layer") for h in trace.holders()) and out.shape == (2, 4)
+
+
 def test_a_trace_names_casts_as_such(cpu):
     x, w = (ndl.Tensor(np.ones((4, 4)), device=cpu) for _ in range(2))
     with memory.trace(cpu) as t, amp.autocast(cpu, "bfloat16"):

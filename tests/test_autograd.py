@@ -797,6 +797,20 @@ def test_gradients_of_a_loss_whose_tuple_is_held_are_not_the_tuples(host):
     np.testing.assert_allclose(h.grad.numpy(), before[1] * 3, rtol=1e-6)
 
 
+def test_a_gradient_that_is_kept_keeps_nothing_else(host):
+    x, given = leaf([3.0, 4.0], host), leaf([1.0, 2.0], host)
+    y = x * x
+    y.backward(given)
+    first, alive = x.grad, [weakref.ref(x._as_node()), weakref.ref(given)]
+    del x, given
+    first.backward()  # its history can be made as long as there is y
+    assert all(r() is not None for r in alive)
+    del y
+    assert all(r() is None for r in alive)
+    with pytest.raises(GraphError, match="has been freed"):
+        first.backward()
+
+
 def test_lazy_mode(host, monkeypatch):
     monkeypatch.setattr(autograd, "LAZY_MODE", True)
     x = leaf([3.0], host)

@@ -303,8 +303,58 @@ class Hidden(metaclass=Refuses):
     __class__ = property(lambda self: 1 / 0)
 
 
+class Answers:
+    """Has whatever it is asked for, and nothing of what its own slot is called."""
+
+    __slots__ = ("losses",)
+
+    def __getattr__(self, name):
+        return lambda *args: np.zeros(2)
+
+
+class Shadowed(Answers):
+    losses = property(lambda self: 1 / 0)
+
+
+class Unsure(dict):
+    def __bool__(self):
+        raise LookupError
+
+    items = keys = values = __len__ = __bool__
+
+
+class Key:
+    def __str__(self):
+        raise LookupError
+
+    __repr__ = __str__
+
+
+class Plain:
+    pass
+
+
+def holding(holder, losses):
+    Answers.losses.__set__(holder, losses)
+    return holder
+
+
+def with_attributes(attributes):
+    holder = Plain()
+    holder.__dict__ = attributes
+    return holder
+
+
 @pytest.mark.parametrize(
-    "make", [lambda losses: Table({"losses": losses}), lambda losses: [setattr(h := Hidden(), "losses", losses), h]]
+    "make",
+    [
+        lambda losses: Table({"losses": losses}),
+        lambda losses: [setattr(h := Hidden(), "losses", losses), h],
+        lambda losses: holding(Answers(), losses),
+        lambda losses: holding(Shadowed(), losses),
+        lambda losses: with_attributes(Unsure(inside=losses)),
+        lambda losses: with_attributes({Key(): losses}),
+    ],
 )
 def test_a_class_that_fails_when_it_is_asked_ends_no_search(with_layer, make):
     losses = []
@@ -313,7 +363,8 @@ def test_a_class_that_fails_when_it_is_asked_ends_no_search(with_layer, make):
         for _ in range(3):
             losses.append(relu_of_layer())
             check.step()
-    assert sum(leak.tensors for leak in check.found.values()) >= 1 and holder
+        del losses  # the nearest name, which the search would go no further than
+        assert sum(leak.tensors for leak in memory.leaks()) >= 2 and holder
 
 
 def test_objects_that_are_none_of_needles_are_not_asked_what_they_are(with_layer):
@@ -462,6 +513,60 @@ def test_the_search_for_leaks_leaves_nothing_behind(with_layer, cpu):
         assert alive() is None
     finally:
         gc.enable()
+
+
+def test_searches_of_several_threads_leave_nothing_behind(with_layer, cpu):
+    names = []
+
+    def train(together):
+        history = []
+        with memory.LeakCheck(warn=False) as check:
+            for _ in range(3):
+                history.append(relu_of_layer())
+                together.wait()
+                check.step()
+        names.extend(check.found)
+
+    relu_of_layer()
+    gc.collect()
+    gc.disable()
+    often, before = sys.getswitchinterval(), memory.stats(cpu).live
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(2):
+            together = threading.Barrier(2)
+            threads = [threading.Thread(target=train, args=(together,)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            del thread, threads
+        assert memory.stats(cpu).live == before and names == ["history"] * 4
+    finally:
+        sys.setswitchinterval(often)
+        gc.enable()
+
+
+def test_tuples_of_tuples_may_be_deep_and_shared(with_layer):
+    """Those that the garbage collector does not know, since they hold numbers alone."""
+    deep, shared = (), (1,)
+    for i in range(3000):
+        deep = (float(i), deep)
+        if i < 60:
+            shared = (shared, shared)
+        gc.collect(0)
+    history = [relu_of_layer()]
+    assert [leak.name for leak in memory.leaks()] == ["history"] and deep and shared and history
+
+
+def test_what_keeps_a_gradient_keeps_a_graph(with_layer):
+    """The gradient that backward was given can have one, and is needed as long as gradients can be found again."""
+    x = ndl.Tensor([1.0, 2.0])
+    y = x * 3
+    y.backward(x * 2)
+    assert sorted(leak.name for leak in memory.leaks()) == ["x", "y"]
+    del y
+    assert memory.leaks() == []
 
 
 def test_the_search_for_leaks_takes_no_variable_from_the_program(with_layer):

@@ -1,9 +1,11 @@
 """OutOfMemoryError: what it says, what would help, and that the memory is free afterwards."""
 
 import asyncio
+import dataclasses
 import gc
 import importlib.util
 import re
+import sys
 import threading
 import traceback
 
@@ -467,6 +469,45 @@ def test_a_second_try_that_fails_as_well_leaves_nothing(limited):
     with pytest.raises(OutOfMemoryError) as kept:
         run()
     assert memory.stats(limited).live == base and isinstance(kept.value.__context__, OutOfMemoryError)
+
+
+@dataclasses.dataclass
+class StepFailed(RuntimeError):
+    """Not hashable, as dataclasses are."""
+
+    step: int
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_was_raised_from_a_failure_keeps_no_memory_either(limited, monkeypatch, shown):
+    def step(rows):
+        return ndl.init.ones(rows, 100, device=limited)
+
+    def run():
+        held = ndl.init.ones(100, 100, device=limited)
+        try:
+            step(1000)
+        except OutOfMemoryError as error:
+            raise StepFailed(1) from error
+        return held
+
+    def outer():
+        held = ndl.init.ones(100, 100, device=limited)
+        run()
+        return held
+
+    base = memory.stats(limited).live
+    memory.set_limit(base + 200_000, limited)
+    kept = None
+    try:
+        outer()
+    except StepFailed as error:
+        kept = error
+        if not shown:
+            assert memory.stats(limited).live == base and step(400).shape == (400, 100)
+    if shown:  # by a notebook or the interpreter
+        monkeypatch.setattr(sys, "last_value", kept, raising=False)
+    assert memory.stats(limited).live == base and kept.__traceback__ is not None
 
 
 def test_a_model_that_is_replaced_is_free_although_the_traceback_is_kept(limited):

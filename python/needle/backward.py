@@ -31,11 +31,12 @@ def set_gradients(
     retain_graph: bool,
     accumulate: bool,
     create_graph: bool,
-    source: _GradientSource | None,
+    source: GradientSource | None,
 ) -> None:
     """Sets or adds to ``.grad`` of the leaves under ``tensor``: what ``Tensor.backward`` does. source: what rebuilt ``tensor``."""
     root = tensor._as_node()
     found = run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate)
+    call = _Call(root, out_grad, source)
     # Memory that a leaf has been given already; 0 is borrowed memory, which has no number of its own.
     given = {0} if out_grad is None else {0, out_grad.realize_cached_data().serial}
     done: set[Tensor] = set()
@@ -55,40 +56,55 @@ def set_gradients(
                 array, own = array.copy(), True
             given.add(array.serial)
             grad = Tensor.make_const(array)
-            grad._source = _GradientSource(source or weakref.ref(root), leaf, out_grad, own)
+            grad._source = GradientSource(call, leaf, own)
         handle._grad = grad if grad._source is not ALL_ONES else grad.detach()
         done.add(handle)
 
 
-class _GradientSource:
-    """Where a gradient came from, so that its history can be made if somebody asks for it.
-
-    root: the node that backward started from, or the source of the gradient that it was. leaf: whose gradient it is. in_place:
-    whether the array is the gradient's alone.
+class _Call(weakref.ref):
+    """A call of backward, to be made once more with a graph: a reference to the node that it started from, with which
+    ``out_grad`` is let go. source: of the gradient that it was called on, if it was one; the node is that gradient's then.
     """
 
-    __slots__ = ("root", "leaf", "out_grad", "in_place")
+    __slots__ = ("out_grad", "source")
 
-    def __init__(self, root: weakref.ref[Node] | _GradientSource, leaf: Node, out_grad: Tensor | None, in_place: bool):
-        self.root = root
-        self.leaf = leaf
+    def __new__(cls, root: Node, out_grad: Tensor | None, source: GradientSource | None) -> _Call:
+        return super().__new__(cls, source.call() or root if source else root, cls._forget)
+
+    def __init__(self, root: Node, out_grad: Tensor | None, source: GradientSource | None):
         self.out_grad = out_grad
+        self.source = source
+
+    def _forget(self) -> None:
+        self.out_grad = self.source = None
+
+
+class GradientSource:
+    """Where a gradient came from, so that its history can be made if somebody asks for it.
+
+    leaf: whose gradient it is; it lives as long as the node that backward started from. in_place: whether the array is the
+    gradient's alone.
+    """
+
+    __slots__ = ("call", "leaf", "in_place")
+
+    def __init__(self, call: _Call, leaf: Node, in_place: bool):
+        self.call = call
+        self.leaf = weakref.ref(leaf)
         self.in_place = in_place
 
     def rebuild(self) -> Tensor:
         """The gradient once more, with a graph. raises: GraphError if the tensor that backward started from has been freed."""
-        root: Node | None
-        if isinstance(self.root, _GradientSource):
-            gradient = self.root.rebuild()  # held until the end: it has the root's array
-            root = gradient._as_node()
-        else:
-            root = self.root()
-        if root is None:
+        root, leaf, out_grad, source = self.call(), self.leaf(), self.call.out_grad, self.call.source
+        if root is None or leaf is None:
             raise GraphError(
                 "[backward] the tensor whose gradient this is has been freed, so the gradient has no history (keep that tensor, "
                 "or call its backward with create_graph=True)"
             )
-        return run_backward(root, self.out_grad, retain_graph=False, create_graph=True)[self.leaf]
+        if source is not None:
+            gradient = source.rebuild()  # held until the end: it has the root's array
+            root = gradient._as_node()
+        return run_backward(root, out_grad, retain_graph=False, create_graph=True)[leaf]
 
 
 class _Owned:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from ..nn.nn_basic import Module, SeededDropout
+from ..nn.nn_basic import Module, SeededDropout, _child_modules
 
 _WORDS = 624  # of a Mersenne twister
 
@@ -38,4 +38,4 @@ def set_random_state(model: Module, state: dict[str, Any]) -> None:
 
 def _dropouts(model: Module) -> list[SeededDropout]:
     """The model's SeededDropout modules; a shared one once."""
-    return list(dict.fromkeys(m for m in model._children() if isinstance(m, SeededDropout)))
+    return list(dict.fromkeys(m for m in _child_modules(model.__dict__) if isinstance(m, SeededDropout)))

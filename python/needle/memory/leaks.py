@@ -9,7 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from threading import get_ident
+from threading import RLock, get_ident
 
 from ..amp import kept_casts
 from ..autograd import Value
@@ -56,8 +56,8 @@ class LeakCheck:
     """Looks after each step for graphs that an earlier step left behind, and warns once per name.
 
     Put ``with LeakCheck() as check:`` around the loop and ``check.step()`` at the end of each step. Other threads' graphs are not
-    looked at, since their steps end at other times. A step costs one weak reference per graph node. The program's objects are
-    searched only if a node outlives the step after its own.
+    looked at, since their steps end at other times; those of all coroutines that take turns in a thread are. A step costs one weak
+    reference per graph node. The program's objects are searched only if a node outlives the step after its own.
     warn: whether to warn with LeakWarning. ``found``: the leaks by name, as last seen.
     """
 
@@ -119,11 +119,19 @@ def leaks() -> list[Leak]:
     return find(None, []) if check is None else find(check._before, check._ends)
 
 
+_searching = RLock()  # two searches would find each other's lists, and keep them
+
+
 def find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
     """The leaks among these nodes (None: all).
 
     ends: the ticks of the write clock at which the first step began, and then those at which steps ended.
     """
+    with _searching:
+        return _find(among, ends)
+
+
+def _find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
     forget_old_copies()
     nodes = None if among is None else {r() for r in among}
     # By type alone: isinstance would ask each object of the program for its class. A Tensor that could not be made is a handle

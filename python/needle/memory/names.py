@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -15,11 +16,14 @@ import numpy as np
 
 from ..autograd import Value
 from ..backend_selection import NDArray
+from ..backward import GradientSource
 from ..graph import Node
 from .frames import PAUSED, SUSPENDED, is_core, locals_of, running
 
 _DEPTH = 11  # objects between a name and a Tensor, dicts of attributes among them
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_OF_TYPES = vars(type)
+_UNTRACKED = (np.ndarray, dict, tuple)  # types of which the garbage collector does not know all objects
 _NO_WAY = (type, types.ModuleType, types.FrameType, Node)  # too much leads to these, or nothing
 
 
@@ -72,7 +76,7 @@ def names_of(targets: list[Any]) -> list[str]:
         level = above - seen
         seen |= above
     for key, title in titles.items():
-        keys = {id(value): name for name, value in on_the_way[key].items()}
+        keys = {id(value): name for name, value in _items(on_the_way[key])}
         for part in parts[key]:
             names.setdefault(part, f"{title}.{keys.get(part, '')}")
     nearest = _handed_down(names, parts)
@@ -109,23 +113,30 @@ def _elements(array: np.ndarray) -> Iterable:
 
 def _unknown_to_the_collector(variables: list[tuple[str, Any]]) -> list[Any]:
     """numpy's arrays of objects, and dicts and tuples that the garbage collector does not track because they hold nothing else."""
+    row: list[Any] = []
+    seen: set[int] = set()
+
+    def look(values: Iterable) -> None:
+        for x in values:
+            if type(x) in _UNTRACKED and not gc.is_tracked(x) and id(x) not in seen:
+                seen.add(id(x))
+                row.append(x)
+
+    look(value for _, value in variables)
+    look(chain.from_iterable(map(gc.get_referents, gc.get_objects())))
+    holders: dict[int, list[Any]] = {}
+    for value in row:  # which grows: tuples of tuples may be many, and deep
+        inside = [x for x in gc.get_referents(value) if type(x) in _UNTRACKED]
+        for x in inside:
+            holders.setdefault(id(x), []).append(value)
+        look(inside)
     found: dict[int, Any] = {}
-    for value in chain((value for _, value in variables), chain.from_iterable(map(gc.get_referents, gc.get_objects()))):
-        if type(value) in (np.ndarray, dict, tuple):  # looked at here, since most are something else
-            _leads_to_array(value, found)
+    leading = [x for x in row if type(x) is np.ndarray and x.dtype.hasobject]
+    for value in leading:  # which grows
+        if id(value) not in found:
+            found[id(value)] = value
+            leading.extend(holders.get(id(value), ()))
     return list(found.values())
-
-
-def _leads_to_array(value: Any, found: dict[int, Any]) -> bool:
-    """Whether ``value`` is such an array or leads to one. If so, it and all on the way are put into ``found``, by id."""
-    if type(value) is np.ndarray:
-        leads = value.dtype.hasobject
-    else:
-        known = type(value) not in (dict, tuple) or gc.is_tracked(value)
-        leads = not known and any([_leads_to_array(inner, found) for inner in gc.get_referents(value)])
-    if leads:
-        found[id(value)] = value
-    return leads
 
 
 def _name_in(r: Any, item: Any) -> str:
@@ -144,35 +155,50 @@ def _name_in(r: Any, item: Any) -> str:
         return f"{key} in {_paused_title(r)}" if key else ""
     if type(r) is dict:
         return _key(r, item) if _is_namespace(r) else ""
-    if issubclass(type(r), (*_CONTAINERS, Value, Node, NDArray, np.ndarray, weakref.ref, types.CellType)):
+    if issubclass(type(r), (*_CONTAINERS, Value, GradientSource, Node, NDArray, np.ndarray, weakref.ref, types.CellType)):
         return ""
-    attributes = dict(_attribute(r, "__dict__") or {})
-    for kind in type(r).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        attributes.update((n, _attribute(r, n)) for n in ((slots,) if isinstance(slots, str) else slots))
-    key = _key(attributes, item)
+    attributes = _attributes(r)
+    key = "" if attributes is None else _key(attributes, item)
+    key = key or next((name for name, value in _slots(r) if value is item), "")
     return f"{_title(r)}.{key}" if key else ""
 
 
 def _is_namespace(names: dict) -> bool:
     """Whether the dict is a module's, or another one that code runs in: what a profiler or doctest gives a program for globals."""
     name = names.get("__name__")
-    return "__builtins__" in names or (type(name) is str and _attribute(sys.modules.get(name), "__dict__") is names)
+    return "__builtins__" in names or (type(name) is str and _attributes(sys.modules.get(name)) is names)
 
 
 def _owns(owner: Any, names: dict) -> bool:
     """Whether the dict is of the attributes of ``owner``."""
     if issubclass(type(owner), type):
         return any(x is names for x in gc.get_referents(owner)) and "__module__" in names
-    return not issubclass(type(owner), types.FrameType) and _attribute(owner, "__dict__") is names
+    return not issubclass(type(owner), types.FrameType) and _attributes(owner) is names
 
 
-def _attribute(owner: Any, name: str) -> Any:
-    """The attribute; None if there is none, or if the class's own lookup fails: a search must not end somebody's training."""
-    try:
-        return getattr(owner, name, None)
-    except Exception:
-        return None
+def _attributes(owner: Any) -> dict | None:
+    """The dict of the owner's attributes, if it has one. Nothing here runs code of the owner's class: that might fail, or do
+    something, and a search must not end somebody's training.
+    """
+    for names in _definitions(type(owner)):
+        if type(names.get("__dict__")) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+            found = names["__dict__"].__get__(owner)
+            return found if issubclass(type(found), dict) else None
+    return None
+
+
+def _slots(owner: Any) -> Iterator[tuple[str, Any]]:
+    for names in _definitions(type(owner)):
+        for name, member in names.items() if "__slots__" in names else ():
+            if type(member) is types.MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # it is empty
+                    yield name, member.__get__(owner)
+
+
+def _definitions(kind: type) -> Iterator[dict[str, Any]]:
+    """What the class defines, and those that it is derived from; whatever a metaclass says."""
+    for one in _OF_TYPES["__mro__"].__get__(kind):
+        yield dict(_OF_TYPES["__dict__"].__get__(one))
 
 
 def _paused_title(paused: Any) -> str:
@@ -180,8 +206,15 @@ def _paused_title(paused: Any) -> str:
 
 
 def _title(owner: Any) -> str:
-    return str(_attribute(owner if issubclass(type(owner), (type, types.FunctionType)) else type(owner), "__name__"))
+    if issubclass(type(owner), types.FunctionType):
+        return owner.__name__
+    return _OF_TYPES["__name__"].__get__(owner if issubclass(type(owner), type) else type(owner))
 
 
 def _key(names: dict, item: Any) -> str:
-    return next((str(k) for k, v in names.items() if v is item), "")
+    return next((name for name, value in _items(names) if value is item), "")
+
+
+def _items(names: dict) -> Iterator[tuple[str, Any]]:
+    """As they are now: another thread may add some. Keys need not be strings."""
+    return ((key if issubclass(type(key), str) else f"a {type(key).__name__}", value) for key, value in dict.copy(names).items())

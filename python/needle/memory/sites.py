@@ -289,10 +289,21 @@ def free_failed_frames() -> None:
     global _returning
     if not (_returning or len(_failed)):  # asked for each large allocation
         return
-    clear_returned([frame for error in list(_failed) for frame, _ in traceback.walk_tb(error.__traceback__)])
-    if _returning and sys.exc_info()[1] not in _failed:  # else it is on its way up: more frames may return before it is over
+    failed = list(_failed)
+    handled, shown = sys.exc_info()[1], getattr(sys, "last_value", None)
+    wrappers = [error for error in (handled, shown) if error is not None and _leads_to(failed, error)]
+    clear_returned([frame for error in (*failed, *wrappers) for frame, _ in traceback.walk_tb(error.__traceback__)])
+    if _returning and handled not in wrappers:  # else it is on its way up: more frames may return before it is over
         _returning = False
         _apply_all()
+
+
+def _leads_to(failed: list[OutOfMemoryError], error: BaseException) -> bool:
+    """Whether ``error`` is one of these, or was raised from one. By identity: an exception need not be hashable."""
+    row = [error]
+    for found in row:  # which grows
+        row.extend(e for e in (found.__cause__, found.__context__) if e is not None and not any(e is seen for seen in row))
+    return any(found is one for found in row for one in failed)
 
 
 def used_devices() -> list[BackendDevice]:

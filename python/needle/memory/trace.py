@@ -12,7 +12,7 @@ from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
 from ..backend_selection import as_device
 from ..errors import GraphError
-from ..nn.nn_basic import Module, Parameter, _named, _parts
+from ..nn.nn_basic import Module, Parameter, _child_modules, _named, _parts
 from . import sites
 from .sites import NOWHERE, Reference, Site
 from .units import readable, table
@@ -48,7 +48,7 @@ class ModuleNames:
         found = [(m, _own_parameters(m)) for m in gc.get_objects() if issubclass(type(m), Module)]
         first = {id(m): min(p._number for p in ps) for m, ps in found if any(p.device == device for p in ps)}
         modules = [m for m, _ in found if id(m) in first]
-        children = {id(child) for m in modules for child in m._children()}
+        children = {id(child) for m in modules for child in _child_modules(m.__dict__)}
         roots = [m for m in modules if id(m) not in children]
         self.modules: dict[Reference, str] = {}
         self.parameters: dict[Reference, str] = {}

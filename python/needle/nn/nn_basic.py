@@ -99,7 +99,7 @@ def _unpack_params(value: object) -> list[Tensor]:
 
 def _child_modules(value: object) -> list[Module]:
     modules = [part for _, part in _parts(value) if isinstance(part, Module)]
-    return [m for module in modules for m in (module, *module._children())]
+    return [m for module in modules for m in (module, *_child_modules(module.__dict__))]
 
 
 class Module:
