@@ -9,18 +9,23 @@ import needle as ndl
 import needle.nn as nn
 from apps.models import *  # noqa: F403
 from needle.data.datasets.mnist_dataset import parse_mnist
+from needle.errors import ShapeError
 
 device = ndl.cpu()
 
 
 def softmax_loss(Z, y_one_hot):
-    """Mean softmax loss of scores Z (N, C) against one-hot rows."""
+    """Mean softmax loss of scores Z (N, C) against one-hot rows. raises: ShapeError for what is not (N, C), such as classes."""
+    if y_one_hot.shape != Z.shape:
+        raise ShapeError(f"[softmax_loss] y_one_hot is {y_one_hot.shape} (accepted: {Z.shape}, the shape of Z)")
     losses = ndl.logsumexp(Z, axes=(1,)) - ndl.summation(Z * y_one_hot, axes=(1,))
     return ndl.summation(losses) / Z.shape[0]
 
 
 def nn_epoch(X, y, W1, W2, lr=0.1, batch=100):
     """One pass of SGD, in order, over a two-layer ReLU network without biases; returns the new (W1, W2)."""
+    if len(y) != len(X) or batch < 1:
+        raise ShapeError(f"[nn_epoch] {len(X)} rows, {len(y)} classes, batch {batch} (accepted: as many, and at least 1)")
     classes = W2.shape[1]
     for start in range(0, X.shape[0], batch):
         inputs = ndl.Tensor(X[start : start + batch], requires_grad=False)

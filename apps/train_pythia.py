@@ -70,23 +70,29 @@ def start(argv: list[str] | None) -> int:
             there = f"in {options.checkpoint_dir}" if options.checkpoint_dir else "was named"
             print(f"note: the loss is that of untrained weights: no checkpoint {there}", file=sys.stderr)
         return run(options, weights=weights)
-    saved, problems = checkpoint.find(Path(where))
-    for problem in problems:
-        print(f"{problem}; going on from {saved.name}", file=sys.stderr)
-    state = checkpoint.read_state(saved)
+    found = checkpoint.find(Path(where))
+    for problem in found.problems:
+        print(f"{problem}; going on from {found.path.name}", file=sys.stderr)
+    state = checkpoint.read_state(found.path)
     resumed = parse(argv, state["options"])
-    if not (resumed.checkpoint_dir or resumed.eval_only or resumed.plan):
-        checkpoint.check_newest(saved, Path(where))
+    if not (resumed.eval_only or resumed.plan or lies_elsewhere(found.path, resumed.checkpoint_dir)):
+        checkpoint.check_newest(found.path, Path(where))
     for note in notes(argv, resumed):
         print(f"note: {note}", file=sys.stderr)
-    return run(resumed, saved, state)
+    return run(resumed, found, state)
 
 
-def run(options, saved: Path | None = None, state: dict | None = None, weights: Path | None = None) -> int:
+def lies_elsewhere(saved: Path, folder: str | Path | None) -> bool:
+    """Whether a folder is named for the run, and the checkpoint is not in it."""
+    return folder is not None and not (os.path.isdir(folder) and saved.parent.samefile(folder))
+
+
+def run(options, found: checkpoint.Found | None = None, state: dict | None = None, weights: Path | None = None) -> int:
     """Prepares the run that ``options`` describe and trains, evaluates, compares or plans.
 
-    saved, state: the checkpoint to continue from, and its state. weights: the folder of a model to begin with.
+    found, state: the checkpoint to continue from, and its state. weights: the folder of a model to begin with.
     """
+    saved = found.path if found else None
     where = device(options.device)
     kinds = (False, True) if options.compare_dense else (options.sparse,)
     if options.plan:
@@ -99,6 +105,8 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
         folder = run_folder(options, given, saved)
         if saved is None:
             check_room(options, folder)
+    is_here = folder is not None and saved is not None and not lies_elsewhere(saved, folder)
+    names = found.names if found and is_here else CheckpointFolder(folder).names() if folder else []
     tokenizer = tokenizer_of_run(options, weights, saved, state)
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=tokenizer)
     unigram = unigram_entropy(text.train, evaluated(text, options.seq_len), text.vocab_size)
@@ -124,12 +132,10 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
         return 0
-    if saved is not None:
-        is_here = folder.is_dir() and saved.parent.samefile(folder)
-        if trainer.step < trainer.steps or not is_here:  # else there is nothing to save
-            check_room(options, folder)
+    if saved is not None and (trainer.step < trainer.steps or not is_here):  # else there is nothing to save
+        check_room(options, folder)
     if given is None:
-        folder = new_folder(folder)
+        folder, names = new_folder(folder), []
     per_token, mask = trainer.config.flops_per_token(options.seq_len), mask_picture(trainer.config.layout(options.seq_len))
     facts |= {"text": about_text, "folder": str(folder)}
     if flops:
@@ -138,10 +144,11 @@ def run(options, saved: Path | None = None, state: dict | None = None, weights: 
     folder.mkdir(parents=True, exist_ok=True)
     taken = f"[checkpoint_dir] another process is training in {folder} (another folder)"
     with files.alone_in(folder, taken), budgets[0].advice:
+        checkpoint.check_unchanged(folder, names)
         effective = Namespace(**{**vars(options), "max_steps": trainer.steps, "device": where.name})
         config_file.keep(folder, effective, trainer.step if saved else 0)
         try:
-            return train(options, trainer, text, unigram, folder, saved, about)
+            return train(options, trainer, text, unigram, folder, saved, is_here, about)
         except KeyboardInterrupt:
             if CheckpointFolder(folder).names():
                 raise KeyboardInterrupt(f"go on with: {command('--load_checkpoint', folder)}") from None
@@ -172,13 +179,15 @@ def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
     return facts
 
 
-def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Path, saved: Path | None, about: About) -> int:
+def train(
+    options, trainer: Trainer, text: TextData, unigram: float, folder: Path, saved: Path | None, is_here: bool, about: About
+) -> int:
     """Trains, saves, evaluates and reports until the last step or a stop. Returns the exit code.
 
-    saved: the checkpoint that the run continues from.
+    saved: the checkpoint that the run continues from. is_here: whether it is in ``folder``.
     """
     start, first, peak = time.perf_counter(), trainer.step, 0
-    kept = first if saved is not None and saved.parent.samefile(folder) else None  # the step that ``saved`` is of
+    kept = first if is_here else None  # the step that ``saved`` is of
     checkpoints = CheckpointFolder(folder, options.keep_last)
     if kept is not None:
         checkpoints.go_on_from(saved)
@@ -219,8 +228,8 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
                     report.say(f"step {trainer.step + 1}: {error}; stopped, nothing saved")
                     return 1
                 leaks.step()
-                wrong = not_finite(made)
-                if wrong and trainer.scaler.skipped_steps == skipped:
+                wrong = not_finite(made, trainer.scaler.skipped_steps > skipped)
+                if wrong:
                     report.say(f"step {trainer.step}: {wrong}; stopped, nothing saved (a lower --lr may help)")
                     return 1
                 now = time.perf_counter()
@@ -258,10 +267,12 @@ def train(options, trainer: Trainer, text: TextData, unigram: float, folder: Pat
     return 0
 
 
-def not_finite(made: Step) -> str:
-    """Which of a step's figures is no number, "" if all are. Of a norm that is none, clipping makes NaN of all gradients."""
-    figures = (("loss", made.loss), ("norm of the gradients", made.grad_norm))
-    return next((f"the {name} is {value}" for name, value in figures if not math.isfinite(value)), "")
+def not_finite(made: Step, skipped: bool) -> str:
+    """Which of a step's figures is no number, "" if all are. Of a norm that is none, clipping makes NaN of all gradients; but where
+    the update was ``skipped``, that is the loss scale's affair.
+    """
+    figures = {"loss": made.loss} if skipped else {"loss": made.loss, "norm of the gradients": made.grad_norm}
+    return next((f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)), "")
 
 
 def say_text(text: TextData, unigram: float) -> str:

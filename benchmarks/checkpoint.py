@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace) -> None:
         return checkpoint.save(folder, model, optimizer, state)
 
     def load() -> None:
-        path, _ = checkpoint.find(folder.path)
+        path = checkpoint.find(folder.path).path
         load_published(fresh, read_folder(path))
         checkpoint.load_optimizer(path, fresh, other)
 

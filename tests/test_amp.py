@@ -108,6 +108,13 @@ def test_mixed_operands_give_the_widest_and_gradients_of_their_own_dtype(host):
 def test_float64_and_integers_are_left_alone(host):
     with amp.autocast(host, "bfloat16"):
         assert (tensor((2, 2), host, "float64") @ tensor((2, 2), host, "float64")).dtype == "float64"
+        targets = ndl.Tensor([1, 0], device=host, dtype="int32", requires_grad=False)
+        x, w, beside = (tensor((2, 2), host, dtype) for dtype in ("float64", "float64", "float32"))
+        run = lambda: (x @ w, beside @ w, ops.linear_cross_entropy(x, w, targets))  # noqa: E731
+        found = run()
+        with amp.autocast(host, enabled=False):
+            for f, expected in zip(found, run()):
+                assert f.dtype == "float64" and np.array_equal(f.numpy(), expected.numpy())
         ids = ndl.Tensor([[1, 2]], device=host, dtype="int32", requires_grad=False)
         assert (ids @ ids.transpose()).dtype == "int32"
         assert ops.embedding(tensor((4, 3), host), ids).dtype == "float32"

@@ -317,6 +317,8 @@ def test_ids_outside_their_range_are_named(device):
         ("[one_hot] id 2 at position 0 is outside the depth (0..1)", lambda: kernels.one_hot(array([2], device, "int64"), 2)),
         (f"[one_hot] id {2**32} at position 0 is outside the depth (0..1)", lambda: init.one_hot(2, np.array([2**32]), device)),
         ("[cross_entropy] target 3 at position 1 is outside the classes (0..2)", lambda: kernels.cross_entropy(x, array([-100, 3], device))[0]),
+        *([("[embedding] 1099511627776.0 at position 1 is outside of int32 (accepted: ids)", lambda: kernels.embedding(x, array([0, 2.0**40], device))),
+        ("[one_hot] inf at position 0 is outside of int32 (accepted: ids)", lambda: init.one_hot(2, leaf([np.inf], device)))] if device.is_host else []),
     ):  # fmt: skip
         with pytest.raises(IndexError) as raised:
             make().numpy()
@@ -433,6 +435,51 @@ def test_uint8_under_a_minus_does_not_wrap_around_before_it_is_widened(device):
     np.testing.assert_array_equal((np.array([1.5, 2.5]) - small).numpy(), [-1.5, -197.5])
     np.testing.assert_array_equal((small - 3).numpy(), [0, 197])
     np.testing.assert_array_equal((5 - small).numpy(), [2, 61])  # as numpy's uint8
+
+
+def test_the_smallest_integer_under_a_minus_is_widened_before(device):
+    least, other = 2.0**31, leaf([0], device, "int64", requires_grad=False)
+    small = leaf([-least], device, "int32", requires_grad=False)
+    for difference in (leaf([0], device) - small, 0.0 - small, other - small):
+        assert difference.item() == least
+    x = leaf([1, 2], device, "int32")
+    (leaf([1, 1], device) - x).backward(leaf([0.5, 0.25], device))
+    np.testing.assert_array_equal(x.grad.numpy(), [-0.5, -0.25])
+
+
+def test_what_is_written_broadcasts_also_where_there_is_nothing_to_write(device):
+    x = leaf(np.zeros(3), device, requires_grad=False)
+    for shape in ((5, 0), (7, 3, 0)):
+        with pytest.raises(ShapeError, match=r"\[setitem\] value is"):
+            x[0:0] = leaf(np.zeros(shape), device)
+    x[0:0] = leaf(np.zeros((1, 1, 0)), device)
+    x[0:0] = leaf([1], device)
+    assert x.numpy().tolist() == [0, 0, 0]
+
+
+def test_flags_in_the_place_of_axes(device):
+    x, t = array(np.ones((2, 3)), device), leaf(np.ones((2, 3)), device)
+    for call in (x.sum, x.max, x.mean, x.argmax, t.sum, t.mean, lambda *a: ops.max(t, *a), lambda *a: ops.summation(t, *a)):
+        with pytest.raises(TypeError, match=r"keepdims is 1 \(accepted: True or False\)"):
+            call(0, 1)
+        with pytest.raises(ShapeError, match="axis True is no whole number"):
+            call(True)
+
+
+def test_whole_numbers_that_int64_does_not_have(device):
+    large = np.array([5, 2**63], "uint64")
+    with pytest.raises(OverflowError, match="is outside int64"):
+        ndarray.asarray(large, device)
+    assert ndarray.asarray(large[:1], device).numpy().tolist() == [5]
+
+
+def test_a_scalar_is_one_number(device):
+    x = leaf([1, 2], device)
+    for op in (ops.add_scalar, ops.mul_scalar, ops.divide_scalar, ops.power_scalar):
+        for wrong in (x, x.realize_cached_data(), np.ones((4, 1, 2))):
+            with pytest.raises(DTypeError, match=r"the scalar is of type .* \(accepted: one number\)"):
+                op(x, wrong)
+        assert op(x, np.float32(2)).shape == op(x, np.array([2.0])).shape == (2,)
 
 
 @pytest.mark.parametrize("op", [ops.erf, ops.gelu, lambda x: ops.gelu(x, "tanh"), ops.silu, ops.tanh, ops.absolute])

@@ -24,6 +24,8 @@ def test_slopes_of_powers_at_0(device):
     np.testing.assert_array_equal(gradients(lambda x: 0**x, device, [2, 0])[0], [0, 0])
     np.testing.assert_array_equal(gradients(lambda x: x**0, device, [2, 0])[0], [0, 0])
     np.testing.assert_array_equal(gradients(ops.absolute, device, [2, 0, -2])[0], [1, 0, -1])
+    base, exponent = gradients(lambda a, b: a**b, device, [np.nan, np.inf, 3], [0, 0, 0])
+    np.testing.assert_array_equal(base, 0)
     tiny = ndl.Tensor([2, 6e-8], device=device, dtype="float16")  # its -1st power is infinite, too
     for dtype in ("float16", "uint8"):
         (tiny ** ndl.Tensor([0, 0], device=device, dtype=dtype)).backward()
@@ -384,7 +386,24 @@ def test_convolutions_that_meet_much_padding(device, image, kernel, stride, padd
         np.testing.assert_array_equal(leaves[0].grad.numpy()[(slice(None), *index)], wanted)
 
 
+def test_a_loss_of_no_classes_that_nobody_asks_for(device):
+    logits = leaf(np.zeros((2, 0)), device)
+    loss = ops.cross_entropy(logits, leaf([-100, -100], device, "int32", requires_grad=False))
+    loss.backward()
+    assert loss.item() == 0 and logits.grad.shape == (2, 0)
+
+
+def test_a_number_that_is_cut_off_as_it_is_written_has_no_slope(device):
+    whole, value = leaf([1, 2], device, "int32", requires_grad=False), leaf([1.7], device)
+    whole[0:1] = value
+    (whole * 2.0).sum().backward()
+    assert whole.numpy().tolist() == [1, 2] and value.grad.item() == 0
+
+
 def test_views_without_elements(device):
+    backward = leaf(np.zeros((1, 4)), device)[0:0, ::-1]
+    assert [ops.softmax(column).shape for column in ops.split(backward, 1)] == [(0,)] * 4
+    assert [column.sum().item() for column in backward.realize_cached_data().permute((1, 0))] == [0] * 4
     nothing = array(np.zeros((0, 3, 4, 2)), device)[:, 2:, 2:]
     x = ndl.Tensor.make_const(nothing, requires_grad=True)
     ops.attention(x, x, x).backward()
@@ -558,10 +577,16 @@ def test_cells_take_states_of_one_shape(device):
     x, ones = leaf(np.ones((2, 5)), device), lambda *shape: leaf(np.ones(shape), device)
     lstm, rnn = nn.LSTMCell(5, 3, device=device), nn.RNNCell(5, 3, device=device)
     for cell, state in (
-        (lstm, ones(2, 3)), (lstm, ones(4, 3)), (lstm, (ones(2, 3), ones(3))), (rnn, ones(3)), (rnn, ones(1, 2, 3)),
+        (lstm, (ones(4, 3), ones(4, 3))), (lstm, (ones(2, 3), ones(3))), (rnn, ones(3)), (rnn, ones(1, 2, 3)),
     ):  # fmt: skip
         with pytest.raises(ShapeError, match=r"Cell\] a state is .* \(accepted: \(2, 3\)\)"):
             cell(x, state)
+    several = nn.LSTM(5, 3, device=device)
+    for state, said in ((ones(2, 3), "of type Tensor"), ((ones(2, 3),), "1 of them"), ((ones(2, 3),) * 3, "3 of them")):
+        with pytest.raises(ShapeError, match=rf"\[LSTMCell\] the first state is {said} \(accepted: a pair of Tensors"):
+            lstm(x, state)
+        with pytest.raises(ShapeError, match=rf"\[LSTM\] the first state is {said} \(accepted: a pair of Tensors"):
+            several(ops.stack([x, x], 0), state)
     for cell in (lstm, rnn):
         for wrong in (ones(5), ones(2, 4)):
             with pytest.raises(ShapeError, match=r"Cell\] X is .* \(accepted: \(batch, 5\)\)"):

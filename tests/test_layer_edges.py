@@ -18,16 +18,37 @@ from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, G
 from needle.optim import SGD, Adam, AdamW, Optimizer
 
 
-@pytest.mark.parametrize("kind", [Adam, AdamW])
-def test_a_parameter_that_has_grown_under_its_optimizer(device, kind):
-    p = nn.Parameter(leaf(np.ones(4), device))
-    optimizer = kind([p])
-    (p * 2).sum().backward()
+@pytest.mark.parametrize("kind", [lambda ps: SGD(ps, momentum=0.5), Adam, AdamW])
+@pytest.mark.parametrize("shape", [(4000,), (2, 2)])
+def test_a_parameter_that_has_another_shape_than_its_states(device, kind, shape):
+    first, p = (nn.Parameter(leaf(np.ones(4), device)) for _ in range(2))
+    optimizer = kind([first, p])
+    (first * p).sum().backward()
     optimizer.step()
-    p.data = leaf(np.ones(4000), device)
-    (p * 2).sum().backward()
-    with pytest.raises(ShapeError, match="sizes differ"):
+    p.data = leaf(np.ones(shape), device)
+    ((p * 2).sum() + first.sum()).backward()
+    before = [x.numpy() for x in (first, p)], optimizer.state_dict()
+    with pytest.raises(ShapeError, match=r"a state is \(4,\), its parameter is "):
         optimizer.step()
+    after = [x.numpy() for x in (first, p)], optimizer.state_dict()
+    np.testing.assert_equal(after, before)
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+@pytest.mark.parametrize("with_gradient", [False, True])
+def test_a_parameter_on_another_device_than_its_gradient_or_the_others(cpu, kind, with_gradient):
+    first, second = (nn.Parameter(leaf(np.ones(2), cpu)) for _ in range(2))
+    optimizer = kind([first, second])
+    (first.sum() + second.sum()).backward()
+    second.data = second.data.to("cpu_numpy")
+    if with_gradient:
+        second.grad = second.grad.to("cpu_numpy")
+    if with_gradient and kind is SGD:  # which has nothing that is of all parameters
+        optimizer.step()
+        return
+    with pytest.raises(DeviceError, match="different devices"):
+        optimizer.step()
+    assert np.all(first.numpy() == 1) and np.all(second.numpy() == 1) and getattr(optimizer, "t", 0) == 0
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
@@ -495,6 +516,7 @@ def test_a_bias_is_true_or_false():
         lambda: nn.RNN(3, 4, 1, "relu"),
         lambda: nn.RNNCell(3, 4, "relu"),
         lambda: nn.LSTM(3, 4, 1, 1),
+        lambda: nn.Linear(3, 4, "cpu"),
     )
     for make in makers:
         with pytest.raises(TypeError, match=r"\[\w+\] bias is .* \(accepted: True or False\)"):
@@ -624,7 +646,8 @@ def test_numbers_that_a_layer_cannot_have():
 
 @pytest.mark.parametrize(
     ("make", "wrong"),
-    [(ndl.init.rand, {"low": 2.0, "high": 1.0}), (ndl.init.rand, {"high": float("nan")}), (ndl.init.randn, {"std": -0.1}),
+    [(ndl.init.rand, {"low": 2.0, "high": 1.0}), (ndl.init.rand, {"low": -3e38, "high": 3e38}),
+     (ndl.init.rand, {"low": -np.inf, "high": np.inf}), (ndl.init.rand, {"high": float("nan")}), (ndl.init.randn, {"std": -0.1}),
      (ndl.init.randn, {"std": float("nan")}), (ndl.init.randb, {"p": 1.5}), (ndl.init.randb, {"p": float("nan")})],
 )  # fmt: skip
 def test_random_numbers_that_there_are_not(host, make, wrong):
@@ -676,6 +699,28 @@ def test_attention_of_features_that_differ(device):
     names = ("prenorm_q", "prenorm_k", "prenorm_v", "q_projection", "k_projection", "v_projection", "out_projection")
     assert [getattr(layer, name).weight.shape for name in names] == [(4,), (5,), (6,), (4, 6), (5, 6), (6, 6), (6, 7)]
     assert [nn.AttentionLayer(4, 1, 3, k_features=5).v_projection.weight.shape[0], layer.out_features] == [4, 7]
+
+
+def test_what_attention_and_a_transformer_cannot_take(device):
+    x, whole = leaf(np.ones((1, 1, 3, 4)), device), leaf(np.ones((1, 1, 3, 4)), device, "int32")
+    for wrong in ((whole, x, x), (x, whole, x), (x, x, whole)):
+        with pytest.raises(DTypeError, match=r"\[MultiHeadAttention\] q is .*int32.* \(accepted: floating\)"):
+            nn.MultiHeadAttention(device=device)(*wrong)
+    with pytest.raises(ShapeError, match=r"\[Transformer\] 5 features \(accepted: embedding_size, 4\)"):
+        nn.Transformer(4, 8, 1, device=device)(leaf(np.ones((2, 3, 5)), device))
+    for norm in (ops.layer_norm, ops.batch_norm):
+        for wrong, error in ((-1.0, ValueError), (None, TypeError), ("a", TypeError)):
+            with pytest.raises(error, match=rf"\[{norm.__name__}\] eps is"):
+                norm(x[0, 0], leaf(np.ones(4), device), leaf(np.ones(4), device), wrong)
+
+
+def test_the_norm_of_a_row_so_long_that_float32_would_count_no_further(cpu):
+    """Also beside a mean that is far larger than the spread."""
+    n = 3_000_000
+    x = np.full(n, 1001, np.float32)
+    x[::2] += 2
+    y = ops.layer_norm(*(ndl.Tensor(values, device=cpu, requires_grad=False) for values in (x, np.ones(n), np.zeros(n))))
+    np.testing.assert_allclose(y.numpy()[:2], [1, -1], atol=1e-3)
 
 
 def test_labels_that_do_not_fit_the_logits(device):
@@ -824,6 +869,21 @@ class Touch:
 
     def __reduce__(self):
         return type(self.path).touch, (self.path,)
+
+
+def test_arguments_in_another_data_sets_places(tmp_path):
+    flip = [data.RandomFlipHorizontal(1.0)]
+    with pytest.raises(TypeError, match=r"\[CIFAR10Dataset\] p is of type list"):
+        data.CIFAR10Dataset(str(tmp_path), True, flip)
+    with pytest.raises(TypeError, match=r"\[CIFAR10Dataset\] train is 'test'"):
+        data.CIFAR10Dataset(str(tmp_path), "test")
+    with pytest.raises(TypeError, match=r"\[DataLoader\] shuffle is 'cpu'"):
+        data.DataLoader(data.NDArrayDataset(np.zeros(3)), 2, "cpu")
+    batches = data.batchify(list(range(20)), 2, None, "float32")
+    for i, bptt in ((0, -1), (0, 0), (-1, 3), (9, 3)):
+        with pytest.raises(DataError, match=rf"\[get_batch\] i is {i}, bptt is {bptt} \(accepted: i from 0 to below 9"):
+            data.get_batch(batches, i, bptt)
+    assert [part.shape for part in data.get_batch(batches, 8, 3)] == [(1, 2), (2,)]
 
 
 def test_files_that_are_no_cifar_10(tmp_path):

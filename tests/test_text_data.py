@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import subprocess
 import sys
 import threading
 import types
@@ -472,6 +473,26 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         file.write(b"half")
         raise RuntimeError
     assert cached_files(tmp_path) == ["x"] and path.read_bytes() == b"old"
+
+
+def test_what_killed_processes_left_half_written_goes_when_the_file_is_written_next(tmp_path):
+    path = tmp_path / "[x]"
+    begin = "import pathlib, sys, time; from needle.files import write_atomically"
+    begin += "\nwith write_atomically(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(600)"
+    writers = [subprocess.Popen([sys.executable, "-c", begin, path], stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for writer in writers:
+            writer.stdout.readline()
+        writers[0].kill()
+        writers[0].wait()
+        (tmp_path / "[x].y").touch()
+        with write_atomically(path) as file:
+            file.write(b"whole")
+        assert sorted(cached_files(tmp_path))[::2] == ["[x]", "[x].y"] and len(cached_files(tmp_path)) == 3  # the other one goes on
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
 
 
 def test_threads_that_write_one_file_leave_one_of_theirs(tmp_path):

@@ -544,6 +544,7 @@ def test_a_run_that_goes_on_keeps_what_it_was_asked_to_keep(run, tmp_path):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     back = run("--load_checkpoint", folder / early)
     assert back.returncode == 2 and f"{folder} went on to {kept()[-1]}" in back.stderr and "--checkpoint_dir FOLDER" in back.stderr
+    assert run("--load_checkpoint", folder / early, "--checkpoint_dir", folder).stderr == back.stderr
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     assert run("--load_checkpoint", folder / early, "--max_steps", 2, "--checkpoint_dir", tmp_path / "other").returncode == 0
     assert run("--load_checkpoint", folder / early, "--eval_only").returncode == 0
@@ -819,6 +820,30 @@ def test_a_second_run_leaves_the_first_alone(run, tmp_path):
     assert [entry["name"] for entry in index] == ["step-000002", "step-000003"]  # the last two
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_run_that_ended_while_another_prepared_itself_is_not_replaced(main, tmp_path, monkeypatch, begun):
+    """Neither by a new one nor by one that goes on from what was its newest checkpoint."""
+    import train_pythia
+
+    flags = ("--checkpoint_dir", tmp_path, "--save_every", 1, "--keep_last", 9, "--max_steps")
+    if begun:
+        assert main(*flags, 1)[0] == 0
+        flags = ("--resume", *flags)
+    prepare = train_pythia.load_text
+
+    def meanwhile(*args, **kwargs):
+        monkeypatch.setattr(train_pythia, "load_text", prepare)
+        assert main(*flags, 3)[0] == 0
+        before.update(contents(tmp_path))
+        return prepare(*args, **kwargs)
+
+    before = {}
+    monkeypatch.setattr(train_pythia, "load_text", meanwhile)
+    code, lines = main(*flags, 2)
+    assert code == 2 and len(lines) == 1 and "another process has trained in" in lines[0]
+    assert before and contents(tmp_path) == before
+
+
 def test_a_checkpoint_is_no_place_for_a_run(main, tmp_path):
     """Its own run will remove it, and what is in it."""
     assert main("--max_steps", 1, "--checkpoint_dir", tmp_path)[0] == 0
@@ -839,6 +864,16 @@ def test_a_loss_that_is_no_number_ends_the_run(run, tmp_path):
     done = run("--max_steps", 1, "--lr", "1e30", "--checkpoint_dir", tmp_path)
     assert done.returncode == 1 and "the held-out loss is nan" in done.stdout and "Traceback" not in done.stderr
     assert losses(tmp_path) == first[:1]
+
+
+def test_a_loss_that_is_no_number_is_no_matter_of_its_scale(run, tmp_path):
+    """In fp16 steps are skipped while the scale is too large; weights that are too large would be saved meanwhile."""
+    flags = ("--precision", "fp16", "--save_every", 2, "--warmup_steps", 0, "--checkpoint_dir", tmp_path)
+    assert run("--max_steps", 4, *flags).returncode == 0
+    done = run("--max_steps", 30, "--resume", "--lr", "1e5", *flags)
+    assert done.returncode == 1 and re.search(r"step \d: the loss is \S+; stopped, nothing saved", done.stdout), done.stdout
+    assert (tmp_path / "step-000004").is_dir()
+    assert run("--max_steps", 6, "--load_checkpoint", tmp_path / "step-000004", *flags[:-1], tmp_path / "again").returncode == 0
 
 
 def test_gradients_that_are_no_numbers_end_the_run_before_it_saves(run, tmp_path):
@@ -1062,6 +1097,33 @@ run_program(lambda: 0)
 """
     done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, cwd=ROOT / "python")
     assert done.returncode == -signal.SIGINT and done.stderr == b""
+
+
+def test_interrupted_again_while_the_first_time_is_told():
+    program = """
+import os, signal
+from needle.command_line import exit_code, run_program
+
+class Teller:
+    def write(self, text):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def flush(self):
+        pass
+
+    def reconfigure(self, **_):
+        pass
+
+def main():
+    raise KeyboardInterrupt
+
+import sys
+told = exit_code("prog", main)
+sys.stderr, kept = Teller(), sys.stderr
+run_program(lambda: exit_code("prog", main, "stopped"))
+"""
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, cwd=ROOT / "python")
+    assert done.returncode == 130 and done.stderr == b""
 
 
 def test_terminated_while_a_file_is_written(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from needle import files
 from needle.checkpoints import CheckpointFolder, read_tensors, verify, write_tensors
@@ -29,21 +30,37 @@ def save(folder: CheckpointFolder, model: Pythia, optimizer: AdamW, state: dict,
     return folder.save(state["step"], write)
 
 
-def find(path: Path) -> tuple[Path, list[str]]:
-    """The newest whole checkpoint in a run's folder, or ``path`` itself; and what is wrong with newer ones.
+class Found(NamedTuple):
+    """A whole checkpoint, what is wrong with newer ones, and the names of all that its run had before it was looked for."""
 
-    raises: CheckpointError if there is none.
-    """
+    path: Path
+    problems: list[str]
+    names: list[str]
+
+
+def find(path: Path) -> Found:
+    """The newest whole checkpoint in a run's folder, or ``path`` itself. raises: CheckpointError if there is none."""
+    names = CheckpointFolder(path).names()
     found = CheckpointFolder(path).newest()
-    if found is None:
-        verify(path)
-        return Path(os.path.realpath(path)), []  # its run is where it lies, not where a link to it does
-    return found
+    if found is not None:
+        return Found(*found, names)
+    real = Path(os.path.realpath(path))  # its run is where it lies, not where a link to it does
+    names = CheckpointFolder(real.parent).names()
+    verify(path)
+    return Found(real, [], names)
 
 
 def run_of(path: Path) -> Path | None:
     """The folder of the run that the checkpoint ``path`` is one of; None if it stands alone."""
     return path.parent if path.name in CheckpointFolder(path.parent).names() else None
+
+
+def check_unchanged(folder: Path, names: list[str]) -> None:
+    """raises: CheckpointError if the run has others than ``names`` by now: another process has trained there, and ended."""
+    if CheckpointFolder(folder).names() != names:
+        raise CheckpointError(
+            f"[checkpoint_dir] another process has trained in {folder} meanwhile (this command again, or another folder)"
+        )
 
 
 def check_newest(saved: Path, asked: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from needle import files
 from needle.errors import DataError
 from pythia_app import page
-from pythia_app.config_file import CONFIG
 from pythia_app.events import Events
 from pythia_app.page import METRICS, About
 
@@ -57,9 +56,7 @@ class Reporter:
         self.unread = False
 
     def __enter__(self) -> Reporter:
-        for name in (CONFIG, METRICS, page.PAGE):
-            for unfinished in self.folder.glob(f"{name}.*.tmp"):  # of a run that was killed
-                unfinished.unlink(missing_ok=True)
+        files.remove_abandoned(self.folder / page.PAGE)  # which this run may not write
         with files.write_whole(self.path) as file:
             for row, _ in page.rows(self.path):
                 if 0 < row["step"] <= self.first:

@@ -145,6 +145,8 @@ class Trainer:
                 self.scaler.load_state_dict(state["scaler"])
             set_random_state(self.model, state["random"])
             self.metrics = {name: kind(state["metrics"][name]) for name, kind in (("tokens", int), ("seconds", float))}
+            if not math.isfinite(self.metrics["seconds"]):
+                raise ValueError(f"seconds are {self.metrics['seconds']}")
         except (CheckpointError, DataError):
             raise
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:

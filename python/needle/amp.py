@@ -122,9 +122,9 @@ class _Region:
             self.dtypes[device_type] = dtype
 
     def __call__(self, op: Op, inputs: Sequence[Any]) -> Sequence[Any]:
-        """The inputs as ``op.autocast`` asks for them."""
+        """The inputs as ``op.autocast`` asks for them. An op with one of float64 is left alone: its result has that precision."""
         policy = op.autocast
-        if policy is None:
+        if policy is None or any([x.dtype == "float64" for x in inputs]):
             return inputs
         where = inputs[0].device.name
         low = self.dtypes.get(where)

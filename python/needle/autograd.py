@@ -741,16 +741,16 @@ class Tensor(Value):
         other = self._other(other)
         if not isinstance(other, Tensor):
             return ops.AddScalar(-other)(self)
-        if other.dtype in ("uint8", "bool") and self.dtype not in (other.dtype, "bool"):
-            other = ops.astype(other, self.dtype)  # negated as it is, it would wrap around, or become int64
-        return ops.EWiseAdd()(self, ops.Negate()(other))
+        # Negated as it is, an integer may wrap around.
+        narrow = not dt.is_float(other.dtype) and self.dtype not in (other.dtype, "bool")
+        return ops.EWiseAdd()(self, ops.Negate(dt.promote(self.dtype, other.dtype) if narrow else None)(other))
 
     def __rsub__(self, other):
         other = self._other(other)
         if isinstance(other, Tensor):
             return other - self
-        x = ops.astype(self, self.device.default_float) if self.dtype == "uint8" and isinstance(other, float) else self
-        return ops.Negate()(x) + other
+        wide = self.device.default_float if isinstance(other, float) and not dt.is_float(self.dtype) else None
+        return ops.Negate(wide)(self) + other
 
     def __truediv__(self, other):
         other = self._other(other)

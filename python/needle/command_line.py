@@ -97,9 +97,12 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     for number in ending:
         signal.signal(number, end)
     standard_streams()
-    code = main()
-    for number in (signal.SIGINT, *ending):
-        signal.signal(number, signal.SIG_DFL)
+    try:
+        code = main()
+        for number in (signal.SIGINT, *ending):
+            signal.signal(number, signal.SIG_DFL)
+    except KeyboardInterrupt:  # a second one, while the first was being told
+        code = 130
     sys.exit(code)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import math
 import os
@@ -27,12 +28,13 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     raises: OSError if the folder cannot be made, or the file cannot be written to its end.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{get_ident()}.tmp")
+    remove_abandoned(path)
     try:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from None
-        with open(temporary, "wb") as file:
+        with _open_locked(temporary) as file:
             yield file
             file.flush()
             sync(file.fileno())
@@ -41,6 +43,37 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # gone already if it was renamed
+
+
+def remove_abandoned(path: Path) -> None:
+    """Removes what killed processes have left of writing ``path``: temporary files that no process has locked."""
+    for found in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError), open(found, "r+b") as file:
+            if _lock(file.fileno()):
+                found.unlink()
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    while True:
+        file = open(path, "wb")
+        if _lock(file.fileno()) is None or (path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))):
+            return file
+        file.close()  # another process took it for abandoned before it was locked
+
+
+def _lock(place: int) -> bool | None:
+    """Whether the open file or folder is locked from now on: False if another process has locked it, None where nothing can be."""
+    try:
+        import fcntl
+    except ModuleNotFoundError:  # Windows
+        return None
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        return None
+    return True
 
 
 @contextlib.contextmanager
@@ -112,19 +145,13 @@ def alone_in(folder: Path, otherwise: str) -> Iterator[None]:
     """Locks a folder, so that two processes cannot mix their files. raises: DataError with the text ``otherwise`` if another
     process has locked it.
     """
-    try:
-        import fcntl
-    except ModuleNotFoundError:  # Windows
+    if sys.platform == "win32":  # where a folder cannot be opened
         yield
         return
     place = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(otherwise) from None
-        except OSError:  # a file system without locks
-            pass
+        if _lock(place) is False:
+            raise DataError(otherwise)
         yield
     finally:
         os.close(place)

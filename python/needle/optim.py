@@ -15,7 +15,7 @@ from . import dtype as dt
 from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
-from .backend_ndarray.ndarray import full
+from .backend_ndarray.ndarray import check_one_device, full
 from .errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_number, type_name
 
 _Update = tuple[dict[str, Any], Tensor, NDArray, NDArray]
@@ -68,11 +68,18 @@ class Optimizer:
     def _make_states(self, updates: Iterable[_Update]) -> None:
         """Makes the states that are missing: zeros in float32 (float64 for float64). All are made before the first update, which
         allocates nothing, so a step that runs out of memory has changed nothing.
+
+        raises: ShapeError for a state of another shape than its parameter has by now, DeviceError for one on another device.
         """
         made: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in self.STATES}
         for _, p, w, _ in updates:
             for kind in self.STATES:
-                if p not in getattr(self, kind):
+                have = getattr(self, kind).get(p)
+                if have is not None:
+                    if have.shape != w.shape:
+                        raise ShapeError(f"[optim] a state is {have.shape}, its parameter is {w.shape} (a new optimizer)")
+                    check_one_device("optim", w, have)
+                else:
                     state = made[kind][p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
                     state.category = OPTIMIZER_STATE
         for kind, states in made.items():
@@ -192,9 +199,9 @@ class _Grouped(Optimizer):
         """(group, parameter, array, array of the gradient) of each parameter with a gradient; arrays that are not compact are
         replaced by compact copies, to be updated in place.
 
-        raises: ShapeError for a gradient of another shape, DTypeError for a parameter that is not floating, TypeError or
-        ValueError for a learning rate or weight decay that is no number, ValueError where the groups have other parameters than
-        ``params``. They come before the first update, so nothing is updated then.
+        raises: ShapeError for a gradient of another shape, DeviceError for one on another device, DTypeError for a parameter that
+        is not floating, TypeError or ValueError for a learning rate or weight decay that is no number, ValueError where the groups
+        have other parameters than ``params``. They come before the first update, so nothing is updated then.
         """
         found, pairs = [], [(g, p) for g in self.param_groups for p in g["params"]]
         if [p for _, p in pairs] != self.params:  # gradients are reset, clipped and saved by params, updated by groups
@@ -209,6 +216,7 @@ class _Grouped(Optimizer):
                 raise DTypeError(f"[optim] param is {w.dtype} (accepted: floating)")
             if g.shape != w.shape:
                 raise ShapeError(f"[optim] a gradient is {g.shape}, its parameter is {w.shape}")
+            check_one_device("optim", w, g)
             if "float64" in (g.dtype, w.dtype) or not dt.is_float(g.dtype):  # the kernels combine these with no other dtype
                 g = g.astype(w.dtype, copy=False)
             if not w.is_compact():
@@ -265,6 +273,8 @@ class _Moments(_Grouped):
         updates = self._updates()
         if scale is None:
             scale = full((1,), 1, "float32", self.params[0].device)
+        for _, _, w, _ in updates:
+            check_one_device("optim", scale, w)
         self._make_states(updates)
         self.t += 1
         for group, p, w, g in updates:

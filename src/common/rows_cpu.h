@@ -47,19 +47,26 @@ A row_max(const T* x, int64_t n) {
 }
 
 // sum_i f(i-th vector), where f sees `fill` beyond the end and must give 0 for it.
+// In parts: beside the sum of a long row each later element would be rounded away.
 template <class T, class F, class A = accum_t<T>>
 NEEDLE_INLINE A row_sum(const T* x, int64_t n, A fill, F&& f) {
-  Vec<A> even{}, odd{};
   constexpr int L = kLanes<A>;
-  int64_t i = 0;
-  for (; i + 2 * L <= n; i += 2 * L) {
-    even += f(load(x + i));
-    odd += f(load(x + i + L));
+  constexpr int64_t kPart = int64_t{1} << 14;
+  Vec<A> total{};
+  for (int64_t begin = 0; begin < n; begin += kPart) {
+    const int64_t end = std::min(n, begin + kPart);
+    Vec<A> even{}, odd{};
+    int64_t i = begin;
+    for (; i + 2 * L <= end; i += 2 * L) {
+      even += f(load(x + i));
+      odd += f(load(x + i + L));
+    }
+    for_vectors<A>(
+        end - i, [&](int64_t j) { even += f(load(x + i + j)); },
+        [&](int64_t j, int64_t lanes) { odd += f(load(x + i + j, lanes, fill)); });
+    total += even + odd;
   }
-  for_vectors<A>(
-      n - i, [&](int64_t j) { even += f(load(x + i + j)); },
-      [&](int64_t j, int64_t lanes) { odd += f(load(x + i + j, lanes, fill)); });
-  return sum_lanes<A>(even + odd);
+  return sum_lanes<A>(total);
 }
 
 // log sum exp x = shift + log_sum, in two parts: x - shift - log_sum has the digits that the

@@ -143,7 +143,8 @@ def _fitted(value: NDArray, shape: tuple[int, ...]) -> NDArray:
     """
     extra = max(0, value.ndim - len(shape))
     fitted = value._shape[extra:]
-    if value.size != prod(fitted) or any([n not in (1, wanted) for n, wanted in zip(reversed(fitted), reversed(shape))]):
+    wanted = (1,) * extra + shape[len(shape) - len(fitted) :]
+    if any([n not in (1, w) for n, w in zip(value._shape, wanted)]):
         raise ShapeError(f"[setitem] value is {value._shape}, a[index] is {shape} (accepted: what broadcasts to it)")
     return value._view(fitted, value._strides[extra:]) if extra else value  # reshape refuses what is not contiguous
 

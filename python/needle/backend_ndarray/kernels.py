@@ -65,14 +65,16 @@ def _as_ids(ids: NDArray) -> NDArray:
 
 
 def _whole_ids(op: str, ids: NDArray) -> NDArray:
-    """``_as_ids``. raises: IndexError for a fraction or NaN, which a cast would make another id of: on CPU devices, where a look at
-    the values waits for nothing.
+    """``_as_ids``. raises: IndexError for a fraction, NaN or a number outside of int32, which a cast would make another id of: on
+    CPU devices, where a look at the values waits for nothing.
     """
     if dt.is_float(ids._dtype) and ids._device.is_host:
         values = ids.numpy().reshape(-1)
-        parts = np.flatnonzero(values != np.trunc(values))
-        if len(parts):
-            raise IndexError(f"[{op}] {values[parts[0]]} at position {parts[0]} is no whole number (accepted: ids)")
+        wrong = np.flatnonzero((values != np.trunc(values)) | (abs(values) >= 2.0**31))
+        if len(wrong):
+            value = values[wrong[0]]
+            what = "outside of int32" if value == np.trunc(value) else "no whole number"
+            raise IndexError(f"[{op}] {value} at position {wrong[0]} is {what} (accepted: ids)")
     return _as_ids(ids)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import dtype as dt
-from ..errors import DeviceError, DTypeError, ShapeError, type_name
+from ..errors import DeviceError, DTypeError, ShapeError, check_flag, type_name
 from .device import BackendDevice, all_devices, as_device, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
 from .host_memory import DATA
 from .shapes import (
@@ -405,7 +405,7 @@ class NDArray:
         view = NDArray.__new__(NDArray)
         view._shape = shape
         view._strides = strides
-        view._offset = self._offset if offset is None else offset
+        view._offset = self._offset if offset is None or 0 in shape else offset  # without elements it could be beyond the memory
         view._device = self._device
         view._handle = self._handle
         view._dtype = self._dtype
@@ -526,7 +526,7 @@ class NDArray:
                 accepted = "int, slice, None, ...; a Tensor takes arrays, too"
                 raise IndexError(f"[getitem] unsupported index of type {type(item).__name__} (accepted: {accepted})")
             axis += 1
-        return shape, strides, self._offset if 0 in shape else offset, ints  # without elements it could end up beyond the memory
+        return shape, strides, offset, ints
 
     def __setitem__(self, idxs, other) -> None:
         """Writes into the view in place. other: a number, or an array that broadcasts to it or has as many elements."""
@@ -766,6 +766,7 @@ class NDArray:
     # --- reductions -----------------------------------------------------------------------------------------------
 
     def _reduce(self, op: str, axis, keepdims: bool, dtype: str | None = None, of_nothing: bool | None = None) -> NDArray:
+        check_flag(op, "keepdims", keepdims)  # sum(0, 1), for example, is not over two axes
         axes = normalize_axes(axis, self.ndim, op)
         if axis is not None and not axes:
             raise ShapeError(f"[{op}] axis () names no axis (accepted: None, an int, or a tuple of ints)")
@@ -876,6 +877,8 @@ def _as_numpy(x: Any) -> np.ndarray:
 def _from_values(values: np.ndarray, device: BackendDevice, dtype: str) -> NDArray:
     if values.dtype.kind not in "fiubOV" or (values.dtype.kind == "V" and values.dtype.name != "bfloat16"):
         raise DTypeError(f"[array] cannot store numpy dtype {values.dtype} (accepted: {', '.join(dt.ROWS)})")
+    if values.dtype == np.uint64 and dtype == "int64" and values.size:
+        dt.checked_number("array", values.max(), dtype)  # numpy would wrap it around
     if values.dtype.kind == "O" and any(x is None for x in values.flat):  # which numpy takes for NaN
         raise DTypeError("[array] cannot store None")
     with np.errstate(all="ignore"):

@@ -533,14 +533,16 @@ def cross_entropy_forward(logits, targets, loss, lse, rows, cols, ignore_index):
     x = _rows(logits, rows, cols)
     parts = np.concatenate(_lse_parts(x), axis=1)
     _put(lse, parts)
-    _put(loss, np.where(kept, parts[:, 0] - x[np.arange(rows), ids] + parts[:, 1], 0))
+    taken = x[np.arange(rows), ids] if cols else 0
+    _put(loss, np.where(kept, parts[:, 0] - taken + parts[:, 1], 0))
 
 
 def cross_entropy_backward(logits, targets, lse, dloss, dlogits, rows, cols, ignore_index):
     ids, kept = _targets(targets, rows, cols, ignore_index)
     shift, log_sum = np.split(lse.array.reshape(rows, 2), 2, axis=1)
     p = np.exp(_rows(logits, rows, cols) - shift - log_sum)
-    p[np.arange(rows), ids] -= 1
+    if cols:
+        p[np.arange(rows), ids] -= 1
     _put(dlogits, np.where(kept[:, None], p * dloss.array[:rows, None], 0))
 
 

@@ -70,6 +70,8 @@ def axis_order(axes: tuple[int, ...], ndim: int) -> tuple[int, ...] | None:
 def normalize_axis(axis: Any, ndim: int, op: str) -> int:
     """``axis`` counted from the front. raises: ShapeError if it is no whole number or outside -ndim..ndim-1."""
     try:
+        if isinstance(axis, bool):  # a flag in the wrong place
+            raise TypeError
         axis = operator.index(axis)
     except TypeError:
         shown = f"of type {type_name(axis)}" if hasattr(axis, "shape") else repr(axis)  # not the numbers of concatenate(a, b)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import mmap
@@ -158,9 +157,6 @@ class CheckpointFolder:
             return
         for path in self.path.glob(".step-*.partial"):  # of a process that was killed
             shutil.rmtree(path, ignore_errors=True)
-        for path in self.path.glob(f"{INDEX}.*.tmp"):
-            with contextlib.suppress(OSError):
-                path.unlink()
         for name in set(self._folders()) - {entry["name"] for entry in self._entries()}:
             shutil.rmtree(self.path / name, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..autograd import Tensor
 from ..backend_selection import Device
+from ..errors import check_flag
 
 _BATCH = "accepted: all items of a batch at once, as x[indices] of numpy gives them"
 
@@ -30,8 +31,8 @@ class Dataset:
 
     def _transformed(self, images: np.ndarray) -> np.ndarray:
         """One image, or several of them, each after all transforms."""
-        if images.ndim == 3 or not self.transforms:
-            return self.apply_transforms(images)
+        if images.ndim == 3 or not self.transforms or not len(images):
+            return images if not len(images) else self.apply_transforms(images)
         return np.stack([self.apply_transforms(image) for image in images])
 
 
@@ -50,6 +51,7 @@ class DataLoader:
         batch_size = 1 if batch_size is None else batch_size
         if not hasattr(batch_size, "__index__") or batch_size < 1:
             raise ValueError(f"[DataLoader] batch_size is {batch_size!r} (accepted: a whole number of at least 1)")
+        check_flag("DataLoader", "shuffle", shuffle)
         self.dataset = dataset
         self.batch_size = batch_size
         self.shuffle = shuffle

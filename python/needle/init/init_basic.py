@@ -6,6 +6,8 @@ requires_grad: default False.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..autograd import Tensor
 from ..backend_ndarray import kernels
 from ..backend_ndarray.shapes import as_shape
@@ -23,8 +25,9 @@ def _check(op: str, fits: bool, said: str) -> None:
 
 
 def rand(*shape, low=0.0, high=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
-    """Uniform from low to high, which rounding may reach. raises: ValueError unless low <= high."""
-    _check("rand", low <= high, f"low is {low}, high is {high} (accepted: low <= high)")
+    """Uniform from low to high, which rounding may reach. raises: ValueError unless low <= high, and high - low is a float32."""
+    fits = 0 <= high - low <= np.finfo(np.float32).max
+    _check("rand", fits, f"low is {low}, high is {high} (accepted: low <= high, of which the difference is a float32)")
     device = as_device(device)
     array = device.rand(*_lengths(shape)) * (high - low) + low
     return Tensor(array, device=device, dtype=dtype, requires_grad=requires_grad)

@@ -19,7 +19,7 @@ from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_selection import Device
-from ..errors import CheckpointError, GraphError, ShapeError, check_number, type_name
+from ..errors import CheckpointError, GraphError, ShapeError, check_flag, check_number, type_name
 
 
 def _in_place(operation: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Any]:
@@ -236,6 +236,7 @@ class Linear(Module):
 
     def __init__(self, in_features, out_features, bias=True, device=None, dtype="float32"):
         super().__init__()
+        check_flag("Linear", "bias", bias)  # Embedding has the device in this place
         self.in_features = in_features
         self.out_features = out_features
         kwargs = {"device": device, "dtype": dtype}

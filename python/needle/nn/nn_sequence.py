@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
-from ..errors import ShapeError, check_flag
+from ..errors import ShapeError, check_flag, type_name
 from .nn_basic import Module, Parameter
 
 
@@ -124,6 +124,13 @@ class RNN(Module):
         return X, ops.stack(states, 0)
 
 
+def _check_pair(op: str, h: object) -> None:
+    """raises: ShapeError unless the first state is None or a pair: a Tensor would be taken apart along its first axis."""
+    if h is not None and not (isinstance(h, (tuple, list)) and len(h) == 2):
+        got = f"{len(h)} of them" if isinstance(h, (tuple, list)) else f"of type {type_name(h)}"
+        raise ShapeError(f"[{op}] the first state is {got} (accepted: a pair of Tensors, (h, c))")
+
+
 class LSTMCell(_Cell):
     """i, f, g, o = x W_ih + b_ih + h W_hh + b_hh; c' = sig(f) c + sig(i) tanh(g); h' = sig(o) tanh(c').
 
@@ -136,6 +143,7 @@ class LSTMCell(_Cell):
         super().__init__(input_size, hidden_size, bias, device, dtype)
 
     def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        _check_pair("LSTMCell", h)
         self._check(X, *(h or ()))
         h0, c0 = (self._zero_state(X), self._zero_state(X)) if h is None else h
         return ops.lstm_cell(self._of_input(X) + h0 @ self.W_hh, c0)
@@ -155,6 +163,7 @@ class LSTM(Module):
         and c of each layer.
         """
         first = self.lstm_cells[0]
+        _check_pair("LSTM", h)
         _check_sequence("LSTM", X, first.input_size, self.num_layers, self.hidden_size, h or ())
         if h is None:
             zeros = init.zeros(X.shape[1], self.hidden_size, device=X.device, dtype=X.dtype)

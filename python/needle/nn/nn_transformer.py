@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import dtype as dt
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
 from ..backend_ndarray import ndarray
-from ..errors import ShapeError
+from ..errors import DTypeError, ShapeError
 from .nn_basic import Dropout, LayerNorm1d, Linear, Module, ReLU, Sequential
 from .nn_sequence import Embedding
 
@@ -23,8 +24,9 @@ def _sizes(op: str, x: Tensor) -> tuple[int, ...]:
 class MultiHeadAttention(Module):
     """(softmax(q k^T / sqrt(D)) v, the probabilities (B, H, T, S)): q (B, H, T, D), k and v (B, H, S, D).
 
-    ``ops.attention`` computes the first of the two without storing the second. source: Vaswani et al. 2017, arXiv:1706.03762.
-    raises: ShapeError if the shapes do not fit.
+    ``ops.attention`` computes the first of the two without storing the second; a position that is before all keys sees nothing
+    there, and here the mean of all. source: Vaswani et al. 2017, arXiv:1706.03762.
+    raises: ShapeError if the shapes do not fit, DTypeError for integers.
     """
 
     def __init__(self, *, dropout=0.0, causal=False, device=None, dtype="float32"):
@@ -50,6 +52,8 @@ class MultiHeadAttention(Module):
         check_tensors("MultiHeadAttention", q, k, v)
         if q.ndim != 4 or k.ndim != 4:
             raise ShapeError(f"[MultiHeadAttention] q is {q.shape}, k is {k.shape} (accepted: (B, H, T, D), (B, H, S, D))")
+        if not all(dt.is_float(x.dtype) for x in (q, k, v)):
+            raise DTypeError(f"[MultiHeadAttention] q is {q.dtype}, k is {k.dtype}, v is {v.dtype} (accepted: floating)")
         scores = self.matmul(q, k) / (q.shape[-1] ** 0.5)
         if self.causal:
             mask = self.create_causal_mask(q.shape[2], k.shape[2], q.device)
@@ -156,6 +160,8 @@ class Transformer(Module):
         if not self.batch_first:
             x = ops.transpose(x, (0, 1))
         B, T, C = x.shape
+        if C != self.positions.embedding_dim:
+            raise ShapeError(f"[Transformer] {C} features (accepted: embedding_size, {self.positions.embedding_dim})")
         if T > self.positions.num_embeddings:
             raise ShapeError(f"[Transformer] {T} positions (accepted: at most sequence_len, {self.positions.num_embeddings})")
         ids = init.arange(T, device=x.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .. import dtype as dt
 from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import indexing, kernels
 from ..backend_ndarray.ndarray import check_one_device as _check_one_device
@@ -75,6 +76,8 @@ class SetItem(_NoRead):
         extra = max(0, b.ndim - part.ndim)  # axes of length 1 in front
         part = reshape(unbroadcast(part, b.shape[extra:]), b.shape)
         zeros = Tensor.make_const(_full(b.shape, 0, out_grad.dtype, out_grad.device))
+        if dt.is_float(b.dtype) and not dt.is_float(a.dtype):  # b was cut off to integers
+            part = zeros
         return SetItem(self.index)(out_grad, zeros), part
 
 

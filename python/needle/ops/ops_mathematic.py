@@ -9,6 +9,8 @@ from functools import reduce
 from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from .. import dtype as dt
 from ..autograd import (
     NDArray,
@@ -69,6 +71,8 @@ class _OfScalar(TensorOp):
     """An op with a number as its other operand."""
 
     def __init__(self, scalar):
+        if not isinstance(scalar, (int, float)) and (isinstance(scalar, (Tensor, NDArray)) or np.size(scalar) != 1):
+            raise DTypeError(f"[{type(self).__name__}] the scalar is of type {type_name(scalar)} (accepted: one number)")
         self.scalar = scalar
 
 
@@ -153,9 +157,9 @@ class EWisePow(_InputRead):
         a, b = node.inputs
         x, y = a.realize_cached_data(), b.realize_cached_data()
         grad_a = grad_b = None
-        # Slopes with a factor 0 are 0: by a for b = 0, also where a^-1 is infinite; by b for a = 0 and b >= 0, where log(a) is.
+        # Slopes with a factor 0 are 0: by a for b = 0, also where a^-1 is none; by b for a = 0 and b >= 0, where log(a) is.
         if a.requires_grad:
-            flat = (1 / x).isinf().logical_and(y == 0)
+            flat = (1 / x).isfinite().logical_not().logical_and(y == 0)
             shift = Tensor.make_const(flat.astype(dt.promote(out_grad.dtype, "int32")) - 1)  # b of uint8 has no b - 1 at 0
             grad_a = unbroadcast(out_grad * b * a ** (b + shift), a.shape)
         if b.requires_grad:
@@ -237,10 +241,13 @@ class RDivScalar(_OfScalar):
 
 
 class Negate(_NoRead):
-    """-a."""
+    """-a. dtype: made of a in that dtype, in which there may be -a where that of a has none."""
+
+    def __init__(self, dtype: str | None = None):
+        self.dtype = dtype
 
     def compute(self, a):
-        return -a
+        return -a if self.dtype is None else -a.astype(self.dtype, copy=False)
 
     def gradient(self, out_grad, node):
         return negate(out_grad)

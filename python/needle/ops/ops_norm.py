@@ -8,6 +8,7 @@ from .. import dtype as dt
 from ..autograd import Tensor, TensorTuple, TensorTupleOp
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import full as _full
+from ..errors import check_number
 from .ops_mathematic import broadcast_to, mean, sqrt
 from .ops_shape import reshape
 from .ops_tuple import tuple_get_item
@@ -51,6 +52,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 
     The variance is the biased one, and ``eps`` is added to it. raises: ShapeError if weight or bias does not fit, DTypeError.
     """
+    check_number("layer_norm", "eps", eps)
     return tuple_get_item(LayerNorm(eps)(x, weight, bias), 0)
 
 
@@ -103,4 +105,5 @@ def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
     mean, var: (C,), what x had. The variance is the biased one, and ``eps`` is added to it.
     raises: ShapeError if weight or bias does not fit, or N is 0.
     """
+    check_number("batch_norm", "eps", eps)
     return BatchNorm(eps)(x, weight, bias)

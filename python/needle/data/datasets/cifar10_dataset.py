@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import DataError
+from ...errors import DataError, check_flag, check_number
 from ..data_basic import Dataset
 
 _MAKERS = {"numpy.ndarray", "numpy.dtype", "_codecs.encode"} | {
@@ -28,11 +28,14 @@ class _Unpickler(pickle.Unpickler):
 class CIFAR10Dataset(Dataset):
     """Images (3, 32, 32) float32 in 0..1 and their classes. ``p`` is kept for the course's signature.
 
-    raises: DataError for files that are missing or no part of CIFAR-10.
+    raises: DataError for files that are missing or no part of CIFAR-10; TypeError for a ``train`` that is neither True nor False.
     """
 
     def __init__(self, base_folder: str, train: bool, p: float | None = 0.5, transforms: list | None = None):
         super().__init__(transforms)
+        check_flag("CIFAR10Dataset", "train", train)
+        if p is not None:
+            check_number("CIFAR10Dataset", "p", p, most=1)  # MNISTDataset has the transforms in this place
         self.p = p
         images, labels = [], []
         for name in [f"data_batch_{i}" for i in range(1, 6)] if train else ["test_batch"]:

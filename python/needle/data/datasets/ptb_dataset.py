@@ -62,7 +62,13 @@ def batchify(data, batch_size: int, device, dtype) -> np.ndarray:
 
 
 def get_batch(batches: np.ndarray, i: int, bptt: int, device=None, dtype=None) -> tuple[Tensor, Tensor]:
-    """Positions i .. i + bptt as X (positions, batch), and what follows each as y (positions * batch,)."""
+    """Positions i .. i + bptt as X (positions, batch), and what follows each as y (positions * batch,).
+
+    raises: DataError for an i that is no position before the last, or a bptt below 1.
+    """
+    if not 0 <= i < max(len(batches) - 1, 1) or bptt < 1:
+        accepted = f"i from 0 to below {len(batches) - 1}, bptt at least 1"
+        raise DataError(f"[get_batch] i is {i}, bptt is {bptt} (accepted: {accepted})")
     n = min(bptt, len(batches) - 1 - i)
     parts = batches[i : i + n], batches[i + 1 : i + 1 + n].reshape(-1)
     X, y = (Tensor(part, device=device, dtype=dtype, requires_grad=False) for part in parts)
