@@ -69,7 +69,7 @@ def _whole_ids(op: str, ids: NDArray) -> NDArray:
     CPU devices, where a look at the values waits for nothing.
     """
     if dt.is_float(ids._dtype) and ids._device.is_host:
-        values = ids.numpy().reshape(-1)
+        values = ids.numpy().reshape(-1).astype(np.float64)
         wrong = np.flatnonzero((values != np.trunc(values)) | (abs(values) >= 2.0**31))
         if len(wrong):
             value = values[wrong[0]]

@@ -26,7 +26,7 @@ def _check(op: str, fits: bool, said: str) -> None:
 
 def rand(*shape, low=0.0, high=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
     """Uniform from low to high, which rounding may reach. raises: ValueError unless low <= high, and high - low is a float32."""
-    fits = 0 <= high - low <= np.finfo(np.float32).max
+    fits = 0 <= high - low <= float(np.finfo(np.float32).max)
     _check("rand", fits, f"low is {low}, high is {high} (accepted: low <= high, of which the difference is a float32)")
     device = as_device(device)
     array = device.rand(*_lengths(shape)) * (high - low) + low
