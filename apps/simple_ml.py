@@ -63,9 +63,9 @@ def epoch_general_cifar10(dataloader, model, loss_fn=nn.SoftmaxLoss(), opt=None)
 
 
 def train_cifar10(model, dataloader, n_epochs=1, optimizer=ndl.optim.Adam, lr=0.001, weight_decay=0.001, loss_fn=nn.SoftmaxLoss):
-    """(accuracy, mean loss) of the last of ``n_epochs``."""
+    """(accuracy, mean loss) of the last of ``n_epochs``, None of none."""
     np.random.seed(4)
-    opt = optimizer(model.parameters(), lr=lr, weight_decay=weight_decay)
+    opt, result = optimizer(model.parameters(), lr=lr, weight_decay=weight_decay), None
     for _ in range(n_epochs):
         result = epoch_general_cifar10(dataloader, model, loss_fn(), opt)
     return result
@@ -113,9 +113,9 @@ def train_ptb(
     model, data, seq_len=40, n_epochs=1, optimizer=ndl.optim.SGD, lr=4.0, weight_decay=0.0, loss_fn=nn.SoftmaxLoss,
     clip=None, device=None, dtype="float32",
 ):  # fmt: skip
-    """(accuracy, mean loss) of the last of ``n_epochs``."""
+    """(accuracy, mean loss) of the last of ``n_epochs``, None of none."""
     np.random.seed(4)
-    opt = optimizer(model.parameters(), lr=lr, weight_decay=weight_decay)
+    opt, result = optimizer(model.parameters(), lr=lr, weight_decay=weight_decay), None
     for _ in range(n_epochs):
         result = epoch_general_ptb(data, model, seq_len, loss_fn(), opt, clip, device, dtype)
     return result

@@ -589,6 +589,14 @@ def test_attention_loses_no_nan_whatever_its_bits(device, bits):
 
 
 @pytest.mark.filterwarnings("error")
+def test_norms_of_rows_of_nothing(device):
+    x, nothing = leaf(np.ones((3, 0)), device), leaf(np.ones(0), device)
+    y = ops.layer_norm(x, nothing, nothing)
+    y.backward()
+    assert y.shape == x.grad.shape == (3, 0)
+
+
+@pytest.mark.filterwarnings("error")
 def test_infinities_are_nothing_to_warn_of(device):
     halves, x = array([1, 2], device, "float16"), leaf([[np.inf, 1.0], [3e38, -3e38]], device)
     halves.fill(1e6)

@@ -402,10 +402,15 @@ def logsumexp_backward(x, lse, dlse, dx, rows, cols):
 # --- layer norm ---
 
 
+def _mean(x):
+    """Of each row, (rows, 1); NaN of rows of nothing, of which numpy's mean warns."""
+    return x.sum(axis=1, keepdims=True) / x.dtype.type(x.shape[1])
+
+
 def layer_norm_forward(x, weight, bias, y, mean, rstd, rows, cols, eps):
     x = _rows(x, rows, cols)
-    m = x.mean(axis=1, keepdims=True)
-    r = 1 / np.sqrt(np.square(x - m).mean(axis=1, keepdims=True) + x.dtype.type(eps))
+    m = _mean(x)
+    r = 1 / np.sqrt(_mean(np.square(x - m)) + x.dtype.type(eps))
     _put(mean, m)
     _put(rstd, r)
     _put(y, (x - m) * r * _up(weight.array) + _up(bias.array))
@@ -416,8 +421,8 @@ def layer_norm_backward(dy, x, weight, mean, rstd, dx, dweight, dbias, workspace
     m, r = _rows(mean, rows, 1), _rows(rstd, rows, 1)
     normal = (x - m) * r
     g = dy * _up(weight.array)
-    inner = (g * normal).mean(axis=1, keepdims=True)
-    _put(dx, r * (g - g.mean(axis=1, keepdims=True) - normal * inner))
+    inner = _mean(g * normal)
+    _put(dx, r * (g - _mean(g) - normal * inner))
     _put(dweight, (dy * normal).sum(axis=0))
     _put(dbias, dy.sum(axis=0))
 
