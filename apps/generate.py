@@ -87,7 +87,7 @@ def read_stdin() -> str:
 
 def show(source, texts: list[str], prompts: list[np.ndarray], stops: list[int], tokenizer) -> int:
     """Writes the texts to stdout, one after the other: the first that has not ended as it grows, while later ones are collected."""
-    streams = [TextStream(tokenizer.decode) for _ in prompts]
+    streams = [TextStream(tokenizer.decode, prompt) for prompt in prompts]
     several = len(prompts) > 1
     waiting = [f"--- {b + 1} of {len(prompts)} ---\n{text}" if several else text for b, text in enumerate(texts)]
     running, made, steps, stopped = [True] * len(prompts), 0, 0, False

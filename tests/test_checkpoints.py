@@ -211,6 +211,12 @@ def test_what_is_no_array_is_not_written(tmp_path):
     for wrong in (0.1, [1, 2], None):
         with pytest.raises(TypeError, match=r"\[write_tensors\] lr is of type"):
             ndl.checkpoints.write_tensors(tmp_path / "run", {"weight": np.ones(2), "lr": wrong})
+    for name in ("__metadata__", "\ud800", 1):
+        with pytest.raises(CheckpointError, match=r"\[write_tensors\] a name is .* \(accepted: text other than __metadata__\)"):
+            write_tensors(tmp_path / "run", {name: np.ones(2)})
+    with pytest.raises(CheckpointError, match=r"\[write_tensors\] the names of 50000 arrays take \d+ bytes \(4194304 at most\)"):
+        write_tensors(tmp_path / "run", {f"layers.{i}.weight": np.ones(1) for i in range(50_000)})
+    assert not (tmp_path / "run").exists()
     assert not list(tmp_path.iterdir())
 
 

@@ -125,9 +125,23 @@ def test_bad_arguments(model):
             score_endings(model, [wrong])
 
 
+def test_ids_that_are_none_are_named(model):
+    """As an int32 they might be others, or stand for what does not count."""
+    ids = np.arange(10)
+    for wrong in (-100, -1, model.config.vocab_size, 2**32 + 3):
+        for place in (0, 9):
+            changed = np.where(ids == place, wrong, ids)
+            with pytest.raises(IndexError, match=rf"\[score_text\] id {wrong} is outside the vocabulary"):
+                score_text(model, changed)
+            for example in ((ids, changed), (changed, ids)):
+                with pytest.raises(IndexError, match=rf"\[score_endings\] id {wrong} in example 1 is outside the vocabulary"):
+                    score_endings(model, [(ids, ids), example])
+
+
 def test_figures_of_a_score():
     score = TextScore(nats=8 * math.log(2), tokens=4)
     assert score.loss == pytest.approx(2 * math.log(2)) and score.perplexity == pytest.approx(4) and score.bits_per_byte(8) == 1
+    assert math.isnan(score.bits_per_byte(0))
     assert TextScore(nats=1e9, tokens=1).perplexity == WordScore(1, 0, nats=1e9).perplexity == math.exp(700)  # no OverflowError
 
 

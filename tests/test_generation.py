@@ -406,6 +406,9 @@ WRONG = [
     ({"pad_token_id": -1}, "pad_token_id is -1"),
     ({"seed": -1}, "seed is -1"),
     ({"seed": True}, "seed is True"),
+    ({"do_sample": "false"}, "do_sample is 'false' .accepted: True or False"),
+    ({"eos_token_id": range(3)}, r"eos_token_id is range\(0, 3\)"),
+    ({"eos_token_id": b"\1"}, "eos_token_id is b"),
 ]
 
 

@@ -207,6 +207,28 @@ def test_an_inner_module_keeps_a_part_of_it_in_evaluation(host):
     assert not model.eval()[1].training and not frozen.dropout.training
 
 
+def test_two_tensors_of_one_path_are_no_state():
+    for parts in ({"b.c": nn.Linear(1, 1), "b": {"c": nn.Linear(1, 1)}}, {1: nn.Linear(1, 1), "1": nn.Linear(1, 1)}):
+        model = nn.Module()
+        model.parts = parts
+        for call in (model.state_dict, lambda m=model: m.load_state_dict({})):
+            with pytest.raises(CheckpointError, match=r"two tensors have the path parts\.\S+ \(accepted: keys that differ"):
+                call()
+        assert len(model.parameters()) == 4
+
+
+def test_a_key_put_into_a_group_is_not_passed_over(device):
+    p = nn.Parameter(leaf([1.0, 2.0], device))
+    optimizer = SGD([p], momentum=0.5)
+    p.sum().backward()
+    optimizer.param_groups[0] |= {"momentum": 0.9, "of my own": 1}
+    with pytest.raises(ValueError, match=r"\[SGD\] a group has momentum \(accepted: as an attribute of the optimizer"):
+        optimizer.step()
+    np.testing.assert_array_equal(p.numpy(), [1, 2])
+    del optimizer.param_groups[0]["momentum"]
+    optimizer.step()
+
+
 def test_a_loaded_state_is_a_copy(device):
     one, other = (nn.Linear(2, 2, device=device) for _ in range(2))
     other.load_state_dict(dict(one.named_parameters()))

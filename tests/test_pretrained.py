@@ -183,6 +183,22 @@ def test_names_of_folders_may_be_texts(folder, tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, np.dtype("float16"), "f2", "float16"])
+def test_a_dtype_has_one_name_however_it_was_said(tmp_path, dtype):
+    model = Pythia(PythiaConfig(layers=1, width=8, heads=2, feed_forward=8, vocab_size=11), dtype=dtype)
+    model.save_pretrained(tmp_path)
+    assert model.dtype == json.loads((tmp_path / "config.json").read_text())["dtype"] == "float16"
+    assert Pythia.from_pretrained(tmp_path, dtype=dtype).dtype == "float16"
+
+
+def test_names_that_no_folder_can_have(tmp_path):
+    for name in ("x" * 300, "\ud800"):
+        for call in (Pythia.from_pretrained, tokenizer_of, Pythia(TINY).save_pretrained):
+            with pytest.raises(CheckpointError, match=r"folder|cannot write") as error:
+                call(name)
+            assert len(str(error.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_old_folders_in_other_precisions(tmp_path, golden, dtype):
     """As published in 2023: constants in every layer, rotary_pct, no rope_parameters, half precision."""

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from needle.data.text_stream import TextStream
@@ -47,6 +48,15 @@ def test_whole_characters_byte_by_byte(text, decode):
     assert "".join(pieces) == text and rest == ""
     assert not any("\ufffd" in piece for piece in pieces)
     assert "".join(pieces[: len(text.encode()) // 2]) == text.encode()[: len(text.encode()) // 2].decode(errors="ignore")
+
+
+def test_a_text_that_goes_on_begins_with_its_space():
+    """Which decoders of words leave out at the beginning of a text."""
+    words = lambda ids: " ".join(f"w{i}" for i in ids)  # noqa: E731
+    for before in ([], [7], list(range(40))):
+        source = TextStream(words, np.array(before, np.int64))
+        text = words(before) + "".join([source.put(i) for i in range(100)]) + source.end()
+        assert text == words([*before, *range(100)])
 
 
 def test_any_tokens_give_what_decoding_all_of_them_gives():

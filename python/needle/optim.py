@@ -192,6 +192,8 @@ class _Grouped(Optimizer):
             self.param_groups[0]["params"] = self.params
 
     def _check(self, group: dict[str, Any]) -> None:
+        for name in group.keys() & {"momentum", "betas", "beta1", "beta2", "eps"}:  # put there by a schedule, to no effect
+            raise ValueError(f"[{type(self).__name__}] a group has {name} (accepted: as an attribute of the optimizer)")
         for name in ("lr", "weight_decay"):
             check_number(type(self).__name__, name, group[name])
 

@@ -46,16 +46,22 @@ def _arrays(tensors: Arrays) -> dict[str, NDArray | np.ndarray]:
 def write_tensors(path: str | Path, tensors: Arrays) -> None:
     """Writes a new file, block by block: no array is copied as a whole.
 
-    raises: OSError, for a file that is there already too; DTypeError for what is no array.
+    raises: OSError, for a file that is there already too; DTypeError for what is no array; CheckpointError for names, or more of
+    them, that ``read_tensors`` would not read.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # whose layout the arrays have; transformers asks for it
     arrays, stop = _arrays(tensors), 0
     for name, array in arrays.items():
         start, stop = stop, stop + array.nbytes
+        if not isinstance(name, str) or name == "__metadata__" or not _is_text(name):
+            raise CheckpointError(f"[write_tensors] a name is {name!r} (accepted: text other than __metadata__)")
         code = _CODES[dt.name_of(array.dtype)]
         header[name] = {"dtype": code, "shape": list(array.shape), "data_offsets": [start, stop]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > files.SMALL_BYTES:
+        most = f"{files.SMALL_BYTES} at most"
+        raise CheckpointError(f"[write_tensors] the names of {len(arrays)} arrays take {len(text)} bytes ({most})")
     with open(path, "xb", buffering=0) as file:
         _write_all(file, len(text).to_bytes(8, "little") + text)
         for array in arrays.values():
@@ -64,6 +70,14 @@ def write_tensors(path: str | Path, tensors: Arrays) -> None:
             for i in range(0, len(rows), step):
                 block = np.ascontiguousarray(np.asarray(rows[i : i + step]), dt.to_numpy(dt.name_of(array.dtype)))  # little-endian
                 _write_all(file, block.reshape(-1).view(np.uint8))
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half a pair of surrogates
+        return False
+    return True
 
 
 def _write_all(file: Any, content: Any) -> None:

@@ -12,13 +12,14 @@ _WINDOW = 16  # ids that are decoded again with each new one, at least; twice as
 class TextStream:
     """Turns ids into text of which nothing is taken back: a character of several tokens is given with its last token.
 
-    decode: ids -> text. Only the last ids are decoded again, so a token costs the same however long the text is.
+    decode: ids -> text. Only the last ids are decoded again, so a token costs the same however long the text is. before: the ids of
+    the text that goes before: some decoders leave out a space at the beginning of a text.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]):
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()):
         self._decode = decode
-        self._ids: list[int] = []
-        self._given = 0  # characters of the text of _ids that have been given out
+        self._ids: list[int] = [int(i) for i in before[-_WINDOW:]]
+        self._given = len(decode(self._ids)) if self._ids else 0  # characters of the text of _ids that have been given out
         self._unfinished = 0  # ids since the text last ended in a whole character
 
     def put(self, token: int) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from .. import ops
 from ..backend_ndarray import kernels
 from ..errors import ShapeError
-from .generation import inference, integers
+from .generation import check_ids, inference, integers
 from .pythia import Pythia
 
 
@@ -34,8 +34,8 @@ class TextScore:
         return math.exp(min(self.loss, 700.0))
 
     def bits_per_byte(self, text_bytes: int) -> float:
-        """text_bytes: of the predicted text, in UTF-8. Comparable between vocabularies, which nats per token are not."""
-        return self.nats / math.log(2) / text_bytes
+        """text_bytes: of the predicted text, in UTF-8; NaN for none. Comparable between vocabularies, as nats per token are not."""
+        return self.nats / math.log(2) / text_bytes if text_bytes > 0 else math.nan
 
 
 def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
@@ -66,7 +66,8 @@ def score_text(
     window: positions that the model sees at a time, default ``max_seq_len``. stride: tokens from one window to the next,
     default the window; a smaller one gives each token more context and costs window / stride times as much.
     batch_size: windows at a time. progress: called with the number of tokens predicted so far.
-    raises: ShapeError for fewer than two tokens, for what are no whole numbers, or a stride outside 1 .. window.
+    raises: ShapeError for fewer than two tokens, for what are no whole numbers, or a stride outside 1 .. window; IndexError for an
+    id outside the vocabulary.
     """
     window = model.config.max_seq_len if window is None else window
     stride = window if stride is None else stride
@@ -77,6 +78,7 @@ def score_text(
         raise ShapeError(
             f"[score_text] window {window}, stride {stride}, batch_size {batch_size} (accepted: 1 <= stride <= window, at least 1)"
         )
+    check_ids("score_text", "", ids, model.config.vocab_size)
     nats, counted = 0.0, 0
     todo = windows(len(ids), window, stride)
     while part := list(itertools.islice(todo, min(batch_size, len(ids)))):
@@ -122,7 +124,8 @@ def score_endings(
     """How often the model predicts the ending of a text. examples: (context ids, ending ids), each of at least one id.
 
     Contexts longer than ``window`` (default ``max_seq_len``) lose their beginning. source: Paperno et al. 2016, arXiv:1606.06031.
-    raises: ShapeError for no examples, an empty context or ending, or what are no whole numbers.
+    raises: ShapeError for no examples, an empty context or ending, or what are no whole numbers; IndexError for an id outside the
+    vocabulary.
     """
     window = model.config.max_seq_len if window is None else window
     if not examples or batch_size < 1 or window < 1:
@@ -137,6 +140,8 @@ def score_endings(
         if any(ids.ndim != 1 or ids.dtype.kind not in "iu" for ids in both):
             kinds = " and ".join(f"{ids.shape} {ids.dtype}" for ids in both)
             raise ShapeError(f"[score_endings] example {i} is {kinds} (accepted: whole numbers in a row)")
+        for ids in both:
+            check_ids("score_endings", f"in example {i} ", ids, model.config.vocab_size)
     order = sorted(range(len(examples)), key=lambda i: len(examples[i][0]) + len(examples[i][1]))
     nats, correct = 0.0, 0
     for start in range(0, len(order), batch_size):

@@ -59,6 +59,8 @@ class GenerationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.do_sample, (bool, np.bool_)):
+            raise ShapeError(f"[generate] do_sample is {self.do_sample!r} (accepted: True or False)")
         self._check("max_new_tokens", Integral, "1 to 2147483647", lambda n: 1 <= n < 1 << 31)  # positions are int32
         self._check("temperature", Real, "1e-100 to 1e100; do_sample=False takes the likeliest", lambda x: 1e-100 <= x <= 1e100)
         self._check("top_k", Integral, "at least 1, or 0 for all", lambda n: n >= 0, optional=True)
@@ -81,8 +83,8 @@ class GenerationConfig:
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """The ids that end a sequence."""
-        ids = self.eos_token_id
-        return () if ids is None else tuple(ids) if isinstance(ids, Sequence) else (ids,)
+        ids: Any = self.eos_token_id
+        return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
 
     @property
     def pad_id(self) -> int:
@@ -253,10 +255,15 @@ def as_prompts(input_ids: Any, vocab_size: int) -> list[np.ndarray]:
     for p in prompts:
         if p.dtype.kind not in "iu":
             raise ShapeError(f"[generate] prompts are {p.dtype} (accepted: whole numbers)")
-        if p.min() < 0 or p.max() >= vocab_size:
-            bad = p[(p < 0) | (p >= vocab_size)][0]
-            raise IndexError(f"[generate] id {bad} in a prompt is outside the vocabulary (0..{vocab_size - 1})")
+        check_ids("generate", "in a prompt ", p, vocab_size)
     return prompts
+
+
+def check_ids(op: str, where: str, ids: np.ndarray, vocab_size: int) -> None:
+    """raises: IndexError for an id outside the vocabulary: as an int32 it might be inside, or stand for none."""
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(wrong):
+        raise IndexError(f"[{op}] id {ids[wrong[0]]} {where}is outside the vocabulary (0..{vocab_size - 1})")
 
 
 def _vocabulary(model: Pythia) -> int:

@@ -91,10 +91,12 @@ def folder_of(source: str | Path, revision: str | None = None) -> Path:
     """``source`` if it is a folder, else the folder that its files are downloaded to from the Hub. raises: CheckpointError."""
     try:
         path = files.home(source)
+        if path.is_dir():
+            return path
     except DataError as error:
         raise CheckpointError(f"[from_pretrained] no such folder: {error}") from None
-    if path.is_dir():
-        return path
+    except OSError as error:  # a name that is too long for one
+        raise CheckpointError(f"[from_pretrained] no such folder: {source}: {files.reason(error)}") from None
     if path.exists() or not _ON_THE_HUB.fullmatch(str(source)):
         raise CheckpointError(f"[from_pretrained] no such folder: {source} (or a name on the Hub, as EleutherAI/pythia-70m)")
     try:
@@ -131,7 +133,8 @@ def save(model: Pythia, given: str | Path, tokenizer: TextTokenizer | None, max_
     _check_parts(model)
     try:
         folder, partial = files.home(given), None
-    except DataError as error:
+        os.fsencode(folder)
+    except (DataError, UnicodeEncodeError) as error:
         raise CheckpointError(f"[save_pretrained] no folder: {error}") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -228,7 +228,8 @@ class Pythia(Module):
         if not isinstance(config, PythiaConfig):
             accepted = "a PythiaConfig, such as PythiaConfig.named('70m')"
             raise DTypeError(f"[pythia] config is of type {type_name(config)} (accepted: {accepted})")
-        if not dt.is_float(dt.name_of(dtype)):
+        dtype = dt.name_of(dtype)
+        if not dt.is_float(dtype):
             raise DTypeError(f"[pythia] dtype is {dtype} (accepted: floats)")
         device = as_device(device)
         rng = None if seed is None else np.random.default_rng(seed)

@@ -92,6 +92,15 @@ def _named(value: object, path: str = "") -> Iterator[tuple[str, Parameter | Buf
             yield inner, part
 
 
+def _by_path(module: Module) -> dict[str, Parameter | Buffer]:
+    found: dict[str, Parameter | Buffer] = {}
+    for path, t in _named(module):
+        if path in found:
+            raise CheckpointError(f"[state_dict] two tensors have the path {path} (accepted: keys that differ as text, no dots)")
+        found[path] = t
+    return found
+
+
 def _unpack_params(value: object) -> list[Tensor]:
     parts = (part for _, part in _parts(value))
     return [p for part in parts for p in (part.parameters() if isinstance(part, Module) else [part]) if isinstance(p, Parameter)]
@@ -140,15 +149,18 @@ class Module:
         return _child_modules(self.__dict__)
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """A copy of every Parameter and Buffer in numpy, by path; a shared one is there under each of its paths."""
-        return {name: t.numpy() for name, t in _named(self)}
+        """A copy of every Parameter and Buffer in numpy, by path; a shared one is there under each of its paths.
+
+        raises: CheckpointError where two have one path, by the keys of dicts.
+        """
+        return {name: t.numpy() for name, t in _by_path(self).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Copies the arrays into the Parameters and Buffers with these paths.
 
         raises: CheckpointError if paths or shapes differ, DTypeError for what is no number; nothing has changed then.
         """
-        mine = dict(_named(self))
+        mine = _by_path(self)
         if set(mine) != set(state):
             missing, extra = sorted(set(mine) - set(state)), sorted(set(state) - set(mine))
             raise CheckpointError(f"[load_state_dict] names differ: missing {missing[:5]}, unexpected {extra[:5]}")
