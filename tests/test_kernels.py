@@ -528,8 +528,10 @@ def test_embedding_put(dtype, id_dtype, n, vocab, dim):
     np.testing.assert_array_equal(get(backend, array).astype(int).reshape(vocab, dim), weight)
 
 
-def test_embedding_gradient_adds_in_ascending_order():
+@pytest.mark.parametrize("order", ["forward", "reverse", "random:1"])
+def test_embedding_gradient_adds_in_ascending_order(monkeypatch, order):
     """Beyond kShortRange positions CUDA finds the order another way; each must add as a plain loop does."""
+    monkeypatch.setenv("NEEDLE_SIM_ORDER", order)
     n, vocab = 3000, 1030
     ids = np.where(np.arange(n) % 2, 3, RNG.integers(0, vocab, n)).astype(np.int32)
     dy = (normal(n, 1) * 10.0 ** RNG.integers(-3, 4, (n, 1))).astype(np.float32)
@@ -615,6 +617,10 @@ def test_unscale(dtype, n):
         wanted = (values.astype(kind).astype(np.float64) * 0.125).astype(kind)
         np.testing.assert_array_equal(get(backend, scaled).astype(np.float64), wanted.astype(np.float64))
     check("unscale", dtype, In(normal(n)), 0.125, Out(1, values=[1], dtype="int32"))  # what was found before stays
+    if n and dtype == "float16":  # what only scaling makes infinite
+        found = put(backend, [0], "int32")
+        backend.unscale(put(backend, np.where(np.arange(n) == n // 2, 6e4, 1), dtype), 4.0, found)
+        assert get(backend, found)[0] == 1
 
 
 @every_float

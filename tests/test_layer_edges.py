@@ -572,6 +572,12 @@ def test_a_sequential_is_a_sequence():
         model[3]
 
 
+def test_batch_norm_in_evaluation_has_its_eps(device):
+    layer = nn.BatchNorm1d(2, eps=0.1, device=device)
+    y = layer.eval()(leaf(np.ones((3, 2)), device))
+    np.testing.assert_allclose(y.numpy(), 1 / np.sqrt(1.1), rtol=1e-6)  # a running mean of 0 and variance of 1
+
+
 def test_dropout_of_everything(device):
     x = leaf([1, 2], device)
     np.testing.assert_array_equal(nn.Dropout(1.0)(x).numpy(), [0, 0])
