@@ -130,6 +130,15 @@ __global__ void tail_kernel(float* out, int written) {
   out[threadIdx.x] = tile[31 - threadIdx.x];
 }
 
+__global__ void count_kernel(float* out, bool set) {
+  NEEDLE_SHARED(int, count);
+  if (set && threadIdx.x == 0) atomicExch(&count, 0);
+  __syncthreads();
+  atomicAdd(&count, 1);
+  __syncthreads();
+  out[threadIdx.x] = float(count);
+}
+
 __global__ void reach_kernel(float* out, int reach) {
   NEEDLE_SHARED(float, tile, 32);
   const float* p = tile;
@@ -357,6 +366,8 @@ int main() {
   report("halves_too_soon", [&] { launch<halves_kernel>({1, 64}, o, false); });
   report("tail", [&] { launch<tail_kernel>({1, 32}, o, 32); });
   report("uninitialized", [&] { launch<tail_kernel>({1, 32}, o, 31); });
+  report("count", [&] { launch<count_kernel>({1, 64}, o, true); });
+  report("count_of_nothing", [&] { launch<count_kernel>({1, 64}, o, false); });
   report("within", [&] { launch<reach_kernel>({1, 32}, o, 0); });
   report("beyond", [&] { launch<reach_kernel>({1, 32}, o, 1); });
   report("before", [&] { launch<reach_kernel>({1, 32}, o, -1); });

@@ -91,12 +91,15 @@ RACES = {
 # Reads of shared memory that the block has not written, found by the same detector.
 UNINITIALIZED = {
     "uninitialized": ["shared memory `tile` + 124 bytes", "no thread of the block has written", "thread (0,0,0)"],
+    "count_of_nothing": ["shared memory `count`", "atomic read", "no thread of the block has written"],
     "beyond": ["uninitialized shared memory beyond `tile`", "thread (31,0,0)"],
     "before": ["uninitialized shared memory before its variables", "thread (0,0,0)"],
     "no_wait": ["shared memory `tile`", "a cp.async writes that has not been waited for"],
 }
 # A read that the first write should come before: which of the two comes first depends on the order of threads, and so the message.
-READ_TOO_SOON = {"no_first_barrier", "half_warp_reaches_out", "copy_waits_after_barrier", "matrix_too_soon", "halves_too_soon"}
+READ_TOO_SOON = {
+    "no_first_barrier", "half_warp_reaches_out", "copy_waits_after_barrier", "matrix_too_soon", "halves_too_soon", "counter_too_soon",
+}  # fmt: skip
 
 
 def lines_of(text: str) -> dict[str, str]:

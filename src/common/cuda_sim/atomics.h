@@ -20,11 +20,14 @@ __forceinline__ T* atomic_address(T* address, Site site) {
   return address;
 }
 
+template <class T>
+using Word = std::conditional_t<sizeof(T) == 2, uint16_t,
+                                std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+
 // Any read-modify-write on 2, 4 or 8 bytes; returns the old value.
 template <class T, class F>
 __forceinline__ T atomic_update(T* address, F&& next, Site site) {
-  using Word = std::conditional_t<sizeof(T) == 2, uint16_t,
-                                  std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
+  using Word = sim::Word<T>;
   static_assert(sizeof(Word) == sizeof(T));
   Word* word = reinterpret_cast<Word*>(atomic_address(address, site));
   Word seen = __atomic_load_n(word, __ATOMIC_RELAXED);
@@ -74,7 +77,14 @@ __forceinline__ T atomicXor(T* address, needle::sim::no_deduce<T> value, NEEDLE_
 }
 template <class T>
 __forceinline__ T atomicExch(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
-  return needle::sim::atomic_update(address, [=](T) { return value; }, site);
+  using Word = needle::sim::Word<T>;  // not an update: what nobody has set may be exchanged
+  Word word;
+  T old;
+  std::memcpy(&word, &value, sizeof(T));
+  word = __atomic_exchange_n(reinterpret_cast<Word*>(needle::sim::atomic_address(address, site)),
+                             word, __ATOMIC_RELAXED);
+  std::memcpy(static_cast<void*>(&old), &word, sizeof(T));
+  return old;
 }
 template <class T>
 __forceinline__ T atomicMin(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {

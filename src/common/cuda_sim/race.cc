@@ -237,10 +237,11 @@ bool ordered(const Access& earlier, const Access& now, bool shared) {
   return ordered_by_barriers(earlier, now, shared) || (!places.empty() && passed_on(earlier, now));
 }
 
-enum class Kind { kRead, kWrite, kCopy };
+// An update writes what it makes of what it reads.
+enum class Kind { kRead, kWrite, kUpdate, kCopy };
 
 std::string name_of(const Access& access, Kind kind) {
-  const char* name = kind == Kind::kRead ? "read" : kind == Kind::kWrite ? "write" : "cp.async";
+  const char* name = kind == Kind::kRead ? "read" : kind == Kind::kCopy ? "cp.async" : "write";
   return std::string(access.atomic ? "atomic " : "") + name + " (" +
          describe_code_address(kAnchor + access.code) + ")";
 }
@@ -300,7 +301,7 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
   const Access now = access_of(thread, atomic, pc);
   const bool shared = block.in_shared(start);
   const bool write = kind != Kind::kRead;
-  bool initialized = write || !shared;
+  bool initialized = !shared || kind == Kind::kWrite || kind == Kind::kCopy;
   Access copy;  // that the access reaches into
   uintptr_t copied = 0;
   const auto first = reinterpret_cast<uintptr_t>(start);
@@ -312,6 +313,9 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
     };
     for (const Access* writer : {&cell.write, &cell.atomic_write[0], &cell.atomic_write[1]})
       if (races(*writer)) report(block, thread, address, *writer, Kind::kWrite, now, kind);
+    if (!initialized)
+      for (const Access* writer : {&cell.write, &cell.atomic_write[0], &cell.atomic_write[1]})
+        initialized |= writer->launch == now.launch && writer->block == now.block;
     if (!copied && cell.copy.launch == now.launch && cell.copy.block == now.block) {
       copy = cell.copy;
       copied = address;
@@ -325,8 +329,6 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
         (kind == Kind::kCopy ? cell.copy : cell.write) = now;
     } else {
       note(cell.read, now, shared);
-      for (const Access* writer : {&cell.write, &cell.atomic_write[0], &cell.atomic_write[1]})
-        initialized |= writer->launch == now.launch && writer->block == now.block;
     }
   }
   if (atomic && write) release(first, now, shared);
@@ -427,13 +429,13 @@ HOOK void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_C
 #define FETCH(bits, op)                                                         \
   HOOK uint##bits##_t __tsan_atomic##bits##_fetch_##op(uint##bits##_t* p,       \
                                                        uint##bits##_t v, int) { \
-    access(p, bits / 8, Kind::kWrite, true, PC);                                \
+    access(p, bits / 8, Kind::kUpdate, true, PC);                               \
     return __atomic_fetch_##op(p, v, __ATOMIC_SEQ_CST);                         \
   }
 #define EXCHANGE(bits, strength)                                                 \
   HOOK int __tsan_atomic##bits##_compare_exchange_##strength(                    \
       uint##bits##_t* p, uint##bits##_t* expected, uint##bits##_t v, int, int) { \
-    access(p, bits / 8, Kind::kWrite, true, PC);                                 \
+    access(p, bits / 8, Kind::kUpdate, true, PC);                                \
     return __atomic_compare_exchange_n(p, expected, v, false, __ATOMIC_SEQ_CST,  \
                                        __ATOMIC_SEQ_CST);                        \
   }
@@ -456,7 +458,7 @@ HOOK void __tsan_atomic_signal_fence(int) { __atomic_signal_fence(__ATOMIC_SEQ_C
   }                                                                                 \
   HOOK uint##bits##_t __tsan_atomic##bits##_compare_exchange_val(                   \
       uint##bits##_t* p, uint##bits##_t expected, uint##bits##_t v, int, int) {     \
-    access(p, bits / 8, Kind::kWrite, true, PC);                                    \
+    access(p, bits / 8, Kind::kUpdate, true, PC);                                   \
     __atomic_compare_exchange_n(p, &expected, v, false, __ATOMIC_SEQ_CST,           \
                                 __ATOMIC_SEQ_CST);                                  \
     return expected;                                                                \
