@@ -12,6 +12,7 @@ import pytest
 
 import needle as ndl
 from needle import nn, ops
+from needle.errors import ShapeError
 
 ROOT = Path(__file__).parent.parent
 NAMES = {
@@ -318,6 +319,19 @@ def test_loss_and_error():
     loss, error = loss_err(scores, np.array([0, 0, 0, 1], "uint8"))
     np.testing.assert_allclose(loss, np.mean(np.log1p(np.exp([-2.0, 1.0, -3.0, 5.0]))), rtol=1e-6)
     assert error == 0.5
+
+
+def test_classes_in_the_place_of_one_hot_rows():
+    """They would broadcast, and give a loss below 0."""
+    from apps.simple_ml import nn_epoch, softmax_loss
+
+    for wrong in (ndl.Tensor([0, 1, 2]), ndl.Tensor([[0], [1], [2]])):
+        with pytest.raises(ShapeError, match=r"\[softmax_loss\] y_one_hot is .* \(accepted: \(3, 3\), the shape of Z\)"):
+            softmax_loss(ndl.Tensor(np.ones((3, 3))), wrong)
+    weights = ndl.Tensor(np.ones((4, 5))), ndl.Tensor(np.ones((5, 2)))
+    for classes, batch in (([0], 100), ([0, 1, 0], 0), ([0, 1, 0], -1)):
+        with pytest.raises(ShapeError, match=rf"\[nn_epoch\] 3 rows, {len(classes)} classes, batch {batch} "):
+            nn_epoch(np.ones((3, 4)), np.array(classes), *weights, batch=batch)
 
 
 HOMEWORK_TESTS = (

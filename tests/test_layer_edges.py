@@ -907,6 +907,8 @@ def test_arguments_in_another_data_sets_places(tmp_path):
         data.CIFAR10Dataset(str(tmp_path), "test")
     with pytest.raises(TypeError, match=r"\[DataLoader\] shuffle is 'cpu'"):
         data.DataLoader(data.NDArrayDataset(np.zeros(3)), 2, "cpu")
+    images = data.Dataset([data.RandomCrop(2)])
+    assert images._transformed(np.zeros((0, 8, 8, 1))).shape == (0, 8, 8, 1)
     batches = data.batchify(list(range(20)), 2, None, "float32")
     for i, bptt in ((0, -1), (0, 0), (-1, 3), (9, 3)):
         with pytest.raises(DataError, match=rf"\[get_batch\] i is {i}, bptt is {bptt} \(accepted: i from 0 to below 9"):

@@ -1101,7 +1101,7 @@ run_program(lambda: 0)
 
 def test_interrupted_again_while_the_first_time_is_told():
     program = """
-import os, signal
+import os, signal, sys
 from needle.command_line import exit_code, run_program
 
 class Teller:
@@ -1117,9 +1117,7 @@ class Teller:
 def main():
     raise KeyboardInterrupt
 
-import sys
-told = exit_code("prog", main)
-sys.stderr, kept = Teller(), sys.stderr
+sys.stderr = Teller()
 run_program(lambda: exit_code("prog", main, "stopped"))
 """
     done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, cwd=ROOT / "python")

@@ -40,8 +40,8 @@ class Found(NamedTuple):
 
 def find(path: Path) -> Found:
     """The newest whole checkpoint in a run's folder, or ``path`` itself. raises: CheckpointError if there is none."""
-    names = CheckpointFolder(path).names()
-    found = CheckpointFolder(path).newest()
+    run = CheckpointFolder(path)
+    names, found = run.names(), run.newest()
     if found is not None:
         return Found(*found, names)
     real = Path(os.path.realpath(path))  # its run is where it lies, not where a link to it does

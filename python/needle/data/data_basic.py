@@ -31,8 +31,10 @@ class Dataset:
 
     def _transformed(self, images: np.ndarray) -> np.ndarray:
         """One image, or several of them, each after all transforms."""
-        if images.ndim == 3 or not self.transforms or not len(images):
-            return images if not len(images) else self.apply_transforms(images)
+        if not len(images):
+            return images
+        if images.ndim == 3 or not self.transforms:
+            return self.apply_transforms(images)
         return np.stack([self.apply_transforms(image) for image in images])
 
 
