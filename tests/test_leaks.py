@@ -3,7 +3,9 @@
 import collections
 import functools
 import gc
+import os
 import re
+import signal
 import sys
 import threading
 import types
@@ -545,6 +547,28 @@ def test_searches_of_several_threads_leave_nothing_behind(with_layer, cpu):
     finally:
         sys.setswitchinterval(often)
         gc.enable()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_that_forks_while_another_thread_searches_can_search(with_layer):
+    searching, over = threading.Event(), threading.Event()
+
+    def search():
+        with sys.modules[memory.LeakCheck.__module__]._searching:
+            searching.set()
+            over.wait()
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    searching.wait()
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # ends it, where it waits for a thread that it does not have
+        os._exit(memory.leaks() != [])
+    over.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_tuples_of_tuples_may_be_deep_and_shared(with_layer):

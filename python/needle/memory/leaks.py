@@ -9,7 +9,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from threading import RLock, get_ident
+from threading import get_ident
 
 from ..amp import kept_casts
 from ..autograd import Value
@@ -17,6 +17,7 @@ from ..backend_ndarray.ndarray import write_stamp
 from ..backend_selection import NDArray
 from ..errors import GraphError
 from ..graph import Node, differentiable_order
+from ..locks import process_lock
 from . import sites
 from .frames import forget_old_copies
 from .names import names_of
@@ -119,7 +120,7 @@ def leaks() -> list[Leak]:
     return find(None, []) if check is None else find(check._before, check._ends)
 
 
-_searching = RLock()  # two searches would find each other's lists, and keep them
+_searching = process_lock()  # two searches would find each other's lists, and keep them
 
 
 def find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
