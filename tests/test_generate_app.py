@@ -251,6 +251,10 @@ def test_bytes_are_those_of_the_text(app, made, tmp_path):
     for flags in ((), ("--max_tokens", 10_000)):
         done = app("evaluate", "--model", tmp_path / "model", "--text", tmp_path / "text", *flags)
         assert "; 600 bytes, " in done.stdout, done.stdout + done.stderr
+    nothing = {"type": "Replace", "pattern": {"Regex": ".*"}, "content": ""}  # what a token of spaces alone may stand for
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({**about, "decoder": nothing}))
+    done = app("evaluate", "--model", tmp_path / "model", "--text", tmp_path / "text", "--max_tokens", 1)
+    assert done.returncode == 0 and "bits per byte nan; 0 bytes, 1 tokens" in done.stdout, done.stdout + done.stderr
     plain = load_tokenizer(next((made / "dense").glob("step-*")) / "tokenizer.json")
     plain.end_of_text = None  # then the first token is not predicted
     ids, nbytes = evaluate.tokens(str(made / "words.txt"), plain, 30)

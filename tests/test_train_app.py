@@ -318,7 +318,7 @@ def test_a_state_that_no_run_has_saved(main, tmp_path):
     good, before = saved.read_text(), json.loads(sums.read_text())
     for change in (
         {"data": []}, {"data": {**json.loads(good)["data"], "position_windows": "x"}}, {"random": 3}, {"metrics": {"tokens": "x"}},
-        {"metrics": "x"}, {"step": "1"}, {"step": True}, {"steps": -1}, {"optimizer_steps": 10**30},
+        {"metrics": {"tokens": 1, "seconds": "nan"}}, {"metrics": {"tokens": 1, "seconds": "inf"}}, {"metrics": "x"}, {"step": "1"}, {"step": True}, {"steps": -1}, {"optimizer_steps": 10**30},
         {"data": {**json.loads(good)["data"], "position_windows": -1}}, {"options": []}, {"options": {**json.loads(good)["options"], "lr": "x"}},
         {"options": {**json.loads(good)["options"], "batch_size": [1]}}, {"options": {**json.loads(good)["options"], "betas": 1}},
         {"options": {**json.loads(good)["options"], "seq_len": "64"}}, {"options": {**json.loads(good)["options"], "sparse": 1}},
