@@ -291,6 +291,26 @@ def test_a_failure_while_gradients_are_added_does_not_wait_for_a_plan_that_adds_
     assert len(plans) == 1 and "another thread is planning" in texts[0]
 
 
+def test_failures_are_looked_through_while_another_thread_fails():
+    """At whatever line the other comes in between."""
+    errors = [OutOfMemoryError("one"), OutOfMemoryError("two")]
+    for error in errors:
+        sites.remember_failure(error)
+
+    def meanwhile(frame, event, arg):
+        errors.append(OutOfMemoryError("more"))
+        sites.remember_failure(errors[-1])
+        return meanwhile
+
+    before = sys.gettrace()
+    sys.settrace(meanwhile)
+    try:
+        sites.free_failed_frames()
+    finally:
+        sys.settrace(before)
+    assert len(errors) > 2
+
+
 def test_two_threads_forget_sites_at_once(monkeypatch):
     """Both are in an allocation, which must not fail by it."""
 

@@ -6,7 +6,9 @@ import gc
 import math
 import os
 import re
+import subprocess
 import sys
+import textwrap
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -330,6 +332,26 @@ def test_a_plan_inside_of_a_plan_is_refused():
         with pytest.raises(GraphError, match="one plan after the other"):
             plan(build)
         assert plan(build, device=ndl.cpu())  # where it does no harm
+
+
+@pytest.mark.parametrize("lists", [0, 1, 2])
+def test_a_step_that_fails_deep_in_a_network_ends_its_plan_and_not_the_process(lists):
+    """In a process of its own. How deep what is being freed is nested decides in which order the interpreter frees it."""
+    code = f"""
+        from needle import init, memory, nn
+        def build(device):
+            layers = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(30)))
+            def step():
+                kept = {"[" * lists}layers(init.ones(2, 4, device=device)){"]" * lists}
+                raise ValueError("the step's own")
+            return step
+        try:
+            memory.plan(build)
+        except ValueError as error:
+            print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "the step's own\n"), done.stderr
 
 
 def test_threads_plan_in_turns():

@@ -31,13 +31,21 @@ from .frames import clear_returned, is_core, read
 LARGE_BYTES = 8 << 20  # pieces of this size are few and slow to make: reading the stack costs little beside that
 
 
-class Reference(weakref.ref):
-    """A weak reference that can be a key for its object even if that is not hashable, like a Module that is a dataclass."""
+class Reference:
+    """A weak reference that can be a key for its object even if that is not hashable, like a Module that is a dataclass.
 
-    __slots__ = ("_id",)
+    It has a ``weakref.ref`` and is none itself: up to Python 3.12, where the last reference to one of a subclass goes deep in a row
+    of objects that are being freed, and its object after it, the interpreter follows a null pointer.
+    """
+
+    __slots__ = ("_found", "_id")
 
     def __init__(self, found: Any):
+        self._found = weakref.ref(found)
         self._id = id(found)
+
+    def __call__(self) -> Any:
+        return self._found()
 
     def __hash__(self) -> int:
         return self._id
@@ -268,14 +276,15 @@ def mark_nodes(wanted: bool) -> None:
 
 # --- after a failure ---
 
-_failed: weakref.WeakSet[OutOfMemoryError] = weakref.WeakSet()
+# Not a WeakSet, which can't be looked through while another thread adds to it.
+_failed: set[weakref.ref[OutOfMemoryError]] = set()
 _returning = False  # whether some frames of those tracebacks may still be running
 
 
 def remember_failure(error: OutOfMemoryError) -> None:
     """The frames of ``error``'s traceback hold arrays; they are let go when needle is next asked for memory."""
     global _returning
-    _failed.add(error)
+    _failed.add(weakref.ref(error, _failed.discard))
     _returning = True
     _apply_all()
 
@@ -289,7 +298,7 @@ def free_failed_frames() -> None:
     global _returning
     if not (_returning or len(_failed)):  # asked for each large allocation
         return
-    failed = list(_failed)
+    failed = [error for reference in _failed.copy() if (error := reference()) is not None]
     handled, shown = sys.exc_info()[1], getattr(sys, "last_value", None)
     wrappers = [error for error in (handled, shown) if error is not None and _leads_to(failed, error)]
     clear_returned([frame for error in (*failed, *wrappers) for frame, _ in traceback.walk_tb(error.__traceback__)])
