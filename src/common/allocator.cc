@@ -104,8 +104,12 @@ int Allocator::set_current_category(int category) {
   return before;
 }
 
-void Allocator::record(MemoryEvent::Kind kind, const Holder& holder) {
-  log_.push_back({kind, holder.serial, holder.nbytes, holder.site, holder.category});
+void Allocator::record(MemoryEvent::Kind kind, const Holder& holder) noexcept {
+  try {
+    log_.push_back({kind, holder.serial, holder.nbytes, holder.site, holder.category});
+  } catch (const std::bad_alloc&) {  // whoever takes the log is told
+    log_has_gap_ = true;
+  }
 }
 
 std::vector<MemoryEvent> Allocator::holders() const {
@@ -119,12 +123,14 @@ std::vector<MemoryEvent> Allocator::holders() const {
 void Allocator::start_log() {
   std::lock_guard<std::mutex> lock(mutex_);
   log_.clear();
+  log_has_gap_ = false;
   logging_ = true;
 }
 
 std::vector<MemoryEvent> Allocator::take_log() {
   std::lock_guard<std::mutex> lock(mutex_);
   logging_ = false;
+  if (log_has_gap_) throw std::bad_alloc();
   return std::exchange(log_, {});
 }
 
@@ -145,8 +151,13 @@ void* Allocator::take(int64_t bytes) {
       ptr = source_.allocate(size);
     }
     if (ptr == nullptr) throw OutOfMemory(bytes, stats_);
+    try {
+      if (cacheable) block_bytes_[ptr] = size;
+    } catch (const std::bad_alloc&) {
+      source_.release(ptr, size);
+      throw;
+    }
     stats_.reserved += size;
-    if (cacheable) block_bytes_[ptr] = size;
   }
   stats_.peak_reserved = std::max(stats_.peak_reserved, stats_.reserved);
   top_ = std::max(top_, stats_.reserved - cached_bytes_);
@@ -160,10 +171,10 @@ char* Allocator::take_cached(int64_t size) {
   const auto [real, ptr] = *found;
   const int64_t rest = real - size;
   if (caching_ == Caching::kBlocks && rest > real / 8) return nullptr;
-  forget(ptr, real);
   const bool cut = caching_ == Caching::kRanges && rest >= kLarge;
-  if (cut) keep(ptr + size, rest);
   block_bytes_[ptr] = cut ? size : real;
+  forget(ptr, real);
+  if (cut) keep(ptr + size, rest);
   return ptr;
 }
 
@@ -179,8 +190,8 @@ void Allocator::give_back(void* ptr, int64_t bytes) noexcept {
   }
 }
 
-void Allocator::keep(char* ptr, int64_t size) {
-  cached_bytes_ += size;
+// What there is no memory to write down goes back to the source.
+void Allocator::keep(char* ptr, int64_t size) noexcept {
   if (caching_ == Caching::kRanges) {
     const auto after = cached_.lower_bound(ptr);
     const auto next = after != cached_.end() ? *after : std::pair<char* const, int64_t>{};
@@ -188,21 +199,26 @@ void Allocator::keep(char* ptr, int64_t size) {
         after != cached_.begin() ? *std::prev(after) : std::pair<char* const, int64_t>{};
     if (next.first == ptr + size) {
       forget(next.first, next.second);
-      cached_bytes_ += next.second;
       size += next.second;
     }
     if (last.first != nullptr && last.first + last.second == ptr) {
       forget(last.first, last.second);
-      cached_bytes_ += last.second;
       ptr = last.first;
       size += last.second;
     }
   }
-  cached_.emplace(ptr, size);
-  cached_by_size_.emplace(size, ptr);
+  try {
+    cached_.emplace(ptr, size);
+    cached_by_size_.emplace(size, ptr);
+    cached_bytes_ += size;
+  } catch (const std::bad_alloc&) {
+    cached_.erase(ptr);
+    source_.release(ptr, size);
+    stats_.reserved -= size;
+  }
 }
 
-void Allocator::forget(char* ptr, int64_t size) {
+void Allocator::forget(char* ptr, int64_t size) noexcept {
   cached_bytes_ -= size;
   cached_.erase(ptr);
   cached_by_size_.erase({size, ptr});

@@ -84,7 +84,7 @@ class Allocator {
   void set_site_bytes(int64_t bytes) { site_bytes_ = bytes; }
   std::vector<MemoryEvent> holders() const;  // as if each had just been made, the oldest first
   void start_log();
-  std::vector<MemoryEvent> take_log();  // and stops it
+  std::vector<MemoryEvent> take_log();  // and stops it; throws bad_alloc if an event found no room
 
   // The category of what this thread allocates from now on; gives the one before.
   int set_current_category(int category);
@@ -97,11 +97,11 @@ class Allocator {
  private:
   void* take(int64_t bytes);
   char* take_cached(int64_t size);
-  void keep(char* ptr, int64_t size);
-  void forget(char* ptr, int64_t size);
+  void keep(char* ptr, int64_t size) noexcept;
+  void forget(char* ptr, int64_t size) noexcept;
   void give_back(void* ptr, int64_t bytes) noexcept;
   void count(int category, int64_t bytes);
-  void record(MemoryEvent::Kind kind, const Holder& holder);
+  void record(MemoryEvent::Kind kind, const Holder& holder) noexcept;
   void release_cached(int64_t reserved);
 
   MemorySource& source_;
@@ -111,7 +111,7 @@ class Allocator {
   int64_t peak_serial_ = 0;  // of the holder that made the peak, which may get its category next
   int64_t site_bytes_ = INT64_MAX;
   Holder *oldest_ = nullptr, *newest_ = nullptr;
-  bool logging_ = false;
+  bool logging_ = false, log_has_gap_ = false;
   std::vector<MemoryEvent> log_;
   std::map<char*, int64_t> cached_;                     // what is kept, by where it is
   std::set<std::pair<int64_t, char*>> cached_by_size_;  // the same

@@ -125,11 +125,22 @@ inline int64_t site_of(int64_t size, DType dtype) {
 
 inline void bind_array(py::module_& m) {
   py::class_<Array>(m, "Array", py::module_local())
-      .def(py::init([](int64_t size, const std::string& dtype) {
-             const DType type = dtype_from_name(dtype);
-             return std::make_unique<Array>(allocator(), size, type, site_of(size, type));
-           }),
-           py::arg("size"), py::arg("dtype") = "float32")
+      // What py::init does, but for a failure to register the array: that would end the process.
+      .def(
+          "__init__",
+          [](py::detail::value_and_holder& self, int64_t size, const std::string& dtype) {
+            const DType type = dtype_from_name(dtype);
+            auto array = std::make_unique<Array>(allocator(), size, type, site_of(size, type));
+            self.value_ptr() = array.get();
+            try {
+              self.type->init_instance(self.inst, nullptr);
+            } catch (...) {
+              self.value_ptr() = nullptr;
+              throw;
+            }
+            array.release();
+          },
+          py::detail::is_new_style_constructor(), py::arg("size"), py::arg("dtype") = "float32")
       .def_property_readonly("size", &Array::size)
       .def_property_readonly("dtype", [](const Array& a) { return dtype_name(a.dtype()); })
       .def_property_readonly("nbytes", &Array::nbytes)

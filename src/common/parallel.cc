@@ -67,8 +67,10 @@ class Pool {
  public:
   explicit Pool(int threads) : threads_(threads), shares_(new Share[size_t(threads)]) {
     try {
+      workers_.reserve(size_t(threads));
       for (int i = 1; i < threads; ++i) workers_.emplace_back([this, i] { work(i); });
     } catch (const std::system_error&) {  // no more threads to be had
+    } catch (const std::bad_alloc&) {     // no memory for one
     }
   }
   ~Pool() {

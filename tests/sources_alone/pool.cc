@@ -10,15 +10,8 @@
 #include <thread>
 #include <vector>
 
+#include "check.h"
 #include "parallel.h"
-
-#define CHECK(condition)                                                   \
-  do {                                                                     \
-    if (!(condition)) {                                                    \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-      std::_Exit(1);                                                       \
-    }                                                                      \
-  } while (0)
 
 using namespace needle::cpu;
 
