@@ -417,3 +417,14 @@ def test_the_peak_is_that_of_the_memory_that_made_it(cpu):
 def test_two_traces_of_one_device_are_refused(cpu):
     with memory.trace(cpu), pytest.raises(ndl.errors.GraphError, match="traced already"), memory.trace(cpu):
         pass
+
+
+def test_every_account_has_the_same_rules(device):
+    """Of the backend in C++, of numpy's and of the plans' alike."""
+    for one in (device, ndl.meta()):
+        array = empty((4,), "float32", one)
+        with memory.trace(one) as trace:
+            array.category = array.category
+        assert not trace.events
+        one.require().set_limit(-1)
+        assert memory.stats(one).limit == 0

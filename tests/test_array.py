@@ -173,6 +173,13 @@ def test_large_products_forget_what_was_packed_for_the_last_one(cpu, dtype):
     np.testing.assert_array_equal(found.numpy(), np.full((100, 200), 1001).astype(found.numpy().dtype))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_mean_is_rounded_once(device, dtype):
+    x = NDArray(np.random.default_rng(0).standard_normal((1000, 7)), device=device, dtype=dtype)
+    wide = NDArray(x.astype("float32").numpy().astype(np.float64).mean(1), device=device)
+    np.testing.assert_array_equal(x.mean(1).astype("float32").numpy(), wide.astype(dtype).astype("float32").numpy())
+
+
 @pytest.mark.parametrize("shapes", [((3, 4), (4, 5)), ((4,), (4, 5)), ((2, 3, 4), (4,)), ((4,), (4,))], ids=str)
 def test_products_into_an_array_that_is_there(device, shapes):
     a, b = (np.arange(np.prod(s), dtype=np.float32).reshape(s) for s in shapes)

@@ -669,7 +669,9 @@ def test_numbers_that_ops_and_clipping_cannot_use(device):
 
 def test_linear_takes_one_matrix(device):
     """A batch of them, or a vector, went as far as backward, which failed."""
-    for x, weight, bias in (((2, 3, 4), (2, 4, 5), 5), ((3, 4), 4, 3), ((3, 4), (4, 5), 1)):
+    for x, weight, bias in (
+        ((2, 3, 4), (2, 4, 5), 5), ((3, 4), 4, 3), ((3, 4), (4, 5), 1), ((2, 3), (3, 4), (2, 2)), ((2, 3), (3, 4), (4, 1))
+    ):  # fmt: skip
         with pytest.raises(ShapeError, match=r"\[linear\] weight is .*, bias is .* \(accepted: \(in, out\), \(out,\)\)"):
             ops.linear(*(leaf(np.ones(shape), device) for shape in (x, weight, bias)))
 

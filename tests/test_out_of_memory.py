@@ -167,6 +167,19 @@ def test_what_the_system_does_not_give_is_not_there(monkeypatch):
     build_for(16)(numpy)()
 
 
+def test_a_limit_below_what_is_held_leaves_nothing(limited):
+    def build_for():
+        return lambda device: lambda: ndl.init.ones(10, 10, device=device)
+
+    held = ndl.init.ones(1000, 100, device=limited)
+    memory.set_limit(held.cached_data.nbytes // 2, limited)
+    with (
+        pytest.raises(OutOfMemoryError, match=r"400 bytes at its peak .*; 0 bytes is there"),
+        memory.advise(build_for, [], steps=1),
+    ):
+        build_for()(limited)()
+
+
 def test_the_line_that_asked_is_one_line(limited):
     x = ndl.Tensor(np.ones((200, 200)), device=limited)
     with memory.LeakCheck():

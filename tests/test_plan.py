@@ -517,6 +517,13 @@ def test_the_largest_micro_batch_is_found(slope, bend, least):
         assert len(asked) == len(set(asked)) <= (10 if budget > least else 30)
 
 
+def test_a_batch_beyond_a_dip_is_found():
+    peaks = [100, 220, 190, 310, 380, 470, 440, 430, 420, 600]
+    for budget in range(100, 650):
+        expected = max(n for n in range(1, 11) if peaks[n - 1] <= budget)
+        assert memory.largest(lambda n: peaks[n - 1], budget, 10) == expected
+
+
 @pytest.mark.parametrize("most", [0, 1, 5])
 def test_the_fewest_that_fit_are_found(most):
     peak_of = lambda n: 100 - 10 * n  # noqa: E731
@@ -737,3 +744,19 @@ def test_half_a_picture_is_none(tmp_path, monkeypatch):
 def test_the_page_plans_the_model_that_did_not_fit(in_root):
     said = in_root("benchmarks/memory_page.py", "--only", "budget")
     assert "179.7M parameters" in said and "32.00 GiB in fp32" in said and said.count("GiB |") >= 4
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_an_index_without_axes_is_planned_as_the_number_it_is(device, write):
+    def build(where):
+        table = ndl.init.ones(8, 50, device=where, requires_grad=False)
+        i = ndl.Tensor(2, device=where, dtype="int32", requires_grad=False)
+
+        def step():
+            if write:
+                table[i] = table[i] + 1
+            return [table[i] for _ in range(5)]
+
+        return step
+
+    assert memory.peak_bytes(build) == memory.peak_bytes(build, device=device)

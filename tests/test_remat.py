@@ -429,3 +429,12 @@ def test_nothing_is_left_and_nothing_is_in_a_cycle(cpu):
         assert gc.collect() == 0
     finally:
         gc.enable()
+
+
+def test_to_the_device_where_it_is_changes_nothing(host):
+    model = nn.remat(nn.Sequential(nn.Linear(3, 4, device=host), nn.ReLU(), nn.Linear(4, 2, device=host)))
+    x = ndl.init.rand(5, 3, device=host)
+    loss = model(x).sum()
+    model.to(host)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())

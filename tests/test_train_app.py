@@ -1310,7 +1310,10 @@ def test_the_plan_is_what_the_run_takes(text, tmp_path):
     assert max(row.get("peak_bytes", 0) for row in rows) == peak
     done = outside(*command(text, *shape, "--max_steps", 3, "--memory_limit", peak - 1, "--checkpoint_dir", tmp_path / "less"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "[memory_limit] the step needs" in done.stderr and "what fits: --" in done.stderr
+    assert f"[memory_limit] the step needs {peak:,} bytes at its peak (planned); the limit is {peak - 1:,} bytes;" in done.stderr
+    assert "what fits: --" in done.stderr
+    done = outside(*command(text, *shape, "--plan", "--memory_limit", "1000000GiB"))  # which nobody has
+    assert done.returncode == 0 and f"fits: {options.device('auto')} has" in done.stdout
 
 
 def test_the_command_that_goes_on_is_for_the_current_folder(tmp_path, monkeypatch):

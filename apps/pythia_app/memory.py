@@ -22,7 +22,9 @@ class Budget:
     def __init__(self, options: Namespace, vocab_size: int, device, sparse: bool):
         self.options, self.vocab_size, self.device, self.sparse = options, vocab_size, device, sparse
         self.config = make_config(options, vocab_size, sparse)
-        self.bytes = memory.parse_bytes(options.memory_limit) if options.memory_limit else memory.capacity(device)
+        limit, there = memory.parse_bytes(options.memory_limit) if options.memory_limit else 0, memory.capacity(device)
+        self.limited = 0 < limit <= (there or limit)
+        self.bytes = limit if self.limited else there
         self.advice = memory.advise(self.build_for, self._changes())
 
     def build_for(self, **changes: Any) -> Build:
@@ -49,7 +51,7 @@ class Budget:
         """
         peak = memory.peak_bytes(self.build_for())
         if self.bytes and peak > self.bytes:
-            name = "memory_limit" if self.options.memory_limit else "memory"
+            name = "memory_limit" if self.limited else "memory"
             raise ShapeError(f"[{name}] {self._what_fits()} (`--plan` shows where it goes)")
         return peak
 
@@ -60,12 +62,12 @@ class Budget:
         if self.bytes and found.peak_bytes > self.bytes:
             print(self._what_fits())
         else:
-            print(f"fits: {self._there()}")
+            print(f"fits: {self._there(readable(self.bytes) if self.bytes else 'an unknown amount')}")
 
     def _what_fits(self) -> str:
-        needs, *rest = self.advice.text(self.bytes).splitlines()
-        return "; ".join([f"{needs.partition(';')[0]}; {self._there()}", *rest])
+        first, *rest = self.advice.text(self.bytes).splitlines()
+        needs, there = first.removesuffix(" is there").split("; ")
+        return "; ".join([needs, self._there(there), *rest])
 
-    def _there(self) -> str:
-        there = readable(self.bytes) if self.bytes else "an unknown amount"
-        return f"the limit is {there}" if self.options.memory_limit else f"{self.device} has {there}"
+    def _there(self, amount: str) -> str:
+        return f"the limit is {amount}" if self.limited else f"{self.device} has {amount}"

@@ -337,6 +337,8 @@ class Value:
         self._replace(array)
 
     def _replace(self, array) -> None:
+        if array is self._data:
+            return
         if isinstance(array, NDArray) and isinstance(self._data, NDArray):
             array.category = self._data.category
         self._data = array

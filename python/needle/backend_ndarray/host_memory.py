@@ -64,6 +64,8 @@ class HostAllocator:
 
     def retag(self, storage: Storage, category: int) -> None:
         """Counts a storage in another category."""
+        if category == storage.category:
+            return
         self.by_category[storage.category] -= storage.nbytes
         self.by_category[category] += storage.nbytes
         storage.category = category
@@ -100,7 +102,7 @@ class HostAllocator:
         """Nothing is cached here: memory goes back at once."""
 
     def set_limit(self, nbytes: int) -> None:
-        self.limit = int(nbytes)
+        self.limit = max(int(nbytes), 0)
 
     def set_current_category(self, category: int) -> int:
         before, self.current.category = self.current.category, category

@@ -47,7 +47,7 @@ def _item_on_host(item: Any) -> int | np.ndarray:
     if isinstance(item, NDArray) and item.device.name == "meta":
         if item.dtype == "bool":
             raise IndexError("[getitem] how many a mask on meta() selects is not known (accepted: a mask of numpy's)")
-        return np.zeros(item.shape, np.int64)
+        return np.zeros(item.shape, np.int64) if item.ndim else 0
     try:
         values = np.array(item)
     except ValueError:

@@ -294,6 +294,8 @@ class NDArray:
         return made
 
     def __reduce__(self):
+        if self._device.numpy_semantics:  # the course's array is numpy's then, and its submissions are pickled
+            return np.array, (self.numpy(),)
         raise TypeError("[pickle] arrays are not pickled (accepted: .numpy(); files: needle.checkpoints)")
 
     # --- memory ---------------------------------------------------------------------------------------
@@ -811,9 +813,9 @@ class NDArray:
     def mean(self, axis=None, keepdims=False) -> NDArray:
         """Arithmetic mean over one axis, several, or all (None). The sum behind it has the range of float32 or int64 at least."""
         axes = normalize_axes(axis, self.ndim, "mean")
-        wide = "float32" if self._dtype == "float16" else self._dtype
+        wide = dt.accumulator(self._dtype) if dt.is_float(self._dtype) else self._dtype
         mean = self.astype(wide, copy=False).sum(axis if axis is None else axes, keepdims) / math.prod(self._shape[i] for i in axes)
-        return mean.astype("float16") if self._dtype == "float16" else mean
+        return mean.astype(self._dtype, copy=False) if dt.is_float(self._dtype) else mean
 
     @_as_numpy_calls_it
     def any(self, axis=None, keepdims=False) -> NDArray:
@@ -1050,7 +1052,8 @@ def where(condition: NDArray, a, b) -> NDArray:
 
 
 def from_dlpack(x: Any) -> NDArray:
-    """An NDArray that shares the memory of ``x`` (numpy, torch, ...), with its dtype. CPU memory comes to ``cpu()``.
+    """An NDArray that shares the memory of ``x`` (numpy, torch, ...), with its dtype. CPU memory comes to ``cpu()``, copied where
+    that is numpy's (``NEEDLE_BACKEND=np``).
 
     On a GPU both sides must work on CUDA's default stream, as they do unless told otherwise: with another stream, wait for the
     device before either frees memory that they share.
@@ -1058,6 +1061,8 @@ def from_dlpack(x: Any) -> NDArray:
     if not hasattr(x, "__dlpack_device__"):
         raise DTypeError(f"[from_dlpack] cannot share the memory of {type(x).__name__} (accepted: what has __dlpack__)")
     kind, _ = x.__dlpack_device__()
+    if kind == 1 and default_device().numpy_semantics:
+        return NDArray(np.from_dlpack(x), default_device())
     device = {1: cpu(), 2: cuda()}.get(int(kind))
     if device is None:
         raise DeviceError(f"[from_dlpack] memory of DLPack device type {int(kind)} (accepted: CPU, CUDA)")

@@ -90,19 +90,18 @@ _explaining = ContextVar("explaining", default=False)
 
 
 def capacity(device: BackendDevice) -> int:
-    """Bytes that the device's allocator can give at most: its limit, the GPU's memory, or the machine's or
-    the container's. 0: unknown."""
+    """Bytes that the device's allocator can give at most: the least of its limit and the GPU's memory, or the machine's and the
+    container's. 0: unknown."""
     device = as_device(device)
     limit = device.require().memory_stats()["limit"]
-    if limit:
-        return limit
+    known = [limit] if limit else []
     if device.name in ("cuda", "cuda_sim"):
-        return int(device.require().device_properties()["total_bytes"])
-    try:
-        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0
-    return min([machine, *_container_limits()])
+        known.append(int(device.require().device_properties()["total_bytes"]))
+    else:
+        known += _container_limits()
+        with contextlib.suppress(ValueError, OSError, AttributeError):
+            known.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(known, default=0)
 
 
 def _container_limits() -> Iterator[int]:
@@ -154,7 +153,7 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
             yield "what the step needs is not known: another thread is planning"
             return
         try:
-            text = adviser.text(budget - taken)
+            text = adviser.text(max(budget - taken, 0))
         finally:
             planning.release()
         yield text

@@ -197,8 +197,13 @@ def _alone(device: BackendDevice):
         drop_device_caches()
 
 
+# A micro-batch more may take less: linear_cross_entropy makes its chunks of rows equal, which are fewer or smaller then.
+DIP = 4
+
+
 def largest(peak_of: Callable[[int], int], memory: int | str, most: int = 1 << 16) -> int:
-    """The largest n from 1 to ``most`` with peak_of(n) <= memory; 0 if there is none. peak_of must be non-decreasing.
+    """The largest n from 1 to ``most`` with peak_of(n) <= memory; 0 if there is none. peak_of must be non-decreasing, but for dips
+    shorter than ``DIP``.
 
     Peaks grow along straight lines with a few bends: the next guess is where the line through the two nearest known ones meets
     the memory, and the middle after three guesses that did not halve what is left.
@@ -224,7 +229,8 @@ def largest(peak_of: Callable[[int], int], memory: int | str, most: int = 1 << 1
             slow = slow + 1 if bad - good > left // 2 else 0
             guess = guess if slow < 3 else (good + bad) // 2
         guess = max(good + 1, min(bad - 1, guess))
-    return good
+    more = range(min(good + DIP, most), bad, -1) if good else ()
+    return next((n for n in more if (known[n] if n in known else peak_of(n)) <= limit), good)
 
 
 def smallest(peak_of: Callable[[int], int], memory: int | str, most: int) -> int:

@@ -42,14 +42,14 @@ def _reference_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tenso
     kept = ids != ignore_index
     weights = _mean_weights(ids, ignore_index, dtype) * kept * -1.0
     one_hot = kernels.one_hot(ids * kept, logits.shape[1], dtype) * weights.reshape((ids.size, 1))
-    return reshape(summation(logsoftmax(astype(logits, dtype)) * Tensor.make_const(one_hot)), (1,))
+    return summation(logsoftmax(astype(logits, dtype)) * Tensor.make_const(one_hot))
 
 
 class CrossEntropy(TensorTupleOp):
     """(loss, lse): mean over rows of log(sum(exp(logits))) - logits[target].
 
     logits: (N, V) float; targets: (N), whole numbers; rows whose target is ignore_index do not count.
-    loss: (1,), float32 or wider; lse: (N, 2), in two parts.
+    loss: (1,), or () with numpy's semantics, float32 or wider; lse: (N, 2), in two parts.
     grad: (softmax(logits) - one_hot(targets)) / rows that count.
     raises: IndexError for a target outside 0..V-1; ShapeError.
     """
@@ -62,7 +62,7 @@ class CrossEntropy(TensorTupleOp):
     def compute(self, logits, targets):
         losses, lse = kernels.cross_entropy(logits, targets, self.ignore_index)
         weights = _mean_weights(targets, self.ignore_index, losses.dtype)
-        return (losses * weights).sum().reshape((1,)), lse
+        return (losses * weights).sum(), lse
 
     def gradient(self, out_grad, node):
         logits, targets = (v.realize_cached_data() for v in node.inputs)

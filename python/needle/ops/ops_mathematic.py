@@ -774,7 +774,7 @@ class Linear(_InputRead):
     reads_inputs = (0, 1)
 
     def compute(self, x, weight, bias):
-        if weight.ndim != 2 or bias.size != weight.shape[1]:
+        if weight.ndim != 2 or bias.shape not in (weight.shape[1:], (1, *weight.shape[1:])):
             raise ShapeError(f"[linear] weight is {weight.shape}, bias is {bias.shape} (accepted: (in, out), (out,))")
         out = _matmul(x, weight)
         out.add_in_place(bias if bias.ndim == 1 else bias.compact().reshape((bias.size,)))
