@@ -818,11 +818,14 @@ class Tensor(Value):
         return ops.MatMul()(self, other)
 
     def sum(self, axes=None, keepdims: bool = False, axis=None, dtype=None, out=None) -> Tensor:
-        """``ops.summation``: over an axis, several, or all, which gives shape (1,). axis, dtype, out: what np.sum passes."""
+        """``ops.summation``: over an axis, several, or all (None), which gives shape (1,). axis: another name of axes.
+
+        raises: ShapeError for an axis that is not there; DTypeError for dtype or out, which np.sum may pass.
+        """
         return ops.summation(self, _axes("sum", axes, axis, dtype, out), keepdims)
 
     def mean(self, axes=None, keepdims: bool = False, axis=None, dtype=None, out=None) -> Tensor:
-        """``ops.mean``: over an axis, several, or all, which gives shape (1,). axis, dtype, out: what np.mean passes."""
+        """``ops.mean``: as ``sum``."""
         return ops.mean(self, _axes("mean", axes, axis, dtype, out), keepdims)
 
     def broadcast_to(self, shape) -> Tensor:

@@ -240,7 +240,7 @@ class NDArray:
         return mod.dlpack_device() if hasattr(mod, "dlpack_device") else (1, 0)  # (1, 0) is the CPU
 
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
-        """A DLPack capsule that shares this memory, or has a copy of it (CPU devices and cuda).
+        """A DLPack capsule that shares this memory, or has a copy of it (the CPU devices, cuda and cuda_sim).
 
         max_version: the latest DLPack version that the consumer reads; numpy writes only to memory that comes as version 1.
         """

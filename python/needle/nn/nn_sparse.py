@@ -19,8 +19,8 @@ def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, strid
     """The (blocks x blocks) layout of a named pattern; never a block of the future.
 
     local: each block of queries sees itself and the ``window`` - 1 blocks before it.
-    global: itself, the first block, and every ``stride``-th block before it.
-    mixed: local and global together.
+    global: itself, and of those before it each whose index is a multiple of ``stride``: 0, stride, 2 stride, ...
+    mixed: local and global together. ``window`` has no part in global, nor ``stride`` in local.
     raises: ShapeError for another name, a window or stride below 1, and more blocks than a mask can have.
     """
     if pattern not in PATTERNS:

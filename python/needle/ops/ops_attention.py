@@ -70,8 +70,8 @@ def attention(
 
     layout: which blocks take part, and whether they are causal. None: all blocks, up to the diagonal if ``causal``, where query t
     stands at position S - T + t. causal: ignored if there is a layout. scale: of q k^T, default 1 / sqrt(D).
-    No (T, S) array is made. raises: ShapeError if shapes or the layout do not fit, DTypeError for dtypes that differ and for a
-    scale that is no number: a Tensor would get no gradient.
+    No (T, S) array is made. raises: ShapeError if shapes or the layout do not fit, and for a D above 256; DTypeError for dtypes
+    that differ and for a scale that is no number: a Tensor would get no gradient.
     """
     check_tensors("attention", q, k, v)
     if scale is not None and not isinstance(scale, Real):
