@@ -685,6 +685,43 @@ def test_random_numbers_that_there_are_not(host, make, wrong):
     assert np.random.get_state()[2] == before
 
 
+@pytest.mark.parametrize("wrong", ["x", None, [0.5], True])
+def test_numbers_that_are_none(cpu, wrong):
+    x = leaf(np.ones(3), cpu)
+    for op, name, make in (
+        ("rand", "low", init.rand), ("rand", "high", init.rand), ("randn", "mean", init.randn), ("randn", "std", init.randn),
+        ("randb", "p", init.randb), ("Dropout", "p", lambda n, **given: nn.Dropout(**given)),
+        ("LayerNorm1d", "eps", nn.LayerNorm1d), ("SGD", "lr", lambda n, **given: SGD([x], **given)),
+        ("dropout", "p", lambda n, p: ops.dropout(x, p, 1)),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=rf"\[{op}\] {name} is of type {type(wrong).__name__} \(accepted: a number\)"):
+            make(3, **{name: wrong})
+
+
+def test_random_tensors_are_made_once(device):
+    for draw, dtype in ((init.rand, "float32"), (init.randn, "float32"), (init.randb, "bool"), (init.rand, "float64")):
+        made = draw(4, 5, device=device, dtype=dtype, requires_grad=True)
+        assert (made.device, made.dtype, made.requires_grad, made.shape) == (device, dtype, True, (4, 5))
+    counts = [memory.stats(device).allocations]
+    for draw in (lambda: device.rand(4) <= 0.5, lambda: init.randb(4, device=device)):
+        assert draw().shape == (4,)
+        counts.append(memory.stats(device).allocations)
+    start, plain, end = counts
+    assert end - plain == plain - start  # no copy
+
+
+def test_images_of_other_channels(device):
+    with pytest.raises(ShapeError, match=r"\[batch_norm\] x is \(2, 4, 5, 6\) \(accepted: \(N, 3, H, W\)\)"):
+        nn.BatchNorm2d(3, device=device)(leaf(np.ones((2, 4, 5, 6)), device))
+
+
+def test_positions_are_whole_numbers(device, monkeypatch):
+    ids = []
+    monkeypatch.setattr(nn.Embedding, "forward", lambda self, x: ids.append(x.dtype) or ops.embedding(self.weight, x))
+    nn.Transformer(4, 4, 1, num_head=1, dim_head=2, device=device, sequence_len=8)(leaf(np.ones((3, 2, 4)), device))
+    assert ids == ["int32"]
+
+
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM])
 def test_each_bias_of_a_recurrent_network_counts_without_the_other(host, kind):
     x = leaf(np.ones((3, 2, 4)), host)

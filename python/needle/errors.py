@@ -14,10 +14,15 @@ def type_name(value: object) -> str:
     return kind if package in ("builtins", __package__) else f"{package}.{kind}"
 
 
-def check_number(op: str, name: str, value: Any, most: float | None = None, below: float = math.inf) -> None:
-    """raises: TypeError for what is no number; ValueError for NaN, and for one outside 0 to ``most``, or else not ``below``."""
-    if not isinstance(value, Real):
+def check_real(op: str, name: str, value: Any) -> None:
+    """raises: TypeError for what is no number, as True and False are none: by place, another argument."""
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise TypeError(f"[{op}] {name} is of type {type_name(value)} (accepted: a number)")
+
+
+def check_number(op: str, name: str, value: Any, most: float | None = None, below: float = math.inf) -> None:
+    """raises: TypeError as ``check_real``; ValueError for NaN, and for one outside 0 to ``most``, or else not ``below``."""
+    check_real(op, name, value)
     if most is not None and not 0 <= float(value) <= most:
         raise ValueError(f"[{op}] {name} is {value} (accepted: 0 to {most})")
     if not 0 <= float(value) < below:

@@ -1,7 +1,7 @@
 """Constant and random Tensors. Random numbers come from numpy's global stream, one call each, as in the course.
 
 Shapes are given as numbers, ``rand(2, 3)``, or as one tuple. device: default ``cpu()``. dtype: default float32 (``randb``: bool).
-requires_grad: default False.
+requires_grad: default False. raises: TypeError for a parameter of a distribution that is no number.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import numpy as np
 from ..autograd import Tensor
 from ..backend_ndarray import kernels
 from ..backend_ndarray.shapes import as_shape
-from ..backend_selection import as_device
+from ..backend_selection import NDArray, as_device
+from ..errors import check_number, check_real
 
 
 def _lengths(shape: tuple) -> tuple:
@@ -19,26 +20,25 @@ def _lengths(shape: tuple) -> tuple:
     return as_shape(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
 
 
-def _check(op: str, fits: bool, said: str) -> None:
-    if not fits:
-        raise ValueError(f"[{op}] {said}")
+def _drawn(array: NDArray, dtype, requires_grad: bool) -> Tensor:
+    """The fresh ``array`` as a Tensor of ``dtype`` (None: its own)."""
+    return Tensor.make_const(array if dtype is None else array.astype(dtype, copy=False), requires_grad=requires_grad)
 
 
 def rand(*shape, low=0.0, high=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
     """Uniform from low to high, which rounding may reach. raises: ValueError unless low <= high, and high - low is a float32."""
-    fits = 0 <= high - low <= float(np.finfo(np.float32).max)
-    _check("rand", fits, f"low is {low}, high is {high} (accepted: low <= high, of which the difference is a float32)")
-    device = as_device(device)
-    array = device.rand(*_lengths(shape)) * (high - low) + low
-    return Tensor(array, device=device, dtype=dtype, requires_grad=requires_grad)
+    check_real("rand", "low", low)
+    check_real("rand", "high", high)
+    if not 0 <= high - low <= float(np.finfo(np.float32).max):
+        raise ValueError(f"[rand] low is {low}, high is {high} (accepted: low <= high, of which the difference is a float32)")
+    return _drawn(as_device(device).rand(*_lengths(shape)) * (high - low) + low, dtype, requires_grad)
 
 
 def randn(*shape, mean=0.0, std=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
-    """Normal with the given mean and standard deviation. raises: ValueError for a std below 0."""
-    _check("randn", std >= 0, f"std is {std} (accepted: 0 or more)")
-    device = as_device(device)
-    array = device.randn(*_lengths(shape)) * std + mean
-    return Tensor(array, device=device, dtype=dtype, requires_grad=requires_grad)
+    """Normal with the given mean and standard deviation. raises: ValueError for a std that is not 0 or more, or infinite."""
+    check_real("randn", "mean", mean)
+    check_number("randn", "std", std)
+    return _drawn(as_device(device).randn(*_lengths(shape)) * std + mean, dtype, requires_grad)
 
 
 def constant(*shape, c=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
@@ -59,9 +59,8 @@ def zeros(*shape, device=None, dtype="float32", requires_grad=False) -> Tensor:
 
 def randb(*shape, p=0.5, device=None, dtype="bool", requires_grad=False) -> Tensor:
     """True with probability p: where a uniform number is at most p. raises: ValueError for a p that is no probability."""
-    _check("randb", 0 <= p <= 1, f"p is {p} (accepted: 0 to 1)")
-    device = as_device(device)
-    return Tensor(device.rand(*_lengths(shape)) <= p, device=device, dtype=dtype, requires_grad=requires_grad)
+    check_number("randb", "p", p, most=1)
+    return _drawn(as_device(device).rand(*_lengths(shape)) <= p, dtype, requires_grad)
 
 
 def one_hot(n: int, i, device=None, dtype="float32", requires_grad=False) -> Tensor:

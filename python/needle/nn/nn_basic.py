@@ -383,7 +383,7 @@ class BatchNorm2d(BatchNorm1d):
 
     def forward(self, x: Tensor) -> Tensor:
         check_tensors("batch_norm", x)
-        if x.ndim != 4:
+        if x.ndim != 4 or x.shape[1] != self.dim:
             raise ShapeError(f"[batch_norm] x is {x.shape} (accepted: (N, {self.dim}, H, W))")
         n, c, h, w = x.shape
         flat = ops.reshape(ops.permute(x, (0, 2, 3, 1)), (n * h * w, c))

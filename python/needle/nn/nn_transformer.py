@@ -164,7 +164,7 @@ class Transformer(Module):
             raise ShapeError(f"[Transformer] {C} features (accepted: embedding_size, {self.positions.embedding_dim})")
         if T > self.positions.num_embeddings:
             raise ShapeError(f"[Transformer] {T} positions (accepted: at most sequence_len, {self.positions.num_embeddings})")
-        ids = init.arange(T, device=x.device)
+        ids = init.arange(T, device=x.device, dtype="int32")
         x = x + ops.broadcast_to(ops.reshape(self.positions(ids), (1, T, C)), x.shape)
         for layer in self.layers:
             x = layer(x)

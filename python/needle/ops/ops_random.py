@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..autograd import Tensor
 from ..backend_ndarray import kernels
+from ..errors import check_number
 from ._reads import _NoRead
 
 
@@ -15,8 +16,7 @@ class Dropout(_NoRead):
     """
 
     def __init__(self, p: float, seed: int, offset: int):
-        if not 0 <= p <= 1:
-            raise ValueError(f"[dropout] p is {p} (accepted: 0 to 1)")
+        check_number("dropout", "p", p, most=1)
         # PyTorch has ``training`` in the place of the seed: False would drop, by the same mask each time.
         if any(isinstance(n, bool) or not hasattr(n, "__index__") or not 0 <= n < 2**64 for n in (seed, offset)):
             raise ValueError(f"[dropout] seed is {seed!r}, offset is {offset!r} (accepted: whole numbers, 0 to 2**64 - 1)")
@@ -33,6 +33,6 @@ def dropout(x: Tensor, p: float, seed: int, offset: int = 0) -> Tensor:
     """x / (1 - p) with probability 1 - p, else 0: what ``nn.SeededDropout`` calls.
 
     p: 0 to 1. seed, offset: the same ones give the same mask on every device; a call uses ceil(x.size / 4) offsets.
-    raises: ValueError for another p, seed or offset, DTypeError for integers.
+    raises: ValueError for another p, seed or offset, TypeError for a p that is no number, DTypeError for integers.
     """
     return Dropout(p, seed, offset)(x)
