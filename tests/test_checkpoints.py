@@ -275,7 +275,7 @@ def test_losses_that_are_no_float(tmp_path):
     for loss in (3, np.float32(2.5), np.array(2)):
         folder.mark(saved, loss)
         assert folder.held_out_loss(saved) == float(loss) and folder.newest() == (saved, [])
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"\[checkpoint\] held_out_loss is nan \(accepted: a finite number\)"):
         folder.mark(saved, float("nan"))
     with pytest.raises(ValueError, match="step is -1"):
         folder.save(-1, write(0))

@@ -454,6 +454,13 @@ def test_ids_outside_the_vocabulary(cpu):
         small(device=cpu).generate([[1]], pad_token_id=61)
 
 
+def test_an_option_that_there_is_not(cpu):
+    model = small(device=cpu)
+    for run in (model.generate, model.stream):
+        with pytest.raises(TypeError, match=r"\[generate\] unknown option: num_beams \(accepted: max_new_tokens, "):
+            run([[1, 2]], num_beams=2)
+
+
 def test_broken_weights_are_said(cpu):
     model = small(device=cpu)
     for broken in ("nan", "inf"):

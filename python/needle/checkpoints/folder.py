@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import mmap
 import os
 import re
@@ -68,12 +69,15 @@ class CheckpointFolder:
         """Records the held-out loss of a checkpoint. raises: CheckpointError if that cannot be written, or if the checkpoint is not
         there any more; ValueError for NaN and infinities.
         """
+        loss = float(held_out_loss)  # an int or a number of numpy would make an invalid index
+        if not math.isfinite(loss):
+            raise ValueError(f"[checkpoint] held_out_loss is {loss} (accepted: a finite number)")
         entries = self._entries()
         if checkpoint.name not in (names := [entry["name"] for entry in entries]):
             raise CheckpointError(f"[checkpoint] {checkpoint.name} is not in {self.path} (accepted: {', '.join(names) or 'none'})")
         for entry in entries:
             if entry["name"] == checkpoint.name:
-                entry["held_out_loss"] = float(held_out_loss)  # an int or a number of numpy would make an invalid index
+                entry["held_out_loss"] = loss
         try:
             self._write_index(entries)
         except OSError as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from numbers import Integral, Real
 from operator import is_
@@ -274,11 +274,19 @@ def _vocabulary(model: Pythia) -> int:
     return size
 
 
+def _config(model: Pythia, given: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+    """``given``, or else the model's, with ``options``. raises: TypeError for an option that is none."""
+    names = [field.name for field in fields(GenerationConfig)]
+    if unknown := [name for name in options if name not in names]:
+        raise TypeError(f"[generate] unknown option: {', '.join(unknown)} (accepted: {', '.join(names)})")
+    return replace(given or model.generation_config, **options)
+
+
 def stream(
     model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options: Any
 ) -> Iterator[np.ndarray]:
     """What ``Pythia.stream`` gives. Arguments are checked at once, and the prompts read when the first token is asked for."""
-    config = replace(generation_config or model.generation_config, **options)
+    config = _config(model, generation_config, options)
     vocab_size = _vocabulary(model)
     for name, ids in (("eos_token_id", config.eos_ids), ("pad_token_id", (config.pad_id,))):
         if any(i >= vocab_size for i in ids):
@@ -318,7 +326,7 @@ def _tokens(model: Pythia, prompts: list[np.ndarray], config: GenerationConfig) 
 
 def generate(model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options) -> np.ndarray:
     """What ``Pythia.generate`` gives."""
-    config = replace(generation_config or model.generation_config, **options)
+    config = _config(model, generation_config, options)
     prompts = as_prompts(input_ids, _vocabulary(model))
     new = np.stack(list(stream(model, prompts, config)), axis=1)  # (B, new tokens)
     rows = [np.concatenate(pair) for pair in zip(prompts, new, strict=True)]

@@ -20,7 +20,7 @@ from .. import init, ops
 from ..autograd import Tensor, check_tensors
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.device import device_cache
-from ..backend_ndarray.kernels import DEFAULT_CHUNK_BYTES
+from ..backend_ndarray.kernels import DEFAULT_CHUNK_BYTES, MAX_HEAD
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..backend_selection import Device, as_device
 from ..errors import DTypeError, ShapeError, type_name
@@ -67,8 +67,13 @@ def accepted_instead(name: str, value: Any) -> str:
 class PythiaConfig:
     """The shape of a model.
 
-    pattern: a name of ``nn.PATTERNS``; None is dense causal attention. block: edge of a block in positions. window: how many blocks
-    the local pattern sees, its own included.
+    layers, heads, vocab_size: how many there are. width: features of a position, at most 256 of them per head. feed_forward:
+    features between the two products of a layer's feed-forward part. max_seq_len: the positions that it is made for, of which
+    ``needle.models.evaluation`` sees as many at a time; longer sequences are not refused.
+    rotary_fraction: the share of a head's features that are rotated by position; rotary_base: of their angles. eps: of the layer
+    norms. dropout: the probability that an element is dropped in training.
+    pattern: a name of ``nn.PATTERNS``; None is dense causal attention. block: edge of a block in positions. window: as in
+    ``nn.causal_pattern``.
     checkpoint_layers: 0: all arrays are kept for backward. n: layers are checkpointed n at a time, of which only the input of the
     first is kept; the rest is computed again in backward. A tuple has the number of layers of each such group, from the first
     layer on; the layers after them keep their arrays.
@@ -100,6 +105,8 @@ class PythiaConfig:
                 raise ShapeError(f"[pythia] {name} is {getattr(self, name)!r} (accepted: {accepted})")
         if self.width % self.heads:
             raise ShapeError(f"[pythia] width {self.width} is no multiple of {self.heads} heads")
+        if self.head_width > MAX_HEAD:
+            raise ShapeError(f"[pythia] heads have {self.head_width} features, width / heads (accepted: at most {MAX_HEAD})")
         if self.pattern is not None:
             causal_pattern(self.pattern, 1, self.block, self.window)  # refuses what there is not
         counts = self.checkpoint_layers if isinstance(self.checkpoint_layers, tuple) else (self.checkpoint_layers,)
@@ -116,7 +123,7 @@ class PythiaConfig:
         return cls(layers=layers, width=width, heads=heads, feed_forward=feed_forward, **changes)
 
     def with_sparse(self, pattern: str = "local", block: int = 64, window: int = 2) -> PythiaConfig:
-        """The same model with block-sparse attention: each row sees ``window`` blocks, its own included."""
+        """The same model with block-sparse attention; pattern, block and window as in ``nn.causal_pattern``."""
         return replace(self, pattern=pattern, block=block, window=window)
 
     @property
@@ -325,10 +332,14 @@ class Pythia(Module):
         repetition_penalty, eos_token_id, pad_token_id, seed. No graph is kept, keys and values are cached, and a sparse model reads
         only the blocks of them that its pattern names. It runs the embeddings, ``layers`` and ``final_layer_norm`` themselves: the
         ``hidden`` and ``forward`` of a subclass, with tied embeddings say, have no effect here.
-        raises: ShapeError for a value that is not allowed, IndexError for an id outside the vocabulary.
+        raises: ShapeError for a value that is not allowed, TypeError for an option that is none, IndexError for an id outside the
+        vocabulary, FloatingPointError where the model's logits are infinite or NaN.
         """
         return generation.generate(self, input_ids, generation_config, **options)
 
     def stream(self, input_ids, generation_config: GenerationConfig | None = None, **options) -> Iterator[np.ndarray]:
-        """The new tokens of ``generate`` as they are made: (B,) int64 each time, pad_token_id for sequences that have ended."""
+        """The new tokens of ``generate`` as they are made: (B,) int64 each time, pad_token_id for sequences that have ended.
+
+        raises: as ``generate``; FloatingPointError when the token is asked for, the rest at once.
+        """
         return generation.stream(self, input_ids, generation_config, **options)

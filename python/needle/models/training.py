@@ -13,7 +13,7 @@ from ..backend_ndarray.block_layout import BLOCK_SIZES
 from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import DATA
 from ..backend_ndarray.ndarray import NDArray, full
-from ..errors import ShapeError
+from ..errors import DataError, ShapeError
 from ..memory.planning import Build, peak_bytes, smallest
 from ..memory.units import parse_bytes, readable
 from ..optim import AdamW
@@ -41,7 +41,8 @@ def train_step(
     The gradient is that of the mean loss over all of them, clipped to the joint norm ``max_norm``; it is dropped after the update.
     precision: fp32, bf16 or fp16, of products. scaler: the loss scaler, for fp16; default none.
     Waits for the device between micro-batches and at the end; in fp16 before the update, too.
-    raises: IndexError for an id outside the vocabulary. On a GPU it comes after the update, which has made the parameters NaN.
+    raises: DataError for fewer than ``count``; IndexError for an id outside the vocabulary. On a GPU that comes after the
+    update, which has made the parameters NaN.
     """
     scaler = scaler or amp.GradScaler(enabled=False)
     total = 0.0
@@ -49,12 +50,15 @@ def train_step(
     source = iter(micro_batches)
     for i in range(count):
         total += float(loss)
-        ids, targets = next(source)
+        batch = next(source, None)
+        if batch is None:
+            raise DataError(f"[train_step] micro_batches ended after {i} (accepted: at least count, {count})")
+        ids, targets = batch
         with amp.autocast.named(precision, model.device):
             loss = model.loss(ids, targets)
         scaler.scale(loss if count == 1 else loss * (1 / count)).backward(accumulate=i > 0)
         loss = loss.detach()  # read when the update is on its way too, or a GPU would stand idle until that comes
-        del ids, targets
+        del batch, ids, targets
     scaler.unscale_(optimizer)
     norm = optimizer.clip_grad_norm(max_norm)
     scaler.step(optimizer)
