@@ -115,7 +115,7 @@ def test_a_model_of_no_size(name):
     for layers in (-1, 1.5, 7, (3, 4), (1.5,)):
         with pytest.raises(ShapeError, match=r"\[pythia\] checkpoint_layers is .* \(accepted: 0 to 6 layers\)"):
             PythiaConfig(checkpoint_layers=layers)
-    with pytest.raises(ShapeError, match=r"\[pythia\] heads have 512 features, .* \(accepted: at most 256\)"):
+    with pytest.raises(ShapeError, match=r"\[pythia\] width / heads is 512 \(accepted: heads of at most 256 features\)"):
         PythiaConfig(width=512, heads=1)
     assert PythiaConfig(width=512, heads=2).head_width == 256
 

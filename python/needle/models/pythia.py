@@ -106,7 +106,7 @@ class PythiaConfig:
         if self.width % self.heads:
             raise ShapeError(f"[pythia] width {self.width} is no multiple of {self.heads} heads")
         if self.head_width > MAX_HEAD:
-            raise ShapeError(f"[pythia] heads have {self.head_width} features, width / heads (accepted: at most {MAX_HEAD})")
+            raise ShapeError(f"[pythia] width / heads is {self.head_width} (accepted: heads of at most {MAX_HEAD} features)")
         if self.pattern is not None:
             causal_pattern(self.pattern, 1, self.block, self.window)  # refuses what there is not
         counts = self.checkpoint_layers if isinstance(self.checkpoint_layers, tuple) else (self.checkpoint_layers,)
