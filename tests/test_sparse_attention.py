@@ -1,5 +1,7 @@
 """Block-sparse attention and its module: equal to dense under the same mask, blind to the future, small in memory."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -121,6 +123,9 @@ def test_block_sparse_linear(host):
     layer.bias.data = random(48, host)
     np.testing.assert_allclose(layer(x).numpy(), y.numpy() + layer.bias.numpy(), rtol=1e-4, atol=1e-5)
     assert nn.BlockSparseLinear(64, 48, BlockLayout(mask, 16), bias=False, device=host).bias is None
+    for shape in ((), (2, 48), (0,)):
+        with pytest.raises(ShapeError, match=re.escape(f"[BlockSparseLinear] x is {shape} (accepted: (..., 64))")):
+            layer(ndl.init.ones(*shape, device=host))
     for layout in (BlockLayout(mask.T, 16), BlockLayout([mask, mask], 16)):
         with pytest.raises(ShapeError, match=r"does not fit \(64, 48\)"):
             nn.BlockSparseLinear(64, 48, layout)

@@ -14,6 +14,8 @@ from .errors import DTypeError
 
 
 class Row(NamedTuple):
+    """What needle knows of a dtype: its name, the bytes of an element, and how it is promoted."""
+
     name: str
     itemsize: int
     kind: str  # f float, i integer, b bool

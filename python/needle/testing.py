@@ -98,6 +98,7 @@ def gradients(case: OpCase, values: Sequence[np.ndarray], device: BackendDevice,
 def gradcheck(case: OpCase, device: BackendDevice, eps: float = 1e-6, tolerance: float = 1e-6) -> None:
     """The op's gradients against central differences, in float64.
 
+    eps: how far an element is moved each way. tolerance: as in ``assert_close``, times the case's ``looser``.
     raises: NeedleTestError if they differ, and for a case that could not tell: constant output, or a gradient that is all zero;
     TypeError for what is no OpCase.
     """
@@ -129,6 +130,7 @@ def gradcheck(case: OpCase, device: BackendDevice, eps: float = 1e-6, tolerance:
 def check_second_derivative(case: OpCase, device: BackendDevice, eps: float = 1e-5, tolerance: float = 1e-5) -> None:
     """The derivative of the op's gradients along one direction against a central difference, in float64.
 
+    eps, tolerance: as in ``gradcheck``; eps is in units of the direction, which is normal.
     raises: NeedleTestError if they differ, as they do where ``gradient`` is not made of ops and the op has no ``reference``.
     """
     values = case.inputs()

@@ -102,7 +102,11 @@ class NDArray:
 
     @staticmethod
     def make(shape, strides=None, device=None, handle=None, offset=0, dtype=None) -> NDArray:
-        """An array of ``shape``, uninitialised unless ``handle`` gives its memory. raises: ShapeError if that ends earlier."""
+        """An array of ``shape``, uninitialised unless ``handle`` gives its memory.
+
+        strides, offset: in elements of that memory; default row-major, from its first. dtype: of new memory, default float32.
+        raises: ShapeError for a shape that is none, strides of another number, and elements outside of the memory.
+        """
         self = NDArray.__new__(NDArray)
         self._shape = shape = as_shape(shape)
         self._device = device = as_device(device)
@@ -791,7 +795,11 @@ class NDArray:
 
     @_as_numpy_calls_it
     def sum(self, axis=None, keepdims=False) -> NDArray:
-        """Sum over one axis, several, or all (None). Integers and bool sum to int64."""
+        """Sum over one axis, several, or all (None), which gives shape (1,). Integers and bool sum to int64.
+
+        keepdims, here and in the other reductions: leave the axes, with length 1. raises: ShapeError for an axis that is not there,
+        TypeError for a keepdims that is neither True nor False.
+        """
         return self._reduce("reduce_sum", axis, keepdims, self._sum_dtype())
 
     @_as_numpy_calls_it

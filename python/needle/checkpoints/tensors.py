@@ -46,8 +46,8 @@ def _arrays(tensors: Arrays) -> dict[str, NDArray | np.ndarray]:
 def write_tensors(path: str | Path, tensors: Arrays) -> None:
     """Writes a new file, block by block: no array is copied as a whole.
 
-    raises: OSError, for a file that is there already too; DTypeError for what is no array; CheckpointError for names, or more of
-    them, that ``read_tensors`` would not read.
+    raises: OSError, for a file that is there already too; DTypeError for what is no array, or one of a dtype that needle
+    does not have; CheckpointError for names, or more of them, that ``read_tensors`` would not read.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # whose layout the arrays have; transformers asks for it
     arrays, stop = _arrays(tensors), 0

@@ -20,6 +20,10 @@ _TOGETHER = 1 << 8  # parts that are encoded by one call
 
 
 class Encoded(NamedTuple):
+    """A block as ids (N,) of the tokens' dtype. ends: how many ids there are up to the end of each document that ends in it. empty,
+    invalid, cut: as in ``prepare.Totals``.
+    """
+
     ids: np.ndarray
     ends: list[int]
     empty: int

@@ -55,6 +55,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Prepared:
+    """What ``prepare`` has written: ``prefix``.bin, .idx and the tokenizer, of ``vocab_size`` ids."""
+
     prefix: Path
     totals: Totals
     vocab_size: int

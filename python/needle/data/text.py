@@ -77,7 +77,8 @@ def load_text(
 
     ``tokenizer`` is a tokenizer.json; without it, byte-level BPE with ``vocab_size`` ids (default 10,000) is trained on
     the training text. With it, ``vocab_size`` is the model's, which may be larger than the tokenizer's (the default).
-    ``cache_dir``: default $NEEDLE_CACHE, or ~/.cache/needle. A cached file is complete or absent.
+    ``data_dir``: where ``wikitext-2`` is looked for. ``cache_dir``: default $NEEDLE_CACHE, or ~/.cache/needle. A cached file is
+    complete or absent.
 
     Of a token file the end is held out: a twentieth, at most 10 million tokens, beginning with a sequence unless that would leave
     less than half of these. Its tokenizer is PREFIX.tokenizer.json; one that is given instead must have the same ids. The file's

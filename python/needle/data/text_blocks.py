@@ -74,6 +74,7 @@ class Source:
             self.decode(rest, offset)
 
     def decode(self, raw: bytes, offset: int) -> str:
+        """``raw``, which begins at byte ``offset`` of the text. raises: DataError for a zero byte and for what is no UTF-8."""
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:
@@ -107,6 +108,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Block:
+    """What is encoded at once: ``nbytes`` of text in pieces. after: where reading goes on. done_bytes: of all files, as they lie on
+    the disk, read by its end.
+    """
+
     pieces: list[Piece]
     nbytes: int
     after: Place

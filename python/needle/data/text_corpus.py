@@ -73,6 +73,7 @@ class Corpus:
 
     @property
     def train_bytes(self) -> int:
+        """Bytes of the training text, as it lies in its files."""
         return sum(piece.stop - piece.start for piece in self.train)
 
 

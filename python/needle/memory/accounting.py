@@ -15,8 +15,10 @@ from .units import parse_bytes, readable, table
 class MemoryStats:
     """A device's account, in bytes.
 
-    live: held by arrays. peak: the most that was live since ``reset_peak``. reserved: taken from the system, live or cached.
-    borrowed: made elsewhere and only used here (DLPack). limit: of live bytes; 0: none. allocations: how many there have been.
+    live: held by arrays, live_arrays of them. peak: the most that was live since ``reset_peak``. reserved: taken from the system,
+    live or cached. peak_reserved: the most of that since ``reset_peak``. borrowed: made elsewhere and only used here (DLPack).
+    limit: of live bytes; 0: none. allocations: how many there have been. by_category, by_category_at_peak: what live and peak are
+    made of.
     """
 
     device: str

@@ -28,7 +28,7 @@ class advise:
     """Context manager: an OutOfMemoryError inside also says what the step needs and which change makes it fit, found by planning.
 
     build_for(**change): gives the ``build`` of ``memory.plan`` for the run as it is, or with a change.
-    changes: (text for the user, arguments for build_for), in the order in which they are tried.
+    changes: (text for the user, arguments for build_for), in the order in which they are tried. steps: that a plan runs.
     The innermost one of the thread counts; in a thread that has none, the innermost of all. Make it before the run makes its
     model: what a device holds by then counts as taken by others.
     """

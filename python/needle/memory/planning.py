@@ -263,8 +263,9 @@ def fitting_table(
     """What fits into ``memory``: one row per setting, with the largest micro-batch and its peak.
 
     peak_of(batch, **changes): the peak for a micro-batch of ``batch`` sequences, as ``peak_bytes`` gives it. It is called with the
-    same arguments more than once, so wrap it in ``functools.cache``. reserve: bytes kept free for what the allocator does not
-    count. raises: ShapeError if the reserve is all there is.
+    same arguments more than once, so wrap it in ``functools.cache``. settings: (text of the row, changes). reserve: bytes kept free
+    for what the allocator does not count. most: the largest micro-batch that is tried.
+    raises: ShapeError if the reserve is all there is.
     """
     budget = parse_bytes(memory) - reserve
     if budget <= 0:

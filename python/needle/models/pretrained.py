@@ -115,7 +115,10 @@ def folder_of(source: str | Path, revision: str | None = None) -> Path:
 
 
 def tokenizer_of(source: str | Path, revision: str | None = None) -> TextTokenizer:
-    """The tokenizer beside the model that ``Pythia.from_pretrained(source)`` loads. raises: DataError, CheckpointError."""
+    """The tokenizer beside the model that ``Pythia.from_pretrained(source, revision=revision)`` loads.
+
+    raises: DataError for a tokenizer that is absent or damaged, CheckpointError for no such folder.
+    """
     folder = folder_of(source, revision)
     try:
         path = files.member(folder, TOKENIZER)

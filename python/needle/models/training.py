@@ -70,7 +70,8 @@ def train_step(
 def plannable(config: PythiaConfig, batch_size: int, seq_len: int, accumulation_steps: int = 1, precision: str = "fp32") -> Build:
     """The ``build`` of ``needle.memory.plan`` for training with AdamW: what ``train_step`` allocates, with ids that are all zero.
 
-    A step of more than two micro-batches holds no more memory than one of two, and is planned as that.
+    batch_size, seq_len: of a micro-batch. accumulation_steps: micro-batches of a step; more than two hold no more memory than two,
+    and are planned as that. precision: as in ``train_step``.
     """
     count = min(accumulation_steps, 2)
 
@@ -102,7 +103,8 @@ def checkpointed(
     """``config`` with layers checkpointed.
 
     checkpoint_layers: a number: as in PythiaConfig. An amount of memory like "600MiB": as few layers, one at a time, as keep the
-    planned peak of training within it; if all of them are not enough, all of them, two or more at a time.
+    planned peak of training within it; if all of them are not enough, all of them, two or more at a time. The rest: as in
+    ``plannable``.
     raises: ShapeError if that is not enough either.
     """
     if isinstance(checkpoint_layers, int):

@@ -116,6 +116,8 @@ class Module:
 
     Parameters are found in the attributes, in the order in which these were set. The layers of ``needle.nn`` take the ``device``
     (default ``cpu()``) and the ``dtype`` (default float32) of their parameters.
+    They raise ShapeError for sizes that are none and inputs whose shape does not fit, DTypeError for an input that is no Tensor,
+    and DeviceError for one on another device.
     """
 
     training = True  # set by train() and eval()
@@ -244,7 +246,10 @@ class Identity(Module):
 
 
 class Linear(Module):
-    """x (..., in) @ weight (in, out) + bias (1, out) -> (..., out); both Kaiming-uniform, the weight drawn first."""
+    """x (..., in) @ weight (in, out) + bias (1, out) -> (..., out); both Kaiming-uniform, the weight drawn first.
+
+    raises: TypeError for a ``bias`` that is neither True nor False.
+    """
 
     def __init__(self, in_features, out_features, bias=True, device=None, dtype="float32"):
         super().__init__()
@@ -279,7 +284,7 @@ class ReLU(Module):
 
 
 class GELU(Module):
-    """Gaussian error linear unit; approximate: "none" (erf) or "tanh"."""
+    """Gaussian error linear unit; approximate: "none" (erf) or "tanh". raises: ValueError for another."""
 
     def __init__(self, approximate: str = "none"):
         super().__init__()
@@ -391,7 +396,10 @@ class BatchNorm2d(BatchNorm1d):
 
 
 class LayerNorm1d(Module):
-    """Layer normalization of (N, dim) over dim, biased variance. source: Ba et al. 2016, arXiv:1607.06450."""
+    """Layer normalization of (N, dim) over dim, biased variance. source: Ba et al. 2016, arXiv:1607.06450.
+
+    raises: TypeError or ValueError for an eps that is no number of at least 0.
+    """
 
     def __init__(self, dim, eps=1e-5, device=None, dtype="float32"):
         super().__init__()
@@ -426,7 +434,10 @@ def no_dropout() -> Iterator[None]:
 
 
 class Dropout(Module):
-    """In training x / (1 - p) with probability 1 - p, else 0; in evaluation x. Draws from numpy's global stream."""
+    """In training x / (1 - p) with probability 1 - p, else 0; in evaluation x. Draws from numpy's global stream.
+
+    raises: TypeError or ValueError for a p that is no number from 0 to 1.
+    """
 
     def __init__(self, p=0.5):
         super().__init__()
@@ -452,6 +463,7 @@ class SeededDropout(Dropout):
 
     So a mask can be computed again on any device, and a resumed run continues with the masks it would have had. Two objects with
     the same seed drop the same elements: the layers of a model share one object, or have different seeds.
+    raises, when called: DTypeError for integers, ValueError for a seed that is no whole number from 0 to 2**64 - 1.
     """
 
     def __init__(self, p: float, seed: int):

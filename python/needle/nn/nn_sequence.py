@@ -101,7 +101,10 @@ def _input_sizes(op: str, input_size: int, hidden_size: int, num_layers: int) ->
 
 
 class RNN(Module):
-    """Layers of RNNCell over a sequence."""
+    """Layers of RNNCell over a sequence: (X, h0) -> (output, last h), see ``forward``. bias, nonlinearity: as those of RNNCell.
+
+    raises: ShapeError for sizes or a num_layers below 1, ValueError for another nonlinearity.
+    """
 
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, nonlinearity="tanh", device=None, dtype="float32"):
         super().__init__()
@@ -110,7 +113,9 @@ class RNN(Module):
         self.rnn_cells = [RNNCell(n, hidden_size, bias, nonlinearity, device, dtype) for n in sizes]
 
     def forward(self, X: Tensor, h0: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """X (positions, batch, input), h0 (layers, batch, hidden) -> output (positions, batch, hidden), last h of each layer."""
+        """X (positions, batch, input), h0 (layers, batch, hidden), default zeros -> output (positions, batch, hidden), last h of
+        each layer (layers, batch, hidden). raises: ShapeError for other shapes, or no positions.
+        """
         first = self.rnn_cells[0]
         _check_sequence("RNN", X, first.input_size, self.num_layers, self.hidden_size, [] if h0 is None else [h0])
         zeros = init.zeros(X.shape[1], self.hidden_size, device=X.device, dtype=X.dtype)
@@ -150,7 +155,7 @@ class LSTMCell(_Cell):
 
 
 class LSTM(Module):
-    """Layers of LSTMCell over a sequence."""
+    """Layers of LSTMCell over a sequence: (X, (h0, c0)) -> (output, (last h, last c)), see ``forward``. raises: as RNN."""
 
     def __init__(self, input_size, hidden_size, num_layers=1, bias=True, device=None, dtype="float32"):
         super().__init__()
@@ -159,8 +164,8 @@ class LSTM(Module):
         self.lstm_cells = [LSTMCell(n, hidden_size, bias, device, dtype) for n in sizes]
 
     def forward(self, X: Tensor, h: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """X (positions, batch, input), (h0, c0) each (layers, batch, hidden) -> output (positions, batch, hidden), and the last h
-        and c of each layer.
+        """X (positions, batch, input), (h0, c0) each (layers, batch, hidden), default zeros -> output (positions, batch, hidden),
+        and the last h and c of each layer (layers, batch, hidden). raises: ShapeError for other shapes, or no positions.
         """
         first = self.lstm_cells[0]
         _check_pair("LSTM", h)
@@ -180,7 +185,10 @@ class LSTM(Module):
 
 
 class Embedding(Module):
-    """Rows of ``weight`` (num_embeddings, embedding_dim), normal, by id: x (...) of whole numbers -> (..., embedding_dim)."""
+    """Rows of ``weight`` (num_embeddings, embedding_dim), normal, by id: x (...) of whole numbers -> (..., embedding_dim).
+
+    raises, when called: as ``ops.embedding``.
+    """
 
     def __init__(self, num_embeddings, embedding_dim, device=None, dtype="float32"):
         super().__init__()

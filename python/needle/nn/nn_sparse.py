@@ -72,6 +72,7 @@ class BlockSparseLinear(Module):
 
     layout: a BlockLayout of in_features x out_features elements. weight: (1, nnz, block, block), uniform with the bound that
     Kaiming gives for the inputs an output has on average. x: (..., in) -> (..., out).
+    raises: DTypeError for a layout of another type and an x of integers, ShapeError for a layout of other sizes or several heads.
     """
 
     def __init__(self, in_features: int, out_features: int, layout: BlockLayout, bias=True, device=None, dtype="float32"):
@@ -89,6 +90,8 @@ class BlockSparseLinear(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_tensors("BlockSparseLinear", x)
+        if x.shape[-1:] != self.layout.shape[:1]:
+            raise ShapeError(f"[BlockSparseLinear] x is {x.shape} (accepted: (..., {self.layout.shape[0]}))")
         rows = ops.reshape(x, (1, -1, x.shape[-1]))
         out = ops.reshape(ops.dds(rows, self.weight, self.layout), (*x.shape[:-1], self.layout.shape[1]))
         return out if self.bias is None else out + self.bias

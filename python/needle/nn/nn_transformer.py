@@ -1,4 +1,7 @@
-"""The course's transformer. B batch, H heads, T positions, D head width."""
+"""The course's transformer. B batch, H heads, T positions, D head width.
+
+dropout: the probability with which elements are dropped in training. causal: whether a position sees only those up to its own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ class MultiHeadAttention(Module):
     """(softmax(q k^T / sqrt(D)) v, the probabilities (B, H, T, S)): q (B, H, T, D), k and v (B, H, S, D).
 
     ``ops.attention`` computes the first of the two without storing the second; a position that is before all keys sees nothing
-    there, and here the mean of all. source: Vaswani et al. 2017, arXiv:1706.03762.
+    there, and here the mean of all. dropout: of the probabilities. causal: by default no; the last query stands at the last key.
+    device, dtype: without effect, as there are no parameters. source: Vaswani et al. 2017, arXiv:1706.03762.
     raises: ShapeError if the shapes do not fit, DTypeError for integers.
     """
 
@@ -64,7 +68,10 @@ class MultiHeadAttention(Module):
 
 class AttentionLayer(Module):
     """Projections around MultiHeadAttention, each input normalized first: q (B, T, q_features), k and v, default q -> (B, T,
-    out_features). ``probs``: the probabilities of the last call, without history. raises: ShapeError for no heads, or empty ones.
+    out_features). ``probs``: the probabilities of the last call, without history.
+
+    num_head, dim_head: H and D, of any number of features. k_features, v_features, out_features: default q_features. causal: by
+    default yes. raises: ShapeError for no heads, or empty ones.
     """
 
     def __init__(
@@ -110,7 +117,10 @@ class AttentionLayer(Module):
 
 
 class TransformerLayer(Module):
-    """x + drop(attention(x)), then x + drop(linear(drop(relu(linear(norm(x)))))), on (B, T, q_features)."""
+    """x + drop(attention(x)), then x + drop(linear(drop(relu(linear(norm(x)))))), on (B, T, q_features).
+
+    num_head, dim_head, causal: of its AttentionLayer. hidden_size: features between the two linear layers.
+    """
 
     def __init__(self, q_features, num_head, dim_head, hidden_size, *, dropout=0.0, causal=True, device=None, dtype="float32"):
         super().__init__()
@@ -135,7 +145,8 @@ class TransformerLayer(Module):
 class Transformer(Module):
     """Layers over embeddings (T, B, embedding_size), or (B, T, ...) with ``batch_first``, to which learned positions are added.
 
-    sequence_len: the most positions. Gives the outputs, and zeros where a recurrent network gives its state.
+    hidden_size, num_head, dim_head, dropout, causal: of each TransformerLayer. sequence_len: the most positions. Gives the outputs,
+    and zeros where a recurrent network gives its state.
     raises: ShapeError for no layers, heads or features of a head.
     """
 

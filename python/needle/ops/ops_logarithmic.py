@@ -50,7 +50,10 @@ class LogSumExp(TensorOp):
 
 
 def logsumexp(a: Tensor, axes=None) -> Tensor:
-    """log(sum(exp(a))), without overflow, over ``axes``: an int, several, or None for all, which gives shape (1,)."""
+    """log(sum(exp(a))), without overflow, over ``axes``: an int, several, or None for all, which gives shape (1,).
+
+    raises: ShapeError for an axis that is not there, DTypeError for integers.
+    """
     return LogSumExp(axes)(a)
 
 

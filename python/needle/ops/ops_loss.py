@@ -80,7 +80,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = kernels.I
     """Mean cross entropy, in nats, shape (1,): logits (..., V), targets (...) of whole numbers, or (N) of them.
 
     Targets equal to ``ignore_index`` do not count; if none counts, the loss is 0.
-    raises: ShapeError, IndexError for a target outside 0..V-1 or, on a CPU, a fraction (a GPU cuts it off).
+    raises: ShapeError; DTypeError for logits that are no floats and for an ignore_index that is no whole number; IndexError for a
+    target outside 0..V-1 or, on a CPU, a fraction (a GPU cuts it off).
     """
     check_tensors("cross_entropy", logits, targets)
     _check_ignored("cross_entropy", ignore_index)
@@ -135,7 +136,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Mean cross entropy, in nats, shape (1,), of ``hidden @ weight``: hidden (..., D), weight (D, V), targets (...) or (N).
 
-    At most max(chunk_bytes, one row) of logits exist at any time. raises: ShapeError, IndexError for a target outside 0..V-1.
+    At most max(chunk_bytes, one row) of logits exist at any time. Targets and ignore_index are those of ``cross_entropy``.
+    raises: as it does; DTypeError also where hidden and weight differ in dtype, ShapeError for a chunk_bytes below 1.
     """
     check_tensors("linear_cross_entropy", hidden, weight, targets)
     _check_ignored("linear_cross_entropy", ignore_index)

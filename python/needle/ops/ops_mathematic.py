@@ -1,4 +1,8 @@
-"""Elementwise ops, broadcasting, sums and matrix products."""
+"""Elementwise ops, broadcasting, sums and matrix products.
+
+All raise DTypeError for an input that is no Tensor, where a number is not said to be accepted; ShapeError for shapes that do not
+broadcast, and axes that are not there or come twice; DeviceError for inputs on different devices.
+"""
 
 from __future__ import annotations
 
@@ -169,7 +173,7 @@ class EWisePow(_InputRead):
 
 
 def power(a: Tensor, b: Tensor) -> Tensor:
-    """a ** b, elementwise; the two broadcast. The gradient of b is NaN where a is negative."""
+    """a ** b, elementwise; the two broadcast. The gradient of b is NaN where a is negative. raises: ValueError for two of bool."""
     return EWisePow()(a, b)
 
 
@@ -536,12 +540,15 @@ def _extremum(op: _Extremum, a: Tensor | float, b: Tensor | float) -> Tensor:
 
 
 def maximum(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """The larger of a and b, elementwise; the two broadcast, one may be a number. Equal ones get half of the gradient each."""
+    """The larger of a and b, elementwise; the two broadcast, one may be a number. Equal ones get half of the gradient each.
+
+    raises: DTypeError for two numbers; OverflowError for one outside the integer dtype of the other.
+    """
     return _extremum(Maximum(), a, b)
 
 
 def minimum(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """The smaller of a and b, elementwise; the two broadcast, one may be a number. Equal ones get half of the gradient each."""
+    """The smaller of a and b, elementwise; as ``maximum``."""
     return _extremum(Minimum(), a, b)
 
 
@@ -563,7 +570,10 @@ class Where(TensorOp):
 
 
 def where(condition: Tensor, a: Tensor | float, b: Tensor | float) -> Tensor:
-    """a where condition is not zero, else b; the three broadcast. A number widens the other as in ``+``; two are float32."""
+    """a where condition is not zero, else b; the three broadcast. A number widens the other as in ``+``; two are float32.
+
+    raises: OverflowError for a number outside the integer dtype of the other.
+    """
     if not isinstance(condition, Tensor):
         raise DTypeError(f"[where] condition is of type {type_name(condition)} (accepted: a Tensor)")
     device = condition.device
@@ -647,7 +657,7 @@ class Summation(_NoRead):
 def summation(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
     """Sum over ``axes``: an int, several, or None for all, which gives shape (1,).
 
-    keepdims: leave these axes, with length 1. raises: ShapeError for an axis that is not there.
+    keepdims: leave these axes, with length 1; TypeError for what is neither True nor False.
     """
     return Summation(axes, keepdims)(a)
 
@@ -799,5 +809,5 @@ class Linear(_InputRead):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., in) @ weight (in, out), plus bias (out,) or (1, out) if there is one. raises: ShapeError if they do not fit."""
+    """x (..., in) @ weight (in, out), plus bias (out,) or (1, out) if there is one."""
     return matmul(x, weight) if bias is None else Linear()(x, weight, bias)

@@ -93,7 +93,7 @@ class Flip(_NoRead):
 
 
 def flip(a: Tensor, axes=None) -> Tensor:
-    """The elements in reverse order along ``axes``: an int, several, or None for all."""
+    """The elements in reverse order along ``axes``: an int, several, or None for all. raises: ShapeError for another axis."""
     return Flip(axes)(a)
 
 
@@ -182,7 +182,7 @@ class Split(TensorTupleOp):
 
 
 def split(a: Tensor, axis: int) -> TensorTuple:
-    """The slices of a along ``axis``, each without it."""
+    """The slices of a along ``axis``, each without it. raises: ShapeError for an axis that is not there."""
     return Split(axis)(a)
 
 

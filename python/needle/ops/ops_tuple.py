@@ -46,7 +46,10 @@ class TupleGetItem(_NoRead):
 
 
 def tuple_get_item(value: TensorTuple, index: int) -> Tensor:
-    """Item ``index``; an item of a tuple just made by make_tuple is that Tensor itself."""
+    """Item ``index``; an item of a tuple just made by make_tuple is that Tensor itself.
+
+    raises: DTypeError for what is no TensorTuple, IndexError for an item that is not there.
+    """
     if not isinstance(value, TensorTuple):
         raise DTypeError(f"[tuple_get_item] value is of type {type_name(value)} (accepted: a TensorTuple)")
     items = value.realize_cached_data()

@@ -29,7 +29,10 @@ class Dictionary:
 
 
 class Corpus:
-    """train.txt and test.txt of a folder as lists of ids, '<eos>' after each line."""
+    """train.txt and test.txt of a folder as lists of ids, '<eos>' after each line.
+
+    max_lines: how many lines of each file are read at most, None for all. raises: DataError if one cannot be read.
+    """
 
     def __init__(self, base_dir: str, max_lines: int | None = None):
         self.dictionary = Dictionary()
@@ -53,6 +56,7 @@ class Corpus:
 def batchify(data, batch_size: int, device, dtype) -> np.ndarray:
     """(len(data) // batch_size, batch_size): column b is the b-th piece of the text; what is left over is cut.
 
+    dtype: of the array, which is numpy's. device: without effect; ``get_batch`` takes one.
     raises: DataError for more columns than ids, or less than one: there would be nothing to train on.
     """
     if not 1 <= batch_size <= len(data):
