@@ -1,6 +1,7 @@
 """What a run survives: kills at any moment, a full disk, damage; and that it then goes on bit for bit."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from devices import usable
 from needle import files, nn
 from needle.backend_ndarray.host_memory import OPTIMIZER_STATE
 from needle.checkpoints import CheckpointFolder, random_state, read_folder, read_tensors, set_random_state, verify, write_tensors
+from needle.checkpoints import folder as checkpoint_folder
 from needle.data.text import TextData
 from needle.errors import CheckpointError
 from needle.models import Pythia, PythiaConfig, load_published
@@ -414,6 +416,40 @@ def test_pipes_that_nobody_writes_into(two):
     pipe_instead_of(two.path / "checkpoints.json")
     with pytest.raises(CheckpointError, match=r"checkpoints\.json: no file \(remove it"):
         two.newest()
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), OSError(errno.EIO, "no")])
+def test_one_that_cannot_be_read_may_be_whole(two, monkeypatch, error):
+    error.filename = str(two.path / "step-000002" / "value")
+    checksum = checkpoint_folder._checksum
+
+    def refused(path):
+        if str(path) == error.filename:
+            raise error
+        return checksum(path)
+
+    monkeypatch.setattr(checkpoint_folder, "_checksum", refused)
+    found, problems = two.newest()
+    assert value(found) == 111111 and problems == [f"[checkpoint] cannot read {error.filename}: no"]
+    two.go_on_from(found)
+    two.save(2, write(3))
+    assert two.names() == ["step-000002", "step-000002-2"] and value(two.path / "step-000002") == 222222
+
+
+def _link(path):
+    path.symlink_to(path.name if path.name == "step-000003" else "/nonexistent")
+
+
+@pytest.mark.parametrize("make", [_link, os.mkfifo, Path.touch])
+def test_what_has_a_checkpoints_name_and_is_none(two, make):
+    """It's left alone, and nothing waits for it."""
+    for name in ("step-000001-2", "step-000003", "step-000004"):
+        make(two.path / name)
+    assert two.save(3, write(333333)).name == "step-000003-2"
+    assert two.save(4, write(444444)).name == "step-000004-2"
+    assert two.names() == ["step-000003-2", "step-000004-2"] and value(two.newest()[0]) == 444444
+    assert all(os.path.lexists(two.path / name) for name in ("step-000001-2", "step-000003", "step-000004"))
+    assert not (two.path / "step-000001").exists()
 
 
 def test_a_loss_of_a_checkpoint_that_is_gone(tmp_path):

@@ -1262,6 +1262,28 @@ def test_events_are_on_the_disk_before_the_checkpoint_of_their_steps(run, tmp_pa
     assert found == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5]]
 
 
+def test_events_of_an_evaluation_are_on_the_disk_before_its_row(run, tmp_path, monkeypatch):
+    """A run that goes on after it finds the row, and makes no event of it again."""
+    pytest.importorskip("tensorboardX")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from pythia_app import report
+
+    found = []
+
+    def look(row):
+        if "held_out_loss" in row or "sample" in row:
+            tags = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()
+            found.append(
+                "held_out_loss" in tags["scalars"] if "held_out_loss" in row else any("sample" in tag for tag in tags["tensors"])
+            )
+        return dumps(row)
+
+    dumps = json.dumps
+    monkeypatch.setattr(report, "json", SimpleNamespace(dumps=look))
+    assert run("--tensorboard", "--checkpoint_dir", tmp_path, "--max_steps", 2, "--save_every", 2).returncode == 0
+    assert found == [True, True]
+
+
 def test_no_room_for_the_events(main, tmp_path, monkeypatch):
     """One line, where tensorboardX's own writer would wait for ever."""
     record_writer = pytest.importorskip("tensorboardX.record_writer")

@@ -125,16 +125,19 @@ class Reporter:
     def record(self, row: dict[str, Any]) -> None:
         """Adds one line to metrics.jsonl, with the time; null for what is no finite number.
 
-        An evaluation that is made again has its line already: the run was killed during it, or had made all its steps before.
+        An evaluation that is made again has its line already: the run was killed during it, or had made all its steps before. So
+        its events, which are not written again, come first.
         """
         if kind(row) in self._kept:
             return
         found = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
-        with files.writing(self.path, "checkpoint_dir"), open(self.path, "a") as file:
-            file.write(json.dumps({**found, "time": time.time()}) + "\n")
         if self._events is not None:
             with files.writing(self.folder / "tensorboard", "checkpoint_dir"):
                 self._events.add(found)
+                if "loss" not in row:
+                    self._events.flush()
+        with files.writing(self.path, "checkpoint_dir"), open(self.path, "a") as file:
+            file.write(json.dumps({**found, "time": time.time()}) + "\n")
 
     def flush(self) -> None:
         """Waits until the rows are on the disk, before a checkpoint after whose steps a killed run goes on. Where there is no room

@@ -46,10 +46,10 @@ class CheckpointFolder:
             raise ValueError(f"[checkpoint] step is {step} (accepted: at least 0)")
         entries, indexed = [e for e in self._entries() if e["name"] not in self._damaged], (self.path / INDEX).is_file()
         names = itertools.chain([f"step-{step:06d}"], (f"step-{step:06d}-{n}" for n in itertools.count(2)))
-        target = next(self.path / name for name in names if not (self.path / name).exists())
+        target = next(self.path / name for name in names if not os.path.lexists(self.path / name))
         partial = self.path / f".{target.name}.partial"
         try:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
             partial.mkdir(parents=True)
             write(partial)
             _seal(partial)
@@ -107,11 +107,11 @@ class CheckpointFolder:
 
     def go_on_from(self, checkpoint: Path) -> None:
         """Has the next ``save`` remove the checkpoints after this one that are damaged. Kept among the newest, or as the best, they
-        would take the place of whole ones.
+        would take the place of whole ones. One that cannot be read now may be whole, and stays.
         """
         names = self.names()
         later = names[names.index(checkpoint.name) + 1 :] if checkpoint.name in names else []
-        self._damaged = {name for name in later if not _is_whole(self.path / name)}
+        self._damaged = {name for name in later if _is_damaged(self.path / name)}
 
     def names(self) -> list[str]:
         """The names of all checkpoints, whole or not, the newest last."""
@@ -156,13 +156,13 @@ class CheckpointFolder:
     def _tidy(self, partial: Path | None, indexed: bool) -> None:
         """Removes what is half-written, and, unless the index is new, the checkpoints that it does not name any more."""
         if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+            _remove(partial)
         if not indexed:
             return
         for path in self.path.glob(".step-*.partial"):  # of a process that was killed
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
         for name in set(self._folders()) - {entry["name"] for entry in self._entries()}:
-            shutil.rmtree(self.path / name, ignore_errors=True)
+            _remove(self.path / name)
 
 
 def _is_entry(entry: object) -> bool:
@@ -205,18 +205,25 @@ def verify(folder: str | Path) -> None:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"[checkpoint] no checkpoint in {folder}: {Path(error.filename or folder).name} is missing") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"[checkpoint] cannot read {folder / CHECKSUMS}: {files.reason(error)}") from error
+        path = getattr(error, "filename", None) or folder / CHECKSUMS
+        raise CheckpointError(f"[checkpoint] cannot read {path}: {files.reason(error)}") from error
     for name, checksum in sums.items():
         if found[name] != checksum:
             raise CheckpointError(f"[checkpoint] {folder / name} is damaged: {found[name]} (written: {checksum})")
 
 
-def _is_whole(folder: Path) -> bool:
+def _is_damaged(folder: Path) -> bool:
     try:
         verify(folder)
-    except CheckpointError:
-        return False
-    return True
+    except CheckpointError as error:
+        return not isinstance(error.__cause__, OSError)
+    return False
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder, as far as that can be. What else has its name is not the run's: and a pipe would be waited for."""
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checksum(path: Path) -> dict[str, Any]:
