@@ -419,6 +419,14 @@ def test_two_traces_of_one_device_are_refused(cpu):
         pass
 
 
+def test_memory_without_a_working_directory(device, tmp_path, monkeypatch):
+    """For code whose file has a relative name."""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    exec(compile("made = empty((3000, 3000), 'float32', device)", "relative.py", "exec"), {"empty": empty, "device": device})
+
+
 def test_every_account_has_the_same_rules(device):
     """Of the backend in C++, of numpy's and of the plans' alike."""
     for one in (device, ndl.meta()):

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -287,19 +286,37 @@ def test_interrupted_and_gone_on_with(tmp_path, tokenizer, small, error):
     assert runs > 10 and pair(tmp_path / "parts") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
 
 
-def test_stopped_when_the_last_file_had_its_name(tmp_path, tokenizer, small, monkeypatch):
+@pytest.mark.parametrize("removed", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("given", [True, False])
+def test_stopped_when_the_last_file_had_its_name(tmp_path, tokenizer, small, monkeypatch, removed, given):
+    """So many of the run's own files were gone by then."""
     write_inputs(tmp_path / "in")
-    whole = prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=tokenizer)
+    options = {"tokenizer": tokenizer} if given else {"vocab_size": 300}
+    whole = prepare([tmp_path / "in"], tmp_path / "whole", **options)
+    unlink, rmdir, left = Path.unlink, Path.rmdir, removed
 
-    def stop(*_):
-        raise Stop
+    def stop(really):
+        def remove(path, *rest, **named):
+            nonlocal left
+            if path.name in ("documents", "lengths", "run.json", "state.json", ".x.partial") and path.exists():
+                if left == 0:
+                    raise Stop
+                left -= 1
+            really(path, *rest, **named)
+
+        return remove
 
     with monkeypatch.context() as patch, pytest.raises(Stop):
-        patch.setattr(shutil, "rmtree", stop)
-        prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer)
-    again = prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer)
-    assert (again.totals, again.vocab_size) == (whole.totals, whole.vocab_size)
-    assert pair(tmp_path / "x") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
+        patch.setattr(Path, "unlink", stop(unlink))
+        patch.setattr(Path, "rmdir", stop(rmdir))
+        prepare([tmp_path / "in"], tmp_path / "x", **options)
+    if removed < 3:
+        again = prepare([tmp_path / "in"], tmp_path / "x", **options)
+        assert (again.totals, again.vocab_size) == (whole.totals, whole.vocab_size) and leftovers(tmp_path) == []
+    else:  # then it has ended
+        with pytest.raises(DataError, match=r"x\.bin exists"):
+            prepare([tmp_path / "in"], tmp_path / "x", **options)
+    assert pair(tmp_path / "x") == pair(tmp_path / "whole")
 
 
 def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small):
@@ -427,6 +444,9 @@ def test_what_is_made_among_the_texts_is_none_of_them(tmp_path, tokenizer, small
     (folder / "x.bin").unlink()  # the run that goes on finds other files of its own than the one before
     prepare([folder], folder / "x", tokenizer=tokenizer)
     assert pair(folder / "x") == first and len(found(folder / "x")) == 6
+    (tmp_path / "link").symlink_to(folder)
+    prepare([tmp_path / "link"], folder / "x", tokenizer=tokenizer, overwrite=True)
+    assert pair(folder / "x") == first
 
 
 def test_a_tokenizer_that_lies_where_one_would_be_made_stays(tmp_path, tokenizer):

@@ -122,12 +122,13 @@ def find_sources(inputs: str | Path | Sequence[str | Path], made: Sequence[Path]
     """(the files, the indices of those found in folders). made: the run's own outputs, which are left out in folders."""
     sources: list[Source] = []
     in_folders: set[int] = set()
+    own = {os.path.realpath(path) for path in made}  # the folder may be given through a link
     for given in [inputs] if isinstance(inputs, (str, Path)) else inputs:
         path = Path(os.path.abspath(files.home(given)))
         folder = os.path.isdir(path)
         if not folder and not os.path.isfile(path):
             raise DataError(f"[inputs] no such file or folder: {str(given)!r} (text files, .jsonl files and folders of them)")
-        found = [file for file in walk(path, path.name) if file not in made] if folder else [path]
+        found = [file for file in walk(path, path.name) if os.path.realpath(file) not in own] if folder else [path]
         if not found:
             raise DataError(f"[inputs] no files: {given} (text files, .jsonl files and folders of them)")
         for file in found:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import os
-import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -344,5 +343,7 @@ def publish(folder: Path, prefix: Path) -> bool:
             files.flush(prefix.parent)
         elif (folder / "tokens").exists():
             return False
-        shutil.rmtree(folder)
+        for path in sorted(folder.iterdir()):  # so state.json goes last: as long as there is run.json, it is read
+            path.unlink()
+        folder.rmdir()
     return True

@@ -23,14 +23,21 @@ def is_needles(filename: str) -> bool:
     """Whether a file is needle's own. A path that was found by ``sys.path.append("../python")`` has the dots in it; a name such as
     ``<stdin>`` is of no file, which matters to who works in needle's folder.
     """
-    return not filename.startswith("<") and os.path.abspath(filename).startswith(_NEEDLE)
+    return not filename.startswith("<") and _absolute(filename).startswith(_NEEDLE)
+
+
+def _absolute(filename: str) -> str:
+    try:
+        return os.path.abspath(filename)
+    except FileNotFoundError:  # the working directory is gone
+        return filename
 
 
 def is_core(filename: str) -> bool:
     """Whether a file is needle's own, the models left out."""
     known = _is_core.get(filename)
     if known is None:
-        known = _is_core[filename] = is_needles(filename) and not os.path.abspath(filename).startswith(_MODELS)
+        known = _is_core[filename] = is_needles(filename) and not _absolute(filename).startswith(_MODELS)
     return known
 
 
