@@ -212,6 +212,18 @@ def test_matmul_of_more_than_is_counted():
 # --- convolution ----------------------------------------------------------------------------------------------------------
 
 
+def test_more_ids_than_the_gradient_of_an_embedding_counts():
+    dy, ids, workspace = backend.Array(1), backend.Array(1, "int32"), backend.Array(2, "int32")
+    with pytest.raises(ValueError, match=rf"^\[embedding_backward\] {2**31} ids have no kernel on this device"):
+        backend.embedding_backward(dy, ids, backend.Array(1), workspace, 2**31, 1, 1, False)
+
+
+def test_no_elements_beside_a_long_dimension():
+    a, out = backend.Array(64), backend.Array(1)
+    backend.ewise_add(a, (4, 1), 0, a, (8, 1), 0, out, (0, 2**34))
+    backend.sync()
+
+
 @half_float
 def test_convolution_on_tensor_cores(dtype):
     """Tiles of every size, their tails, windows that end on any side of the image; parts of the windows."""

@@ -184,7 +184,7 @@ template <int N>
   }
   walk.wide = size >= (int64_t(1) << 31);
   for (int o = 0; o < N; ++o) walk.offset[o] = operands[o].offset;
-  for (int d = 0; d < rank; ++d) {
+  for (int d = 0; d < rank && size > 0; ++d) {  // without elements it is a walk of no dimensions
     const int64_t extent = shape[size_t(d)];
     if (extent == 1) continue;
     bool merges = walk.ndim > 0;
@@ -199,7 +199,7 @@ template <int N>
   }
   if (walk.ndim == 0)
     for (int o = 0; o < N; ++o) walk.strides[o][0] = 0;
-  for (int d = 0; d < walk.ndim && !walk.wide && size > 0; ++d)
+  for (int d = 0; d < walk.ndim && !walk.wide; ++d)
     walk.divisor[d] = FastDivisor(uint32_t(walk.shape[d]));
   return walk;
 }
