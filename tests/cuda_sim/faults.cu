@@ -92,9 +92,9 @@ __global__ void trap_kernel() {
   if (threadIdx.x == 2) __trap();
 }
 
-__global__ void misaligned_copy_kernel(const char* x) {
+__global__ void misaligned_copy_kernel(const char* x, int bytes) {
   NEEDLE_SHARED(char, tile, 64);
-  ptx::cp_async<16>(tile, x + 4);
+  ptx::cp_async<16>(tile, x + 4, bytes);
 }
 
 __global__ void misaligned_atomic_kernel(char* x) {
@@ -138,7 +138,9 @@ const std::map<std::string, Case> kCases = {
     {"large_frame", [](int* p) { launch<large_frame_kernel>({1, 32}, p); }},
     {"trap", [](int*) { launch<trap_kernel>({1, 32}); }},
     {"misaligned_copy",
-     [](int* p) { launch<misaligned_copy_kernel>({1, 1}, reinterpret_cast<const char*>(p)); }},
+     [](int* p) { launch<misaligned_copy_kernel>({1, 1}, reinterpret_cast<const char*>(p), 16); }},
+    {"misaligned_empty_copy",
+     [](int* p) { launch<misaligned_copy_kernel>({1, 1}, reinterpret_cast<const char*>(p), 0); }},
     {"misaligned_atomic",
      [](int* p) { launch<misaligned_atomic_kernel>({1, 4}, reinterpret_cast<char*>(p)); }},
     {"misaligned_pair",

@@ -40,6 +40,7 @@ FAULTS = {
     "large_frame": ["stack overflow", "128 KB", "faults.cu:", "thread (31,0,0)"],
     "trap": ["__trap() was called", "thread (2,0,0)", "faults.cu:"],
     "misaligned_copy": ["misaligned address: cp.async of 16 bytes", "faults.cu:"],
+    "misaligned_empty_copy": ["misaligned address: cp.async of 16 bytes", "faults.cu:"],
     "misaligned_atomic": ["misaligned address: atomic operation on 4 bytes", "thread (3,0,0)", "faults.cu:"],
     "misaligned_pair": ["misaligned address: atomic operation on 4 bytes", "faults.cu:"],
 }

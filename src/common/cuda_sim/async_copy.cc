@@ -55,7 +55,7 @@ void async_copy(void* shared, const void* global, int bytes, int source_bytes, S
   const auto aligned = [&](const void* p) {
     return reinterpret_cast<uintptr_t>(p) % static_cast<size_t>(bytes) == 0;
   };
-  if (!aligned(shared) || (source_bytes > 0 && !aligned(global)))
+  if (!aligned(shared) || !aligned(global))
     fault("misaligned address: cp.async of " + std::to_string(bytes) + " bytes", site);
   if (source_bytes < 0 || source_bytes > bytes)
     fault("cp.async of " + std::to_string(source_bytes) + " source bytes into " +
