@@ -167,18 +167,6 @@ class Pool {
   bool stop_ = false;
 };
 
-// The processors this process may use, cut by a container's CPU quota.
-int usable_cores() {
-  int cores = usable_processors();
-  if (std::FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
-    long long quota = 0, period = 0;
-    if (std::fscanf(file, "%lld %lld", &quota, &period) == 2 && quota > 0 && period > 0)
-      cores = std::min<int>(cores, int((quota + period - 1) / period));
-    std::fclose(file);
-  }
-  return std::max(cores, 1);
-}
-
 constexpr int kMaxThreads = 4096;
 
 int checked_threads(const char* op, const std::string& text) {

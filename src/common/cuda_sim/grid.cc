@@ -119,11 +119,11 @@ class Pool {
   int busy_ = 0;
 };
 
-// Processors this process may use, or NEEDLE_NUM_THREADS. Sanitizers see one worker.
+// Cores this process may use, or NEEDLE_NUM_THREADS. Sanitizers see one worker.
 int worker_count() {
   if (NEEDLE_ASAN || race_hooks) return 1;
   const int wanted = wanted_workers();
-  return std::clamp(wanted ? wanted : usable_processors(), 1, kMaxWorkers);
+  return std::clamp(wanted ? wanted : usable_cores(), 1, kMaxWorkers);
 }
 
 Pool* pool = nullptr;
