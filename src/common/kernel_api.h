@@ -1,9 +1,9 @@
 // The contract of a compiled backend: every function that a device module offers, once.
 //
-// Included by backend.h inside `namespace needle::NEEDLE_DEVICE { ... }`, so a backend that
-// lacks a kernel does not link. The names are
-// the names Python sees (bindings.h adds only the op tables of ewise_ops.def); the numpy
-// backend and the meta backend have the same names, and a test compares them.
+// Included by backend.h inside `namespace needle::NEEDLE_DEVICE { ... }`, so a backend that lacks a
+// kernel does not link. The names are the names Python sees (bindings.h adds only the op tables of
+// ewise_ops.def); the numpy backend and the meta backend have the same names, and a test compares
+// them.
 //
 // Rules that hold for all of them:
 //  * kernels never allocate: outputs and workspace come from the caller;
@@ -54,12 +54,11 @@ void matmul(const Array& a, int64_t a_offset, const Dims& a_batch_strides, int64
             int64_t ldb, bool trans_b, const Array& out, const Dims& batch_shape, int64_t m,
             int64_t k, int64_t n, bool accumulate);
 
-// --- convolution
-// ---------------------------------------------------------------------------------- Windows of
-// `image` (images, rows[0], cols[0], channels): rows and cols are window_axis of windows.h, and
-// pixels outside of the image are zeros. A window's elements are in the order of the kernel's:
-// rows, columns, channels. Every numeric dtype. out (windows, out_channels) = windows (windows,
-// elements) @ kernel (elements, out_channels).
+// --- convolution --------------------------------------------------------------------------------
+// Windows of `image` (images, rows[0], cols[0], channels): rows and cols are window_axis of
+// windows.h, and pixels outside of the image are zeros. A window's elements are in the order of the
+// kernel's: rows, columns, channels. Every numeric dtype. out (windows, out_channels) = windows
+// (windows, elements) @ kernel (elements, out_channels).
 void conv_forward(const Array& image, const Array& kernel, const Array& out, int64_t images,
                   int64_t channels, const Dims& rows, const Dims& cols, int64_t out_channels);
 // dkernel (elements, out_channels) = windows^T @ dy (windows, out_channels), or += with accumulate;
