@@ -24,17 +24,38 @@ void watch_forks() {
   [[maybe_unused]] static const int once = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 }
 
-// How many GPUs can be used, and CUDA's word for why there is none: no driver, or one too old, is
-// an answer, not an error to be found by the next launch.
+int attribute_of(int gpu, cudaDeviceAttr which) {
+  int value = 0;
+  cuda_check(cudaDeviceGetAttribute(&value, which, gpu), "cudaDeviceGetAttribute");
+  return value;
+}
+
+// Why the thread's current GPU, which would be the device, does not do: empty if it does.
+std::string why_unusable() {
+  int gpu = 0, capability = 0;
+  cuda_check(cudaGetDevice(&gpu), "cudaGetDevice");
+  const std::string name = "GPU " + std::to_string(gpu) + ": ";
+  if (attribute_of(gpu, cudaDevAttrMemoryPoolsSupported) == 0)
+    return name + "it has no memory pools (cudaMallocAsync)";
+  // A GPU that is full has the code all the same.
+  const cudaError_t error = ask_code_capability(capability);
+  if (error == cudaSuccess) return "";
+  cudaGetLastError();
+  return error == cudaErrorMemoryAllocation ? "" : name + cudaGetErrorString(error);
+}
+
+// How many GPUs can be used, and CUDA's word for why there is none: no driver, or one too old, or a
+// GPU for which this module has no code, is an answer, not an error to be found by the next launch.
 std::pair<int, std::string> devices() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error == cudaSuccess) {
-    if (!NEEDLE_EMULATED) watch_forks();
-    return {count, ""};
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    return {0, cudaGetErrorString(error)};
   }
-  cudaGetLastError();
-  return {0, cudaGetErrorString(error)};
+  if (!NEEDLE_EMULATED) watch_forks();
+  const std::string why = count > 0 ? why_unusable() : "";
+  return {why.empty() ? count : 0, why};
 }
 int device_count() { return devices().first; }
 
@@ -74,7 +95,7 @@ class StagingRing {
 struct Device {
   cudaStream_t stream = nullptr;
   cudaMemPool_t pool = nullptr;  // the driver's default one
-  int id = 0, multiprocessors = 0;
+  int id = 0, multiprocessors = 0, code_capability = 0;
   size_t total_bytes = 0;
   int64_t scratch_bytes = kScratchBytes;
   void* scratch = nullptr;
@@ -89,6 +110,7 @@ struct Device {
                       devices().second);
     cuda_check(cudaGetDevice(&id), "cudaGetDevice");
     multiprocessors = attribute(cudaDevAttrMultiProcessorCount);
+    cuda_check(ask_code_capability(code_capability), "cudaFuncGetAttributes");
     if (attribute(cudaDevAttrComputeCapabilityMajor) >= 9) scratch_bytes = 4 * kScratchBytes;
     size_t free_bytes = 0;
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
@@ -118,11 +140,7 @@ struct Device {
     pthread_atfork([] { std::lock(only->mutex, only->scratch_mutex); }, unlock, unlock);
   }
 
-  int attribute(cudaDeviceAttr which) const {
-    int value = 0;
-    cuda_check(cudaDeviceGetAttribute(&value, which, id), "cudaDeviceGetAttribute");
-    return value;
-  }
+  int attribute(cudaDeviceAttr which) const { return attribute_of(id, which); }
 };
 
 Device& device_in_use() {
@@ -184,6 +202,11 @@ int compute_capability() {
   const Device& d = device();
   return 10 * d.attribute(cudaDevAttrComputeCapabilityMajor) +
          d.attribute(cudaDevAttrComputeCapabilityMinor);
+}
+int code_capability() {
+  int capability = device().code_capability;
+  if (NEEDLE_EMULATED) cuda_check(ask_code_capability(capability), "cudaFuncGetAttributes");
+  return capability;
 }
 int64_t max_shared_bytes() { return device().attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 ErrorFlag* error_flag() { return device().flag; }

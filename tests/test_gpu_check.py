@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from devices import usable
-from test_cublaslt import compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -188,22 +187,6 @@ def test_it_builds_for_the_gpus_that_are_there(gpu_check, monkeypatch):
                 f"-gencode=arch=compute_{one},code=sm_{one}" for one in expected.split(";")
             }
         assert len(commands) == len(gpu_check.PROGRAMS)
-
-
-@pytest.mark.parametrize(
-    ("compiled", "capabilities"),
-    [("750,800,900", {80, 86, 90, 120}), ("750,900", {90, 120}), ("750,860", {86, 90, 120}), ("750", set())],
-)
-def test_a_gpu_has_the_tensor_core_kernels_of_the_code_that_it_runs(tmp_path, compiled, capabilities):
-    """A GPU between two that were compiled for runs what there is for the older one."""
-    asserts = [
-        f"static_assert(needle::cuda::has_tensor_core_code({gpu}) == {int(gpu in capabilities)});" for gpu in (75, 80, 86, 90, 120)
-    ]
-    (tmp_path / "asked.cc").write_text("\n".join(['#include "tensor_core_cuda.cuh"', *asserts]))
-    flags = ["-std=c++17", "-fsyntax-only", "-w", f"-I{ROOT / 'src/kernels'}"]
-    defined = ["-DNEEDLE_DEVICE=cuda", f"-D__CUDA_ARCH_LIST__={compiled}"]
-    done = subprocess.run([compiler(), *flags, *defined, "asked.cc"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_stage_that_takes_too_long_ends_with_its_children(gpu_check):

@@ -126,6 +126,15 @@ bool transpose_copy(const B* a, B* out, const Walk<2>& walk, int64_t n) {
 
 }  // namespace
 
+// Of one kernel for all: every file is compiled for the same GPUs.
+cudaError_t ask_code_capability(int& capability) {
+  cudaFuncAttributes attributes{};
+  const cudaError_t error =
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(fill_kernel<uint8_t>));
+  capability = attributes.ptxVersion;
+  return error;
+}
+
 void fill(const Array& out, Scalar value) {
   dispatch_any(out.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -11,19 +11,9 @@
 
 namespace needle::NEEDLE_DEVICE {
 
-// Whether a GPU of this compute capability runs code with the tensor-core kernels: it takes what is
-// compiled for the latest that it is not older than, and code for sm_75 has none on later GPUs.
-constexpr bool has_tensor_core_code(int capability) {
-#if defined(__CUDA_ARCH_LIST__)
-  constexpr int kCompiled[] = {__CUDA_ARCH_LIST__};  // 750 is sm_75
-#else
-  constexpr int kCompiled[] = {800};
-#endif
-  for (int compiled : kCompiled)
-    if (compiled >= 800 && compiled <= 10 * capability) return true;
-  return false;
-}
-inline bool may_use_tensor_cores() { return has_tensor_core_code(compute_capability()); }
+// What is compiled for sm_75 has no tensor-core kernels, and a later GPU may have to do with it:
+// code for sm_80 runs on no GPU from sm_90 on, PTX for sm_75 on all.
+inline bool may_use_tensor_cores() { return code_capability() >= 80; }
 
 constexpr int kChunk = 8;  // 16-bit elements of the 16 bytes that ldmatrix and cp.async move
 

@@ -337,6 +337,9 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
                  compute_capability() / 10, compute_capability() % 10,
                  multiprocessors(),         kWarpSize,
                  kMaxBlockThreads};
+    case cudaDevAttrMemoryPoolsSupported:
+      *value = 1;
+      return cudaSuccess;
   return cudaSuccess;
 }
 
@@ -350,6 +353,12 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaSuccess:
       return "no error";
     case cudaErrorInvalidValue:
+// As if compiled for just this device.
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = compute_capability();
+  return cudaSuccess;
+}
+
       return "invalid argument";
     case cudaErrorMemoryAllocation:
       return "out of memory";

@@ -31,6 +31,7 @@ enum cudaDeviceAttr {
   cudaDevAttrComputeCapabilityMajor = 75,
   cudaDevAttrComputeCapabilityMinor = 76,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+  cudaDevAttrMemoryPoolsSupported = 115,
 };
 
 namespace needle::sim {
@@ -49,6 +50,10 @@ struct cudaDeviceProp {
   int multiProcessorCount;
   int warpSize;
   int maxThreadsPerBlock;
+};
+
+struct cudaFuncAttributes {
+  int ptxVersion;
 };
 
 constexpr unsigned cudaStreamDefault = 0, cudaStreamNonBlocking = 1;
@@ -87,6 +92,7 @@ NEEDLE_SIM_API cudaSetDevice(int device);
 NEEDLE_SIM_API cudaGetDeviceProperties(cudaDeviceProp* properties, int device);
 NEEDLE_SIM_API cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 NEEDLE_SIM_API cudaFuncSetAttribute(const void* function, cudaFuncAttribute attribute, int value);
+NEEDLE_SIM_API cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* function);
 
 NEEDLE_SIM_API cudaGetLastError();
 // For a failed launch the text is the emulator's: kernel, block, thread, place.
