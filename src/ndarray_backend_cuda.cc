@@ -68,12 +68,12 @@ class StagingRing {
   void copy(const void* from, void* to, int64_t bytes, cudaStream_t stream) {
     Slot& slot = slots_[next_];
     next_ = (next_ + 1) % kSlots;
-    if (slot.memory == nullptr) {
-      cuda_check(cudaMallocHost(&slot.memory, size_t(kSlotBytes)), "cudaMallocHost");
+    if (slot.copied == nullptr)
       cuda_check(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming), "cudaEventCreate");
-    } else {
-      cuda_check(cudaEventSynchronize(slot.copied), "cudaEventSynchronize");
-    }
+    if (slot.memory == nullptr)
+      cuda_check(cudaMallocHost(&slot.memory, size_t(kSlotBytes)), "cudaMallocHost");
+    // At once where nothing has been recorded.
+    cuda_check(cudaEventSynchronize(slot.copied), "cudaEventSynchronize");
     std::memcpy(slot.memory, from, size_t(bytes));
     cuda_check(cudaMemcpyAsync(to, slot.memory, size_t(bytes), cudaMemcpyHostToDevice, stream),
                "cudaMemcpyAsync");
@@ -114,6 +114,18 @@ struct Device {
     if (attribute(cudaDevAttrComputeCapabilityMajor) >= 9) scratch_bytes = 4 * kScratchBytes;
     size_t free_bytes = 0;
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    try {
+      take_memory();
+    } catch (...) {  // it is tried again at the next use
+      cudaFreeHost(flag_copy), cudaFree(flag), cudaFree(scratch);
+      if (stream != nullptr) cudaStreamDestroy(stream);
+      cudaGetLastError();
+      throw;
+    }
+    if (NEEDLE_EMULATED) hold_across_fork();
+  }
+
+  void take_memory() {
     cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
     // Freed memory stays with the driver's pool across syncs; empty_cache() gives it back.
     uint64_t keep_all = UINT64_MAX;
@@ -127,11 +139,13 @@ struct Device {
     void* pinned = nullptr;
     cuda_check(cudaMallocHost(&pinned, sizeof(ErrorFlag)), "cudaMallocHost");
     flag_copy = static_cast<ErrorFlag*>(pinned);
-    if (NEEDLE_EMULATED) hold_across_fork();
   }
 
-  // Where a child would wait for ever for a mutex that another thread held.
+  // Where a child would wait for ever for a mutex that another thread held. What is registered
+  // later is held first, and a launch that has the right to scratch memory may want the
+  // allocator's mutex: that one is registered before.
   void hold_across_fork() {
+    allocator();
     static Device* const only = this;
     const auto unlock = [] {
       only->mutex.unlock();
@@ -183,8 +197,10 @@ class DeviceMemory : public MemorySource {
     cudaFreeAsync(ptr, device_in_use().stream);
   }
   void trim() override {
-    cuda_check(cudaStreamSynchronize(device().stream), "cudaStreamSynchronize");
-    cuda_check(cudaMemPoolTrimTo(device().pool, 0), "cudaMemPoolTrimTo");
+    // Not for needle's stream alone: another library's may still read what was shared with it.
+    const Device& d = device();
+    cuda_check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+    cuda_check(cudaMemPoolTrimTo(d.pool, 0), "cudaMemPoolTrimTo");
   }
 };
 
@@ -295,12 +311,15 @@ py::dict device_properties() {
   return d;
 }
 
-// CudaError becomes the package's KernelError.
+// CudaError becomes the package's KernelError; one of memory becomes OutOfMemory, of which
+// bind_memory, called before, makes OutOfMemoryError.
 void bind_cuda_errors(py::module_& m) {
   static PyObject* const error_class = package_error(m, "KernelError", PyExc_RuntimeError);
   py::register_local_exception_translator([](std::exception_ptr p) {
     try {
       if (p) std::rethrow_exception(p);
+    } catch (const CudaOutOfMemory& e) {
+      throw OutOfMemory(e.what(), allocator().stats());
     } catch (const CudaError& e) {
       PyErr_SetString(error_class, e.what());
     }
@@ -314,6 +333,7 @@ PYBIND11_MODULE(NEEDLE_MODULE, m) {
   using namespace needle::NEEDLE_DEVICE;
   bind_backend(m);
   bind_cuda_errors(m);
+  needle::memory_keeper() = [] { allocator().empty_cache(); };
   m.def("device_count", &device_count);
   m.def("why_absent", [] { return devices().second; });
   m.def("device_properties", &device_properties);

@@ -15,7 +15,7 @@ import needle as ndl
 from devices import DEVICES, usable
 from needle.backend_ndarray import cublaslt, matmul
 from needle.backend_ndarray.ndarray import NDArray
-from needle.errors import DeviceError, KernelError
+from needle.errors import DeviceError, KernelError, OutOfMemoryError
 from test_cuda_sim_training import losses
 
 SOURCES = Path(__file__).parent / "cuda_sim"
@@ -158,6 +158,24 @@ def test_its_errors_name_it(device, stand_in, tmp_path, monkeypatch):
     assert device.cublaslt_in_use() == ("", 0)
     check(normal(device, "float32", 2, 3), normal(device, "float32", 3, 2))
     assert of_library(device) == 0
+
+
+@pytest.mark.parametrize("device", ["cuda_sim"], indirect=True)
+@pytest.mark.parametrize("refused", [1, 2])
+def test_its_lack_of_memory(device, stand_in, tmp_path, monkeypatch, refused):
+    """What needle keeps is given back, and the product done again: once."""
+    monkeypatch.setenv("CUBLASLT_STAND_IN_REFUSES", str(refused))
+    device.use_cublaslt(str(shutil.copy(stand_in, tmp_path / f"refuses_{refused}.so")))
+    a, b = normal(device, "float32", 2, 100), normal(device, "float32", 100, 2)
+    device.empty(1 << 22)
+    kept = device.memory_stats()["reserved"]
+    if refused == 1:
+        check(a, b)
+    else:
+        with pytest.raises(OutOfMemoryError, match=r"\[cublasLtMatmul\] stand-in status 3"):
+            a @ b
+        check(a, b)
+    assert device.memory_stats()["reserved"] < kept
 
 
 class Module(SimpleNamespace):

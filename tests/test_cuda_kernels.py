@@ -1,6 +1,8 @@
 """The CUDA kernels, run by the emulated device and by a GPU: which of them a call takes, tensor cores, and what a device does besides."""
 
 import math
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event, Thread
@@ -31,6 +33,7 @@ from needle import dtype as dt
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.ndarray import NDArray
+from needle.errors import OutOfMemoryError
 
 _device = devices("cuda_sim", "cuda")
 
@@ -209,9 +212,6 @@ def test_matmul_of_more_than_is_counted():
         backend.matmul(x, 0, (), k, False, x, 0, (), 1, False, out, (), 1, k, 1, False)
 
 
-# --- convolution ----------------------------------------------------------------------------------------------------------
-
-
 def test_more_ids_than_the_gradient_of_an_embedding_counts():
     dy, ids, workspace = backend.Array(1), backend.Array(1, "int32"), backend.Array(2, "int32")
     with pytest.raises(ValueError, match=rf"^\[embedding_backward\] {2**31} ids have no kernel on this device"):
@@ -222,6 +222,9 @@ def test_no_elements_beside_a_long_dimension():
     a, out = backend.Array(64), backend.Array(1)
     backend.ewise_add(a, (4, 1), 0, a, (8, 1), 0, out, (0, 2**34))
     backend.sync()
+
+
+# --- convolution ----------------------------------------------------------------------------------------------------------
 
 
 @half_float
@@ -490,3 +493,69 @@ def test_device_properties():
     assert backend.device_count() >= 1
     properties = backend.device_properties()
     assert properties["warp_size"] == 32 and properties["multiprocessors"] > 0 and properties["total_bytes"] > 0
+
+
+# --- memory that is not the allocator's ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def leave(_device, monkeypatch):
+    """Gives the emulated device so many bytes more than are taken, to within a MiB."""
+    if backend.__device_name__ != "cuda_sim":
+        pytest.skip("only the emulated device can change its memory")
+
+    def give(spare):
+        properties = backend.device_properties()
+        taken = properties["total_bytes"] - properties["free_bytes"]
+        monkeypatch.setenv("NEEDLE_SIM_MEMORY", str((taken + spare) >> 20))
+
+    backend.empty_cache()
+    yield give
+    backend.sync()
+
+
+@pytest.mark.parametrize("n", [1, 1 << 20])  # of the second sum the partial ones go through scratch memory
+def test_a_launch_without_memory_gets_what_is_kept(leave, n):
+    x, out = put(backend, np.ones(n), "float32"), backend.Array(1)
+    backend.Array(1 << 22)
+    kept = backend.memory_stats()["reserved"]
+    leave(0)
+    backend.reset_launch_counts()
+    backend.reduce_sum(x, out, 1, n, 1)
+    assert get(backend, out)[0] == n and backend.memory_stats()["reserved"] < kept
+    assert set(backend.launch_counts().values()) == {1}
+
+
+def test_a_launch_without_memory_is_out_of_memory(leave, monkeypatch):
+    out = backend.Array(1 << 20)
+    backend.fill(out, 1.0)
+    leave(0)
+    with pytest.raises(OutOfMemoryError, match=r"fill_kernel<float>\] launch failed: out of memory, .* live") as caught:
+        backend.fill(out, 2.0)
+    assert caught.value.requested_bytes == 0 and caught.value.stats["live"] >= 4 << 20
+    monkeypatch.delenv("NEEDLE_SIM_MEMORY")
+    assert get(backend, out)[0] == 1
+    backend.fill(out, 2.0)
+    assert get(backend, out)[0] == 2
+
+
+def test_a_device_that_begins_without_memory(leave):
+    """Its own memory has no room; later it has."""
+    code = """if True:
+        import os
+        import needle
+        from needle.errors import OutOfMemoryError
+        device = needle.cuda_sim()
+        assert device.enabled()
+        for _ in range(2):
+            os.environ["NEEDLE_SIM_MEMORY"] = "16"
+            try:
+                device.zeros(3)
+            except OutOfMemoryError as error:
+                print(str(error).splitlines()[0])
+        os.environ["NEEDLE_SIM_MEMORY"] = "64"
+        print(device.ones(3).numpy().sum())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    refused = "[cuda_sim] [cudaMalloc] out of memory, 0 bytes live, 0 bytes reserved"
+    assert done.stdout.splitlines() == [refused, refused, "3.0"], done.stderr

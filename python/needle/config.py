@@ -23,6 +23,7 @@ VARIABLES = {
         Variable("NEEDLE_SIM_ORDER", "forward", "forward, reverse, random:SEED", "thread order of cuda_sim"),
         Variable("NEEDLE_SIM_CP_ASYNC", "late", "late, early", "when cuda_sim performs an asynchronous copy"),
         Variable("NEEDLE_SIM_SM", "90", "75, 80, 90, ...", "compute capability that cuda_sim reports"),
+        Variable("NEEDLE_SIM_MEMORY", "", "1 to 999999", "MiB that cuda_sim has; default: the host's"),
         Variable("NEEDLE_SIM_STREAMS", "eager", "eager, lazy", "when cuda_sim runs the work of a stream"),
         Variable("NEEDLE_SIM_MULTIPROCESSORS", "4", "0, 1, 2, ...", "multiprocessors that cuda_sim reports; 0: grids of one block"),
     )

@@ -46,9 +46,13 @@ thread_local int current_category = 0;
 }  // namespace
 
 OutOfMemory::OutOfMemory(int64_t requested_, const MemoryStats& stats_)
-    : requested(requested_), stats(stats_) {
-  text = "out of memory: " + readable(requested) + " requested, " + readable(stats.live) +
-         " live, " + readable(stats.reserved) + " reserved";
+    : OutOfMemory("out of memory: " + readable(requested_) + " requested", stats_) {
+  requested = requested_;
+}
+
+OutOfMemory::OutOfMemory(const std::string& what, const MemoryStats& stats_)
+    : requested(0), stats(stats_) {
+  text = what + ", " + readable(stats.live) + " live, " + readable(stats.reserved) + " reserved";
   if (stats.limit > 0) text += ", limit " + readable(stats.limit);
 }
 

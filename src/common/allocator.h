@@ -42,6 +42,8 @@ struct MemoryStats {
 
 struct OutOfMemory : std::bad_alloc {
   OutOfMemory(int64_t requested_, const MemoryStats& stats_);
+  // The driver's own want: `what` says of what.
+  OutOfMemory(const std::string& what, const MemoryStats& stats_);
   const char* what() const noexcept override { return text.c_str(); }
   int64_t requested;
   MemoryStats stats;

@@ -46,9 +46,18 @@ struct Library {
   }
 
   void check(int status, const char* what) const {
-    if (status != kSuccess)
-      throw CudaError(std::string("[") + what + "] " + GetStatusString(status) + " (" + path +
-                      "; NEEDLE_CUBLASLT=0 does without it)");
+    if (status == kSuccess) return;
+    const std::string text = std::string("[") + what + "] " + GetStatusString(status) + " (" +
+                             path + "; NEEDLE_CUBLASLT=0 does without it)";
+    if (status == kAllocFailed) throw CudaOutOfMemory(text);
+    throw CudaError(text);
+  }
+  // Of a call that may need memory of the device beside needle's.
+  template <class F>
+  void check_call(F call, const char* what) const {
+    int status = call();
+    if (status == kAllocFailed && give_back_memory()) status = call();
+    check(status, what);
   }
 
  private:
@@ -112,10 +121,12 @@ class Prepared {
       const auto alpha = one, beta = g.accumulate ? one : one - one;
       Scratch held;
       if (workspace_bytes_ > 0) held = scratch(int64_t(workspace_bytes_));
-      lt_.check(lt_.Matmul(handle, desc_.get(), &alpha, g.b.data, b_.get(), g.a.data, a_.get(),
-                           &beta, g.out, out_.get(), g.out, out_.get(), &algorithm_, held.memory,
-                           workspace_bytes_, stream()),
-                "cublasLtMatmul");
+      const auto call = [&] {
+        return lt_.Matmul(handle, desc_.get(), &alpha, g.b.data, b_.get(), g.a.data, a_.get(),
+                          &beta, g.out, out_.get(), g.out, out_.get(), &algorithm_, held.memory,
+                          workspace_bytes_, stream());
+      };
+      lt_.check_call(call, "cublasLtMatmul");
     };
     if (g.dtype == DType::kFloat64) return multiply(1.0);
     multiply(1.0f);
@@ -203,7 +214,7 @@ struct Session {
                   alignment[2]};
     stream();  // the library's handle is of the thread's GPU, and so is what it advises
     std::lock_guard<std::mutex> lock(mutex);
-    if (handle == nullptr) lt.check(lt.Create(&handle), "cublasLtCreate");
+    if (handle == nullptr) lt.check_call([&] { return lt.Create(&handle); }, "cublasLtCreate");
     const auto known = all.find(key);
     if (known != all.end()) return known->second;
     if (all.size() >= kMostPrepared) all.clear();

@@ -24,7 +24,13 @@ struct Heuristic {
 };
 
 // cublasStatus_t, cudaDataType, cublasComputeType_t and cublasOperation_t
-enum : int { kSuccess = 0, kInvalidValue = 7, kArchMismatch = 8, kNotSupported = 15 };
+enum : int {
+  kSuccess = 0,
+  kAllocFailed = 3,
+  kInvalidValue = 7,
+  kArchMismatch = 8,
+  kNotSupported = 15
+};
 enum : int { kReal32 = 0, kReal64 = 1, kReal16 = 2, kRealBfloat16 = 14 };
 enum : int { kCompute32 = 68, kCompute64 = 70 };
 enum : int { kPlain = 0, kTransposed = 1 };

@@ -24,16 +24,35 @@ namespace needle {
 struct CudaError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+struct CudaOutOfMemory : CudaError {
+  using CudaError::CudaError;
+};
 
 // CUDA keeps an error of any call until it is asked for the last one, which follows every launch:
 // taken back here, or the next launch would be said to have failed too.
 [[noreturn, gnu::noinline]] inline void throw_cuda_error(const std::string& what,
                                                          cudaError_t error) {
   cudaGetLastError();
-  throw CudaError(what + cudaGetErrorString(error));
+  const std::string text = what + cudaGetErrorString(error);
+  if (error == cudaErrorMemoryAllocation) throw CudaOutOfMemory(text);
+  throw CudaError(text);
 }
 inline void cuda_check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw_cuda_error(std::string("[") + what + "] ", error);
+}
+
+// What gives back to the driver the memory that the module keeps for reuse: the module's own word,
+// since a program of kernels alone keeps none.
+inline std::atomic<void (*)()>& memory_keeper() {
+  static std::atomic<void (*)()> keeper{nullptr};
+  return keeper;
+}
+// For a call that found no memory, which is then worth a second try: whether there is a keeper.
+inline bool give_back_memory() {
+  cudaGetLastError();
+  void (*const give_back)() = memory_keeper();
+  if (give_back != nullptr) give_back();
+  return give_back != nullptr;
 }
 
 struct LaunchConfig {

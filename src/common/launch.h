@@ -23,7 +23,6 @@
 
 #include <cstddef>
 #include <string>
-#include <utility>
 
 #include "cuda_api.h"
 #if NEEDLE_EMULATED
@@ -52,11 +51,15 @@ struct SharedType<T, First, Rest...> {
   using type = typename SharedType<T, Rest...>::type[First];
 };
 
-// What follows every launch; a function of its own, as there are a thousand kernels.
-[[gnu::noinline]] inline void check_and_count(KernelRecord& kernel, const LaunchConfig& config) {
+// What follows every launch; a function of its own, as there are a thousand kernels. False: launch
+// it again. The first launch of a kernel takes memory of the device, where its code goes.
+[[gnu::noinline]] inline bool check_and_count(KernelRecord& kernel, const LaunchConfig& config,
+                                              bool again) {
   const cudaError_t error = cudaGetLastError();
+  if (error == cudaErrorMemoryAllocation && !again && give_back_memory()) return false;
   if (error != cudaSuccess) throw_cuda_error("[" + kernel.full_name + "] launch failed: ", error);
   kernel.count(config);
+  return true;
 }
 
 #if !NEEDLE_EMULATED
@@ -68,10 +71,12 @@ struct SharedType<T, First, Rest...> {
   type_* const name = reinterpret_cast<type_*>(needle_dynamic_shared)
 
 template <auto K, class... Args>
-void launch(const LaunchConfig& config, Args&&... args) {
+void launch(const LaunchConfig& config, const Args&... args) {
   KernelRecord& kernel = kernel_record<K>();
-  K<<<config.grid, config.block, config.smem, config.stream>>>(std::forward<Args>(args)...);
-  check_and_count(kernel, config);
+  for (bool again = false;; again = true) {
+    K<<<config.grid, config.block, config.smem, config.stream>>>(args...);
+    if (check_and_count(kernel, config, again)) return;
+  }
 }
 
 #else
@@ -84,19 +89,20 @@ void launch(const LaunchConfig& config, Args&&... args) {
 #define NEEDLE_DYNAMIC_SHARED(type_, name) \
   type_* const name = static_cast<type_*>(::needle::sim::dynamic_shared())
 
-[[gnu::noinline]] inline void check_and_count(KernelRecord& kernel, const LaunchConfig& config,
-                                              const std::string& refused_or_fault) {
+[[gnu::noinline]] inline bool check_and_count(KernelRecord& kernel, const LaunchConfig& config,
+                                              bool again, const std::string& refused_or_fault) {
   if (!refused_or_fault.empty()) throw CudaError(refused_or_fault);
-  check_and_count(kernel, config);
+  return check_and_count(kernel, config, again);
 }
 
 template <auto K, class... Args>
-void launch(const LaunchConfig& config, Args&&... args) {
+void launch(const LaunchConfig& config, const Args&... args) {
   KernelRecord& kernel = kernel_record<K>();
-  const std::string refused_or_fault =
-      sim::launch<K>(kernel.full_name.c_str(), config.grid, config.block, config.smem,
-                     config.stream, std::forward<Args>(args)...);
-  check_and_count(kernel, config, refused_or_fault);
+  for (bool again = false;; again = true) {
+    const std::string refused_or_fault = sim::launch<K>(
+        kernel.full_name.c_str(), config.grid, config.block, config.smem, config.stream, args...);
+    if (check_and_count(kernel, config, again, refused_or_fault)) return;
+  }
 }
 
 #endif
@@ -104,9 +110,13 @@ void launch(const LaunchConfig& config, Args&&... args) {
 // What the hardware asks for before a launch may have more than 48 KB of dynamic shared memory.
 template <auto K>
 void allow_dynamic_shared(size_t bytes) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(K),
-                           cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+  const auto ask = [&] {
+    return cudaFuncSetAttribute(reinterpret_cast<const void*>(K),
+                                cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(bytes));
+  };
+  cudaError_t error = ask();
+  if (error == cudaErrorMemoryAllocation && give_back_memory()) error = ask();  // as a launch
   if (error != cudaSuccess)
     throw_cuda_error("[" + kernel_record<K>().full_name + "] " + std::to_string(bytes) +
                          " bytes of dynamic shared memory: ",

@@ -39,6 +39,7 @@ static_assert(offsetof(Heuristic, status) == offsetof(cublasLtMatmulHeuristicRes
 
 #define NEEDLE_SAME(ours, theirs) static_assert(int(ours) == int(theirs), #theirs)
 NEEDLE_SAME(kSuccess, CUBLAS_STATUS_SUCCESS);
+NEEDLE_SAME(kAllocFailed, CUBLAS_STATUS_ALLOC_FAILED);
 NEEDLE_SAME(kNotSupported, CUBLAS_STATUS_NOT_SUPPORTED);
 NEEDLE_SAME(kReal32, CUDA_R_32F);
 NEEDLE_SAME(kReal64, CUDA_R_64F);

@@ -167,7 +167,7 @@ def test_faults_are_named_and_survived(programs, mode):
         ("SIM_ORDER", "backwards", "forward, reverse, random:SEED"), ("SIM_CP_ASYNC", "soon", "late, early"),
         ("SIM_STREAMS", "Lazy", "eager, lazy"), ("SIM_SM", "70", "75, 80, 90, ..."), ("SIM_SM", "80a", "75, 80, 90, ..."),
         ("SIM_ORDER", "random:", "forward, reverse, random:SEED"), ("SIM_ORDER", "random:one", "forward, reverse, random:SEED"),
-        ("SIM_MULTIPROCESSORS", "-1", "0, 1, 2, ..."), ("NUM_THREADS", "0", "1 to 4096"), ("NUM_THREADS", "two", "1 to 4096"),
+        ("SIM_MULTIPROCESSORS", "-1", "0, 1, 2, ..."), ("SIM_MEMORY", "0", "1 to 999999"), ("NUM_THREADS", "0", "1 to 4096"), ("NUM_THREADS", "two", "1 to 4096"),
     ],
 )  # fmt: skip
 def test_unknown_settings_are_refused(programs, setting, value, accepted):

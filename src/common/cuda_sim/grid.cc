@@ -144,7 +144,7 @@ constexpr uint64_t kThreadsWorthWaking = 1024;
 
 std::string check_launch(const Launch& launch) {
   // What the kernel will ask for, within which nothing can be thrown.
-  order_option(), async_copies_are_early(), compute_capability(), multiprocessors(),
+  order_option(), async_copies_are_early(), compute_capability(), multiprocessors(), memory_mib(),
       wanted_workers();
   const dim3 grid = launch.grid, block = launch.block;
   const std::string refused = std::string("[") + launch.kernel_name + "] launch refused: ";

@@ -29,6 +29,9 @@ struct Launch {
 NEEDLE_SIM_HIDDEN std::string check_launch(const Launch& launch);
 NEEDLE_SIM_HIDDEN std::string run_grid(Launch launch);
 
+// Whether the device has the memory that a launch may take.
+NEEDLE_SIM_HIDDEN bool has_room_for_launch();
+
 // `error`, which cudaGetLastError then gives once.
 NEEDLE_SIM_HIDDEN cudaError_t remember(cudaError_t error);
 NEEDLE_SIM_HIDDEN void enqueue(cudaStream_t stream, std::function<std::string()> work);
@@ -44,6 +47,10 @@ template <class... Params>
 std::string launch_values(Launch launch, cudaStream_t stream, std::tuple<Params...> values) {
   std::string refused = check_launch(launch);
   if (!refused.empty()) return refused;
+  if (!has_room_for_launch()) {
+    remember(cudaErrorMemoryAllocation);
+    return {};
+  }
   if (streams_are_lazy()) {
     enqueue(stream, [launch, values]() mutable {
       launch.args = &values;

@@ -112,10 +112,18 @@ cudaError_t do_or_enqueue(cudaStream_t stream, F&& work) {
 }
 
 size_t total_bytes() {
-  static const size_t bytes =
+  static const size_t of_host =
       static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return bytes;
+  const size_t wanted = static_cast<size_t>(memory_mib()) << 20;
+  return wanted ? wanted : of_host;
 }
+size_t free_bytes() {
+  const size_t total = total_bytes();
+  return total - std::min<size_t>(total, bytes_in_use);
+}
+
+// A GPU takes them, more or less, for the code of a kernel, when it is first launched.
+constexpr size_t kLaunchBytes = size_t(1) << 20;
 
 }  // namespace
 
@@ -123,6 +131,8 @@ cudaError_t remember(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }
+
+bool has_room_for_launch() { return free_bytes() >= kLaunchBytes; }
 
 // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
 size_t max_shared_bytes() {
@@ -157,7 +167,7 @@ using namespace needle::sim;
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   *pointer = nullptr;
   if (bytes == 0) return cudaSuccess;
-  if (bytes > total_bytes() || posix_memalign(pointer, 256, bytes) != 0) {
+  if (bytes > free_bytes() || posix_memalign(pointer, 256, bytes) != 0) {
     *pointer = nullptr;
     return remember(cudaErrorMemoryAllocation);
   }
@@ -215,9 +225,9 @@ cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stre
 cudaError_t cudaMemset(void* to, int value, size_t bytes) {
   return cudaMemsetAsync(to, value, bytes, nullptr);
 }
-cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = total_bytes();
-  *free_bytes = *total - std::min<size_t>(*total, bytes_in_use);
+  *free = free_bytes();
   return cudaSuccess;
 }
 
@@ -327,6 +337,9 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrComputeCapabilityMinor:
       *value = compute_capability() % 10;
       return cudaSuccess;
+    case cudaDevAttrMemoryPoolsSupported:
+      *value = 1;
+      return cudaSuccess;
   }
   return remember(cudaErrorInvalidValue);
 }
@@ -337,9 +350,12 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
                  compute_capability() / 10, compute_capability() % 10,
                  multiprocessors(),         kWarpSize,
                  kMaxBlockThreads};
-    case cudaDevAttrMemoryPoolsSupported:
-      *value = 1;
-      return cudaSuccess;
+  return cudaSuccess;
+}
+
+// As if compiled for just this device.
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  attributes->ptxVersion = compute_capability();
   return cudaSuccess;
 }
 
@@ -353,12 +369,6 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaSuccess:
       return "no error";
     case cudaErrorInvalidValue:
-// As if compiled for just this device.
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
-  attributes->ptxVersion = compute_capability();
-  return cudaSuccess;
-}
-
       return "invalid argument";
     case cudaErrorMemoryAllocation:
       return "out of memory";

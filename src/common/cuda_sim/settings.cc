@@ -66,6 +66,8 @@ int multiprocessors() {
   return number_of("NEEDLE_SIM_MULTIPROCESSORS", 4, 0, kMost, "0, 1, 2, ...");
 }
 
+int memory_mib() { return number_of("NEEDLE_SIM_MEMORY", 0, 1, kMost, "1 to 999999"); }
+
 int wanted_workers() { return number_of("NEEDLE_NUM_THREADS", 0, 1, 4096, "1 to 4096"); }
 
 }  // namespace needle::sim

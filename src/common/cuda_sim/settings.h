@@ -19,6 +19,7 @@ bool async_copies_are_early();  // NEEDLE_SIM_CP_ASYNC=late|early
 bool streams_are_lazy();        // NEEDLE_SIM_STREAMS=eager|lazy
 int compute_capability();       // NEEDLE_SIM_SM=75|80|90|...
 int multiprocessors();          // NEEDLE_SIM_MULTIPROCESSORS=0|1|2|...
+int memory_mib();               // NEEDLE_SIM_MEMORY=1 to 999999; 0 where it is not set
 int wanted_workers();           // NEEDLE_NUM_THREADS=1 to 4096; 0 where it is not set
 
 }  // namespace needle::sim
