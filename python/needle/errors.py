@@ -76,7 +76,8 @@ class KernelError(RuntimeError):
 class OutOfMemoryError(MemoryError):
     """A device's allocator could not, or by its limit must not, give the memory.
 
-    ``requested_bytes`` is what was asked; ``stats`` is the allocator's account at that moment.
+    ``requested_bytes`` is what was asked, 0 where it was the driver that wanted some; ``stats`` is the allocator's account at that
+    moment.
     """
 
     # Adds to the text who holds the memory and what would fit: needle.memory puts it here.
