@@ -82,13 +82,18 @@ __global__ void logsumexp_forward_kernel(const T* x, T* lse, int64_t rows, int64
   }
 }
 
-template <class T>
-__global__ void logsumexp_backward_kernel(const T* x, const T* lse, const T* dlse, T* dx, int64_t n,
-                                          int64_t cols) {
+template <int Lanes, class T>
+__global__ void logsumexp_backward_kernel(const T* x, const T* lse, const T* dlse, T* dx,
+                                          int64_t rows, int64_t cols) {
   using A = accum_t<T>;
-  for (int64_t i = first_index(); i < n; i += index_step()) {
-    const A total = A(lse[i / cols]);
-    dx[i] = T((total == A(-INFINITY) ? A(0) : m_exp(A(x[i]) - total)) * A(dlse[i / cols]));
+  for (int64_t row = first_row<Lanes>(); row < rows; row += row_step<Lanes>()) {
+    const int64_t at = row * cols;
+    const A total = A(lse[row]), d = A(dlse[row]);
+    for_columns<Lanes>(
+        cols, [&](int64_t c) { return x[at + c]; },
+        [&](int64_t c, T value) {
+          dx[at + c] = T((total == A(-INFINITY) ? A(0) : m_exp(A(value) - total)) * d);
+        });
   }
 }
 
@@ -130,11 +135,8 @@ void logsumexp_forward(const Array& x, const Array& lse, int64_t rows, int64_t c
 
 void logsumexp_backward(const Array& x, const Array& lse, const Array& dlse, const Array& dx,
                         int64_t rows, int64_t cols) {
-  dispatch_float(x.dtype(), "logsumexp_backward", [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    launch<logsumexp_backward_kernel<T>>(grid_stride(rows * cols), x.data<T>(), lse.data<T>(),
-                                         dlse.data<T>(), dx.data<T>(), rows * cols, cols);
-  });
+  NEEDLE_LAUNCH_ROWS("logsumexp_backward", logsumexp_backward_kernel, x, lse.data<T>(),
+                     dlse.data<T>(), dx.data<T>());
 }
 
 }  // namespace needle::NEEDLE_DEVICE
