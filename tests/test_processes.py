@@ -158,3 +158,29 @@ def test_fewer_threads_than_asked_for(device):
     program = f"import needle as ndl; print(float((ndl.ones(1000, 1000, device='{device}') * 2).sum()))"
     done = run(program, preexec_fn=limit, NEEDLE_NUM_THREADS="4", OPENBLAS_NUM_THREADS="1")
     assert done.returncode == 0 and done.stdout == "2000000.0\n", done.stderr
+
+
+def test_ctrl_c_in_backward_leaves_nothing_switched(cpu):
+    """At hundreds of moments: neither recording off nor the category of gradients on."""
+    program = """
+import random, signal, time
+import numpy as np, needle as ndl
+from needle import autograd, ops
+device = ndl.cpu()
+w = ndl.Tensor(np.ones((4, 4), "float32"), device=device)
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+end, interrupts = time.monotonic() + 2, 0
+while time.monotonic() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 6e-4))
+        for _ in range(200):  # an interrupt may fall into a callback, where Python drops it
+            ops.summation(ops.relu(w @ w) @ w).backward()
+    except KeyboardInterrupt:
+        interrupts += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert autograd.is_grad_enabled(), interrupts
+    assert device.mod.set_current_category(0) == 0, interrupts
+print(interrupts > 0)
+"""
+    done = run(program)
+    assert done.stdout == "True\n", done.stderr

@@ -695,11 +695,12 @@ class Tensor(Value):
         if out_grad is not None:
             _check_gradient("[backward] out_grad", out_grad, self)
         with _accumulating if accumulate else nullcontext():
-            before = device.set_current_category(GRADIENT)
-            try:
+            set_category, before = device.set_current_category, ACTIVATION
+            try:  # Ctrl-C may come before the name has its value: what is around this has a ``finally`` of its own
+                before = set_category(GRADIENT)
                 set_gradients(root, out_grad, retain_graph, accumulate, create_graph, source)
             finally:
-                device.set_current_category(before)
+                set_category(before)
 
     # --- operators --------------------------------------------------------------------------------------------
 

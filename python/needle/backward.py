@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextvars import copy_context
 from typing import Any
 
 from . import dtype as dt
 from . import ops
-from .autograd import Op, Tensor, TensorTupleOp, Value, current_autocast, enable_grad, no_grad, set_autocast
+from .autograd import Op, Tensor, TensorTupleOp, Value, enable_grad, no_grad, set_autocast
 from .backend_selection import array_api
 from .errors import GraphError, type_name
 from .graph import Node, Segment, check_unchanged, differentiable_order, realize, restore, shape_of, spec_of
-
-
-class _NoAutocast:
-    """Gradients run in the dtypes that forward recorded, wherever backward is called."""
-
-    def __enter__(self) -> None:
-        self._before = current_autocast()
-        set_autocast(None)
-
-    def __exit__(self, *exc: object) -> None:
-        set_autocast(self._before)
 
 
 def set_gradients(
@@ -192,11 +182,19 @@ def run_backward(
     accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then; ``.grad`` of
     others is replaced by the sum.
     """
+    # In a context of its own, which ends wherever Ctrl-C falls: one as a ``with`` begins or ends would leave what it had set.
+    return copy_context().run(_run_backward, root, out_grad, retain_graph, create_graph, stop, accumulate)
+
+
+def _run_backward(
+    root: Node, out_grad: Tensor | None, retain_graph: bool, create_graph: bool, stop: frozenset[Node], accumulate: bool
+) -> dict[Node, Tensor]:
     order = differentiable_order([root], stop)
     segments = _made_ready(root, order, stop)
     closing: dict[Node, tuple[Segment, list[Node]]] = {}
     keeps = retain_graph or create_graph
-    with enable_grad() if create_graph else no_grad(), _NoAutocast():
+    set_autocast(None)  # gradients run in the dtypes that forward recorded, wherever backward is called
+    with enable_grad() if create_graph else no_grad():
         if out_grad is None:
             seed = _constant(root.spec or spec_of(realize(root)), 1)
             seed._source = ALL_ONES

@@ -236,11 +236,12 @@ def restore(nodes: Iterable[Node]) -> None:
 def recompute(node: Node, arrays: Sequence[Any]) -> Any:
     """The op on ``arrays``, as an activation also in the middle of backward, where all else is gradients."""
     device = _first_part(arrays[0])._device if arrays else default_device()
-    before = device.set_current_category(ACTIVATION)
+    set_category, before = device.set_current_category, ACTIVATION
     try:
+        before = set_category(ACTIVATION)
         return node.op.compute(*arrays)  # type: ignore[union-attr]
     finally:
-        device.set_current_category(before)
+        set_category(before)
 
 
 def _first_part(value: Any) -> Any:
