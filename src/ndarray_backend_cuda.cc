@@ -214,11 +214,6 @@ int multiprocessors() {
 }
 // Asked each time, which costs nothing to speak of: the emulated device may change them at run
 // time.
-int compute_capability() {
-  const Device& d = device();
-  return 10 * d.attribute(cudaDevAttrComputeCapabilityMajor) +
-         d.attribute(cudaDevAttrComputeCapabilityMinor);
-}
 int code_capability() {
   int capability = device().code_capability;
   if (NEEDLE_EMULATED) cuda_check(ask_code_capability(capability), "cudaFuncGetAttributes");

@@ -88,6 +88,11 @@ def build(device):
 assert memory.peak_bytes(build) == memory.peak_bytes(build, device=device)  # float64 and all
 kept = build(device)
 assert nn.SoftmaxLoss()(ndl.Tensor(np.ones((2, 3))), ndl.Tensor(np.array([0, 1]))).shape == ()
+hidden, weight = ndl.Tensor(np.random.randn(2, 4)), ndl.Tensor(np.random.randn(4, 3))
+fused = ndl.ops.linear_cross_entropy(hidden, weight, ndl.Tensor(np.array([0, 2])))
+fused.backward(create_graph=True)
+(hidden.grad * hidden.grad).sum().backward()
+assert fused.shape == () and hidden.grad.shape == (2, 4)
 taken = ndl.from_dlpack(np.ones(3, "float32"))
 assert (taken + ndl.ones(3)).numpy().tolist() == [2, 2, 2] and taken.dtype == "float32"
 submitted = pickle.loads(pickle.dumps(ndl.Tensor([[1.0, 2.0]]).cached_data))

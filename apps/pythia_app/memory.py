@@ -20,11 +20,12 @@ class Budget:
     """
 
     def __init__(self, options: Namespace, vocab_size: int, device, sparse: bool):
-        self.options, self.vocab_size, self.device, self.sparse = options, vocab_size, device, sparse
+        self.options, self.vocab_size, self.sparse = options, vocab_size, sparse
         self.config = make_config(options, vocab_size, sparse)
         limit, there = memory.parse_bytes(options.memory_limit) if options.memory_limit else 0, memory.capacity(device)
         self.limited = 0 < limit <= (there or limit)
         self.bytes = limit if self.limited else there
+        self._there = "the limit is {}" if self.limited else f"{device} has {{}}"
         self.advice = memory.advise(self.build_for, self._changes())
 
     def build_for(self, **changes: Any) -> Build:
@@ -62,12 +63,7 @@ class Budget:
         if self.bytes and found.peak_bytes > self.bytes:
             print(self._what_fits())
         else:
-            print(f"fits: {self._there(readable(self.bytes) if self.bytes else 'an unknown amount')}")
+            print(f"fits: {self._there.format(readable(self.bytes) if self.bytes else 'an unknown amount')}")
 
     def _what_fits(self) -> str:
-        first, *rest = self.advice.text(self.bytes).splitlines()
-        needs, there = first.removesuffix(" is there").split("; ")
-        return "; ".join([needs, self._there(there), *rest])
-
-    def _there(self, amount: str) -> str:
-        return f"the limit is {amount}" if self.limited else f"{self.device} has {amount}"
+        return "; ".join(self.advice.text(self.bytes, self._there).splitlines())

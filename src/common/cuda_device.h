@@ -9,11 +9,10 @@
 
 namespace needle::NEEDLE_DEVICE {
 
-cudaStream_t stream();     // all work of this backend runs in order on this stream
-int multiprocessors();     // how many the device has
-int compute_capability();  // 75 is 7.5
-// Of the code that the device runs, which may be older than the device: where the kernels were
-// compiled for no later one, the driver compiles their PTX.
+cudaStream_t stream();  // all work of this backend runs in order on this stream
+int multiprocessors();  // how many the device has
+// 75 is 7.5. Of the code that the device runs, which may be older than the device: where the
+// kernels were compiled for no later one, the driver compiles their PTX.
 int code_capability();
 cudaError_t ask_code_capability(int& capability);  // the error says that it runs none
 // Memory of the backend's own, for partial results inside one operation, which holds the right to

@@ -2,27 +2,17 @@
 // the account stays right, and nothing is lost. Prints ok.
 #include "allocator.h"
 
-#include <cstdlib>
-#include <map>
-#include <new>
 #include <vector>
 
 #include "check.h"
+#include "heap.h"
 #include "parallel.h"
 
 using namespace needle;
 
 namespace {
 
-int64_t asked = 0, refused = -1;  // the number of the request that is refused; -1: none
 bool for_good = false;
-
-void* request(std::size_t bytes) {
-  ++asked;
-  if (refused >= 0 && (asked == refused || (for_good && asked > refused))) throw std::bad_alloc();
-  if (void* ptr = std::malloc(bytes)) return ptr;
-  throw std::bad_alloc();
-}
 
 // Counts pages that it never gives: the allocator doesn't look into them.
 struct Pages : MemorySource {
@@ -76,17 +66,15 @@ void use(Allocator& allocator) {
 }
 
 void refuse_in_turn(Allocator& allocator, Pages& pages) {
-  refused = -1;
-  asked = 0;
+  refuse(0, false);
   use(allocator);
-  const int64_t requests = asked;
+  const int64_t requests = requests_since();
   CHECK(requests > 10);
   allocator.empty_cache();
   for (int64_t turn = 1; turn <= requests; ++turn) {
-    asked = 0;
-    refused = turn;
+    refuse(turn, for_good);
     use(allocator);
-    refused = -1;
+    refuse(0, false);
     CHECK(allocator.stats().live == 0 && allocator.stats().live_arrays == 0);
     CHECK(allocator.stats().reserved == pages.given);
     allocator.empty_cache();
@@ -98,11 +86,9 @@ void refuse_in_turn(Allocator& allocator, Pages& pages) {
 void a_gap_is_told(Allocator& allocator) {
   hold(allocator, 0, 1 << 20);
   allocator.start_log();
-  asked = 0;
-  refused = 1;
-  for_good = true;
+  refuse(1, true);
   let_go(allocator, 0);
-  refused = -1;
+  refuse(0, false);
   bool told = false;
   try {
     allocator.take_log();
@@ -119,9 +105,7 @@ void a_gap_is_told(Allocator& allocator) {
 // The pool takes the threads that it gets.
 void a_pool_that_is_refused() {
   for (int64_t turn = 1; turn < 20; ++turn) {
-    asked = 0;
-    refused = turn;
-    for_good = false;
+    refuse(turn, false);
     std::vector<int> runs;
     try {
       cpu::set_num_threads(2 + int(turn % 3));
@@ -130,16 +114,12 @@ void a_pool_that_is_refused() {
     } catch (const std::bad_alloc&) {
       runs.clear();
     }
-    refused = -1;
+    refuse(0, false);
     for (int count : runs) CHECK(count == 1);
   }
 }
 
 }  // namespace
-
-void* operator new(std::size_t bytes) { return request(bytes); }
-void operator delete(void* ptr) noexcept { std::free(ptr); }
-void operator delete(void* ptr, std::size_t) noexcept { std::free(ptr); }
 
 int main(int argc, char**) {
   Pages pages;

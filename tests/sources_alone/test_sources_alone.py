@@ -1,10 +1,14 @@
 """Parts of the CPU backend, each alone in a C++ program: the thread pool, under each sanitizer, and the allocator."""
 
+import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+import needle as ndl
 
 HERE = Path(__file__).parent
 COMMON = HERE.parents[1] / "src" / "common"
@@ -17,7 +21,7 @@ def program(tmp_path):
     def build(name, *sources, flags):
         made = tmp_path / name
         flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *flags, f"-I{COMMON}"]
-        files = [str(HERE / f"{name}.cc"), *(str(COMMON / source) for source in sources)]
+        files = [str(HERE / f"{name}.cc"), *map(str, sources)]
         built = subprocess.run(["c++", *flags, *files, "-o", made, "-lpthread"], capture_output=True, text=True)
         assert built.returncode == 0, built.stderr
         return made
@@ -25,14 +29,14 @@ def program(tmp_path):
     return build
 
 
-def check(*command):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+def check(*command, **environment):
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout == "ok\n", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_the_pool_is_clean_under(sanitizer, program):
-    made = program("pool", "parallel.cc", flags=[f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"])
+    made = program("pool", COMMON / "parallel.cc", flags=[f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"])
     # The thread sanitizer wants the usual address layout, and follows no fork of a process with threads.
     check(*(["setarch", platform.machine(), "-R", made, "no-fork"] if sanitizer == "thread" else [made]))
 
@@ -40,5 +44,32 @@ def test_the_pool_is_clean_under(sanitizer, program):
 @pytest.mark.parametrize("caching", ["ranges", "blocks"])
 def test_what_the_heap_refuses_costs_no_memory_and_not_the_process(caching, program):
     """Without sanitizers: under them the allocator keeps nothing."""
-    made = program("allocator", "allocator.cc", "parallel.cc", flags=[])
+    made = program("allocator", HERE / "heap.cc", COMMON / "allocator.cc", COMMON / "parallel.cc", flags=[])
     check(made, *(["blocks"] if caching == "blocks" else []))
+
+
+def test_an_array_that_the_heap_refuses_is_a_memory_error(cpu, program):
+    """At each request of the heap that making one takes: its own, its account's and pybind11's."""
+    heap = program("heap", flags=["-shared", "-fPIC"])
+    code = """if True:
+        import ctypes, gc, sys
+        import needle as ndl
+        heap, device = ctypes.CDLL(sys.argv[1]), ndl.cpu()
+        Array = device.mod.Array
+        Array(4)
+        live = device.memory_stats()["live_arrays"]
+        heap.refuse(0, False)
+        Array(4)
+        requests = heap.requests_since()
+        for number in range(1, requests + 1):
+            heap.refuse(number, False)
+            try:
+                Array(4)
+            except MemoryError:
+                requests -= 1
+            heap.refuse(0, False)
+            assert device.memory_stats()["live_arrays"] == live, number
+        assert requests == 0 and number > 1, (requests, number)
+        print("ok")
+    """
+    check(sys.executable, "-c", code, str(heap), LD_PRELOAD=str(heap), PYTHONPATH=str(Path(ndl.__file__).parents[1]))

@@ -462,7 +462,7 @@ def linear_cross_entropy(
 ) -> tuple[NDArray, NDArray | None, NDArray | None]:
     """Mean cross entropy of ``hidden @ weight`` against ``targets`` without the (N, V) logits.
 
-    hidden: (N, D); weight: (D, V); targets: (N). Returns (loss (1,), dhidden, dweight), the gradients of the loss itself, or
+    hidden: (N, D); weight: (D, V); targets: (N). Returns (loss, dhidden, dweight), the gradients of the loss itself, or
     None without ``with_gradients``. Rows are taken in chunks whose logits stay within ``chunk_bytes``; one row is the least,
     so the hard cap is max(chunk_bytes, one row). Each logit is computed once: three matrix products in all.
     compute_dtype: what hidden, weight and logits are cast to; the gradients are float32 then, and with 16-bit inputs.
@@ -517,7 +517,8 @@ def linear_cross_entropy(
         rest = (1.0 / FLOAT16_GRADIENT_SCALE) / counted
         dhidden.mul_in_place(rest)
         dweight.mul_in_place(rest)
-    return losses.sum().reshape((1,)) / counted.reshape((1,)), dhidden, dweight
+    loss = losses.sum()
+    return loss / counted.reshape(loss.shape), dhidden, dweight
 
 
 # --- optimizer ---

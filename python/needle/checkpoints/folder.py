@@ -221,7 +221,7 @@ def _is_damaged(folder: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a folder, as far as that can be. What else has its name is not the run's: and a pipe would be waited for."""
+    """Removes a folder, as far as that can be. What else is called so is not the run's; a pipe would be waited for."""
     if folder.is_dir() and not folder.is_symlink():
         shutil.rmtree(folder, ignore_errors=True)
 

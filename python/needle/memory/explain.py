@@ -52,16 +52,19 @@ class advise:
         last = self._before.get(device, 0)
         return sum(nbytes for _, serial, nbytes, *_ in device.require().memory_holders() if serial <= last)
 
-    def text(self, budget: int) -> str:
-        """Two lines: what the step needs, and, if that is above ``budget`` bytes, the first change that keeps it within them."""
-        return self._context.copy().run(self._text, budget)  # two threads may fail at once
+    def text(self, budget: int, there: str = "{} is there") -> str:
+        """Two lines: what the step needs, and, if that is above ``budget`` bytes, the first change that keeps it within them.
 
-    def _text(self, budget: int) -> str:
+        there: how the budget is said.
+        """
+        return self._context.copy().run(self._text, budget, there)  # two threads may fail at once
+
+    def _text(self, budget: int, there: str) -> str:
         needed = peak_bytes(self.build_for(), self.steps)
         said = [readable(needed), readable(budget)]
         if said[0] == said[1]:  # a limit that was read off a plan, rounded
             said = [f"{needed:,} bytes", f"{budget:,} bytes"]
-        lines = [f"the step needs {said[0]} at its peak (planned); {said[1]} is there"]
+        lines = [f"the step needs {said[0]} at its peak (planned); {there.format(said[1])}"]
         if needed <= budget:
             lines.append("so it would fit: something is held that the plan does not have (needle.memory.leaks() tells of graphs)")
             return "\n".join(lines)

@@ -330,7 +330,7 @@ class Sequential(Module):
 
 
 class SoftmaxLoss(Module):
-    """Mean over the batch of logsumexp(logits) - logits[y], in nats: logits (N, C), y (N,) whole numbers. A scalar of shape (1,).
+    """Mean over the batch of logsumexp(logits) - logits[y], in nats: logits (N, C), y (N,) whole numbers -> (1,), as of a sum.
 
     ``ops.cross_entropy`` is the same over any axes in front, but leaves out targets of -100. Here every target counts.
     raises: ShapeError for other shapes; IndexError for a class outside 0..C-1; DTypeError for logits that are no floats.
