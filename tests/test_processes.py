@@ -184,3 +184,32 @@ print(interrupts > 0)
 """
     done = run(program)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_ctrl_c_while_kernels_are_recorded_leaves_the_device_as_it_was(cpu):
+    """At hundreds of moments: other threads may record, and what is read can be read."""
+    program = """
+import random, signal, threading, time
+import needle as ndl
+from needle.backend_ndarray.recording import Recording
+x = ndl.ones(4).cached_data
+mod = x.device.mod
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+end, interrupts = time.monotonic() + 2, 0
+while time.monotonic() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, 6e-4))
+        for _ in range(200):
+            Recording(x.device).record(lambda: x + 1)
+    except KeyboardInterrupt:
+        interrupts += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    assert x.device.mod is mod, interrupts
+    thread = threading.Thread(target=Recording(x.device).record, args=(x.sum,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), interrupts
+print(interrupts > 0)
+"""
+    done = run(program)
+    assert done.stdout == "True\n", done.stderr

@@ -13,38 +13,45 @@ from .device import BackendDevice
 from .host_memory import ALLOCATOR_FUNCTIONS
 
 _READS = ("to_numpy", "to_dlpack", "_strided")  # the last shares the memory of cpu_numpy
-_NO_KERNELS = (*ALLOCATOR_FUNCTIONS, "Array", "from_numpy", "from_dlpack", "dlpack_device", "num_threads")
+_NO_KERNELS = (
+    *ALLOCATOR_FUNCTIONS, "Array", "from_numpy", "from_dlpack", "dlpack_device", "sync", "num_threads", "set_num_threads",
+    "best_level", "on_read", "own_account", "device_count", "why_absent", "device_properties", "launch_counts", "launch_extents",
+    "reset_launch_counts", "use_cublaslt", "cublaslt_in_use",
+)  # fmt: skip
 _swapping = process_lock()  # devices are everybody's
 
 
 class Recording:
-    """The kernel calls of a block of code, which runs once and can be made again on the same arrays.
+    """The kernel calls of a function, which runs once and can be made again on the same arrays.
 
         recording = Recording(device)
-        with recording:
-            y = f(x)          # computed, and recorded
-        x[:] = other          # an NDArray from outside takes new values
-        recording.replay()    # y has those of f(other)
+        y = recording.record(lambda: f(x))  # computed, and recorded
+        x[:] = other                        # an NDArray from outside takes new values
+        recording.replay()                  # y has those of f(other)
 
     The arrays made inside live as long as the recording. All else is constant: numbers, branches taken, arrays made from those
     of others inside, and which memory a name such as a parameter stood for. Calls of other threads meanwhile are not recorded.
-    raises: RuntimeError where values are read inside, since what is done with them could not be done again.
     """
 
     def __init__(self, device: BackendDevice):
         self._device = device
         self._calls: list[Callable[[], Any]] = []
 
-    def __enter__(self) -> Recording:
-        self._device.require()
-        _swapping.acquire()
-        self._mod = self._device.require()  # what it is now that nobody else swaps it
-        self._device.mod = _Listener(self._mod, self._calls)
-        return self
+    def record(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` gives.
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._device.mod = self._mod
-        _swapping.release()
+        raises: RuntimeError where it reads values, since what is done with them could not be done again; DeviceError for an absent
+        device.
+        """
+        # No context manager of its own: Ctrl-C as a caller's ``with`` begins or ends would skip a part of its code.
+        self._device.require()
+        with _swapping:
+            mod = self._device.require()  # what it is now that nobody else swaps it
+            try:
+                self._device.mod = _Listener(mod, self._calls)
+                return function()
+            finally:
+                self._device.mod = mod
 
     def replay(self) -> None:
         """Makes the calls again, in their order."""

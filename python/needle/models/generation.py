@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from numbers import Integral, Real
@@ -224,11 +225,14 @@ class Decoder:
             self.recording.replay()
         else:
             recording = Recording(self.model.device)
-            with inference(), recording:
-                cos, sin = (kernels.embedding(table, self.cache.positions) for table in (self.cos, self.sin))
-                self.logits = self._logits(self._layers(self.ids, cos, sin, self.layout, self.cache.attend_step))
+            with inference():
+                self.logits = recording.record(self._step)
             self.recording, self.recorded, self.written = recording, weights, written
         return self._numbers(self.logits)
+
+    def _step(self) -> NDArray:
+        cos, sin = (kernels.embedding(table, self.cache.positions) for table in (self.cos, self.sin))
+        return self._logits(self._layers(self.ids, cos, sin, self.layout, self.cache.attend_step))
 
     def _layers(self, ids: Tensor, cos: NDArray, sin: NDArray, layout: BlockLayout, attend: Callable[..., Tensor]) -> Tensor:
         x = ops.embedding(self.model.embed_in, ids)
@@ -308,7 +312,8 @@ def _tokens(model: Pythia, prompts: list[np.ndarray], config: GenerationConfig) 
     for row, prompt in zip(seen, prompts, strict=True):
         row[prompt] = True
     running = np.ones(B, bool)
-    logits = decoder.start()
+    # In contexts of their own, which end wherever Ctrl-C falls: one as a ``with`` begins or ends would leave what it had set.
+    logits = copy_context().run(decoder.start)
     for left in reversed(range(config.max_new_tokens)):
         ids = np.full(B, config.pad_id)
         if model.device.name != "meta":  # there logits are no numbers, and every choice is as good
@@ -321,7 +326,7 @@ def _tokens(model: Pythia, prompts: list[np.ndarray], config: GenerationConfig) 
         yield ids
         if left == 0 or not running.any():
             return
-        logits = decoder.step(ids, running)
+        logits = copy_context().run(decoder.step, ids, running)
 
 
 def generate(model: Pythia, input_ids: Any, generation_config: GenerationConfig | None = None, **options) -> np.ndarray:
