@@ -362,6 +362,36 @@ def test_advice_that_fails_takes_nothing_from_the_rest(limited):
     assert "asked by" in str(caught.value) and "no more could be said: KeyError" in str(caught.value)
 
 
+def test_ctrl_c_in_an_explanation_arrives(limited):
+    memory.set_limit(memory.stats(limited).live + 50_000, limited)
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), memory.advise(interrupted):
+        Pythia(TINY, device=limited)
+    with pytest.raises(OutOfMemoryError, match="asked by"):  # which is explained again
+        Pythia(TINY, device=limited)
+
+
+def test_a_failure_near_the_limit_of_recursion_has_its_class(limited, monkeypatch):
+    memory.set_limit(memory.stats(limited).live + 1000, limited)
+
+    def deep(calls):
+        return deep(calls - 1) if calls else ndl.zeros(100_000, device=limited)
+
+    raised = set()
+    for calls in range(sys.getrecursionlimit() - 300, sys.getrecursionlimit()):
+        try:
+            deep(calls)
+        except (MemoryError, RecursionError) as error:
+            raised.add(type(error))
+    assert raised == {OutOfMemoryError, RecursionError}
+    monkeypatch.setattr(OutOfMemoryError, "explain", lambda error, message: deep(-1))  # as it is where few calls are left
+    with pytest.raises(OutOfMemoryError, match="400000 bytes requested"):
+        deep(0)
+
+
 def test_a_device_of_ones_own_is_explained_as_well():
     spec = importlib.util.find_spec("needle.backend_ndarray.ndarray_backend_numpy")
     module = importlib.util.module_from_spec(spec)

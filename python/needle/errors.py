@@ -87,7 +87,10 @@ class OutOfMemoryError(MemoryError):
         self.requested_bytes = requested_bytes
         self.stats = stats or {}
         if OutOfMemoryError.explain is not None and stats is not None:
-            message = OutOfMemoryError.explain(self, message)
+            try:
+                message = OutOfMemoryError.explain(self, message)
+            except Exception:  # near the limit of recursion, say: the failure is told without more
+                pass
         super().__init__(message)
 
 

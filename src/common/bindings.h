@@ -219,8 +219,12 @@ inline void bind_memory(py::module_& m) {
       if (p) std::rethrow_exception(p);
     } catch (const OutOfMemory& e) {
       const std::string text = std::string("[" NEEDLE_STRING(NEEDLE_DEVICE) "] ") + e.what();
-      const py::object error = py::handle(error_class)(text, e.requested, stats_dict(e.stats));
-      PyErr_SetObject(error_class, error.ptr());
+      try {
+        const py::object error = py::handle(error_class)(text, e.requested, stats_dict(e.stats));
+        PyErr_SetObject(error_class, error.ptr());
+      } catch (py::error_already_set& raised) {  // Ctrl-C, which pybind11 would forget for `e`
+        raised.restore();
+      }
     }
   });
 }

@@ -119,13 +119,14 @@ def explain(error: OutOfMemoryError, message: str) -> str:
     device = next((d for d in sites.used_devices() if d.name == error.stats.get("device")), None)
     if device is None or _explaining.get():
         return message
-    lines, outside = [message], _explaining.set(True)
+    lines = [message]
     try:
+        _explaining.set(True)
         lines.extend(_lines(device, error))  # which adds one by one: lines found before a failure stay
     except Exception as trouble:  # an explanation must never hide the failure that it explains
         lines.append(f"(no more could be said: {type(trouble).__name__}: {trouble})")
     finally:
-        _explaining.reset(outside)
+        _explaining.set(False)
         sites.remember_failure(error)  # last: the planning above asks for memory, too
     return "\n  ".join("\n".join(lines).splitlines())
 
