@@ -109,6 +109,65 @@ print(os.waitpid(child, 0)[1] >> 8)
     assert done.stdout == "2\n", done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    "doing", ["memory.plan(waits)", "memory.peak_bytes(waits)", "with memory.trace(): waits()", "with memory.LeakCheck(): waits()"]
+)
+def test_children_of_a_process_whose_other_thread_looks_at_its_memory(cpu, doing):
+    """They can do the same, and nothing of what the thread had switched is on."""
+    program = f"""
+import gc, os, signal, threading, needle as ndl
+from needle import autograd, memory
+from needle.memory import sites
+inside = threading.Event()
+def waits(device=None):
+    inside.set()
+    threading.Event().wait()
+def work():
+    {doing}
+threading.Thread(target=work, daemon=True).start()
+inside.wait()
+def build(device):
+    w = ndl.nn.Parameter(ndl.ones(100, device=device))
+    return lambda: (w * 2).sum().backward()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    assert gc.isenabled() and autograd._node_made is None and not sites.node_listeners
+    mods = [ndl.cpu().mod, ndl.meta().mod]
+    assert memory.plan(build).peak_bytes == memory.peak_bytes(build) > 0
+    with memory.trace() as traced:
+        x = ndl.ones(10)
+    assert traced.peak_bytes - traced.start_bytes == 40 and memory.leaks() == []
+    assert not any(mod.take_memory_log() for mod in mods)
+    os._exit(7)
+print(os.waitpid(child, 0)[1] >> 8)
+"""
+    done = run(program)
+    assert done.stdout == "7\n", done.stdout + done.stderr
+
+
+def test_a_child_goes_on_with_what_its_own_thread_was_at(cpu):
+    program = """
+import os, signal, needle as ndl
+from needle import memory
+def build(device):
+    def step():
+        if not forked:
+            forked.append(os.fork())
+        return ndl.ones(100, device=device)
+    return step
+forked = []
+with memory.trace() as traced:
+    plan = memory.plan(build)
+    x = ndl.ones(10)
+if forked == [0]:
+    os._exit(7 * (plan.peak_bytes == 400 and traced.peak_bytes - traced.start_bytes == 40))
+print(os.waitpid(forked[0], 0)[1] >> 8, plan.peak_bytes)
+"""
+    done = run(program)
+    assert done.stdout == "7 400\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("doing", ["a + a", "a.T.numpy()"])  # the second holds an object of Python's meanwhile
 def test_a_daemon_thread_may_compute_when_the_interpreter_ends(cpu, doing):
     program = f"""

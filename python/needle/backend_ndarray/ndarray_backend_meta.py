@@ -25,6 +25,12 @@ def _count_with(allocator: HostAllocator) -> None:
     globals().update({name: getattr(allocator, name) for name in ALLOCATOR_FUNCTIONS})
 
 
+def count_with_everyones() -> None:
+    """Ends an account of one's own."""
+    _everyones.allocations = _allocator.allocations
+    _count_with(_everyones)
+
+
 _count_with(_everyones)
 
 
@@ -37,12 +43,11 @@ def own_account() -> Iterator[None]:
         raise GraphError("[plan] asked for by what is itself being planned (accepted: one plan after the other)")
     own = HostAllocator("meta")
     own.allocations = _everyones.allocations  # no serial number comes twice
-    _count_with(own)
     try:
+        _count_with(own)
         yield
     finally:
-        _everyones.allocations = own.allocations
-        _count_with(_everyones)
+        count_with_everyones()
 
 
 class Array(HostArray):

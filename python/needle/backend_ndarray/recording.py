@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from threading import get_ident
+from threading import current_thread
 from types import ModuleType
 from typing import Any
 
@@ -64,11 +64,11 @@ class _Listener(ModuleType):
 
     def __init__(self, mod: ModuleType, calls: list[Callable[[], Any]]):
         super().__init__(mod.__name__)
-        self._mod, self._calls, self._thread = mod, calls, get_ident()
+        self._mod, self._calls, self._thread = mod, calls, current_thread()
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._mod, name)
-        if get_ident() != self._thread or name in _NO_KERNELS or not callable(found):
+        if current_thread() is not self._thread or name in _NO_KERNELS or not callable(found):
             return found
         if name in _READS:
             raise RuntimeError(f"[recording] {name}: values are read in a block that is recorded")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 import weakref
 from bisect import bisect_left
@@ -71,17 +72,23 @@ class LeakCheck:
         self._before: list[weakref.ref[Node]] = []
 
     def __enter__(self) -> LeakCheck:
-        _checks.append(self)
         self._thread = get_ident()
-        sites.mark_nodes(True)
-        sites.node_listeners.append(self._note)
         self._ends = [write_stamp()]
+        try:
+            _checks.append(self)
+            sites.mark_nodes(self, True)
+            sites.node_listeners.append(self._note)
+        except BaseException:  # Ctrl-C may come at any moment
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _checks.remove(self)
-        sites.node_listeners.remove(self._note)
-        sites.mark_nodes(False)
+        sites.mark_nodes(self, False)
+        if self._note in sites.node_listeners:
+            sites.node_listeners.remove(self._note)
+        if self in _checks:
+            _checks.remove(self)
 
     def _note(self, node: Node) -> None:
         if get_ident() == self._thread:
@@ -109,6 +116,15 @@ class LeakCheck:
 
 
 _checks: list[LeakCheck] = []
+
+
+def _end_those_of_others() -> None:
+    """In a forked child: the threads that would end them are not there."""
+    for other in [c for c in _checks if c._thread != get_ident()]:
+        other.__exit__()
+
+
+os.register_at_fork(after_in_child=_end_those_of_others)
 
 
 def leaks() -> list[Leak]:

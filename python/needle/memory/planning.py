@@ -28,7 +28,19 @@ from .trace import Holder, by_category, by_module, module_table, trace
 from .units import parse_bytes, readable, table
 
 Build = Callable[[BackendDevice], Callable[[], Any]]
-planning = process_lock()  # the meta device has one allocator: threads plan in turns
+
+
+def _put_right() -> None:
+    """In a forked child, whose parent has another thread that plans."""
+    if _collecting:
+        gc.enable()
+    if meta().is_loaded:
+        meta().require().count_with_everyones()
+        meta().require().on_read(None)
+
+
+planning = process_lock(_put_right)  # the meta device has one allocator: threads plan in turns
+_collecting = False  # whether garbage is collected again after the plan that runs
 
 
 @dataclass(frozen=True)
@@ -178,11 +190,14 @@ def _alone(device: BackendDevice):
     """Nothing kept from before on the device, no collection of garbage in the middle, and numpy's random stream as it was. On meta
     also an account without limit and sites: reading the stack is a quarter of the time, and a trace turns that on itself.
     """
+    global _collecting
     gc.collect()
     drop_device_caches()
     stream, collecting = np.random.get_state(), gc.isenabled()
-    gc.disable()
     try:
+        if collecting:
+            _collecting = True
+            gc.disable()
         with device.require().own_account() if device == meta() else nullcontext():
             yield
     except Exception as error:
@@ -193,6 +208,7 @@ def _alone(device: BackendDevice):
         np.random.set_state(stream)
         if collecting:
             gc.enable()
+            _collecting = False
         sites.apply(device)
         drop_device_caches()
 

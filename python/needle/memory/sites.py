@@ -244,7 +244,7 @@ def of_node(node: Node) -> Site | None:
 
 _limits: dict[BackendDevice, int] = {}
 _tracing: set[BackendDevice] = set()
-_marking = 0
+_marking: set[Any] = set()  # who wants to know where graph nodes are made
 
 
 def watch(device: BackendDevice, limit: int = 0) -> None:
@@ -263,14 +263,13 @@ def apply(device: BackendDevice) -> None:
 def trace_all(device: BackendDevice, wanted: bool) -> None:
     """Records the site of each allocation of ``device``, and of each graph node, while ``wanted``."""
     (_tracing.add if wanted else _tracing.discard)(device)
-    mark_nodes(wanted)
+    mark_nodes(device, wanted)
     apply(device)
 
 
-def mark_nodes(wanted: bool) -> None:
-    """Records where graph nodes are made; calls with True and False come in pairs."""
-    global _marking
-    _marking += 1 if wanted else -1
+def mark_nodes(whom: Any, wanted: bool) -> None:
+    """Records where graph nodes are made, while ``wanted`` by anyone."""
+    (_marking.add if wanted else _marking.discard)(whom)
     autograd._node_made = _mark_node if _marking else None
 
 

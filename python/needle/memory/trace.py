@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from threading import get_ident
 
 from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
@@ -127,10 +129,15 @@ class trace:
         self.marks, self._seen = [], None
         self.__dict__.pop("live", None)  # of a region before this one
         self.__dict__.pop("peak_index", None)
-        sites.trace_all(self.device, True)
-        _active[self.device] = self
-        self._first = mod.memory_holders()
-        mod.start_memory_log()
+        self._thread = get_ident()
+        try:
+            _active[self.device] = self
+            sites.trace_all(self.device, True)
+            self._first = mod.memory_holders()
+            mod.start_memory_log()
+        except BaseException:  # Ctrl-C may come at any moment
+            self._end()
+            raise
         return self
 
     def mark(self, text: str) -> None:
@@ -138,9 +145,7 @@ class trace:
         self.marks.append((self.device.require().memory_stats()["allocations"], text))
 
     def __exit__(self, *exc: object) -> None:
-        log = self.device.require().take_memory_log()
-        del _active[self.device]
-        sites.trace_all(self.device, False)
+        log = self._end()
         names = ModuleNames(self.device)
         first, events = [_holder(event, names) for event in self._first], []
         made: dict[int, int] = {}
@@ -150,6 +155,14 @@ class trace:
             events.append((event[0], _holder(event, names, made.get(event[1], -1))))
         self._seen = first, events
         del self._first
+
+    def _end(self) -> list[tuple]:
+        """Nothing is recorded any more. Returns the events."""
+        try:
+            return self.device.require().take_memory_log()
+        finally:
+            _active.pop(self.device, None)
+            sites.trace_all(self.device, False)
 
     # --- what was seen ---
 
@@ -292,3 +305,12 @@ def _natural(name: str) -> list:
 
 
 _active: dict[BackendDevice, trace] = {}
+
+
+def _end_those_of_others() -> None:
+    """In a forked child: the threads that would end them are not there."""
+    for other in [t for t in _active.values() if t._thread != get_ident()]:
+        other._end()
+
+
+os.register_at_fork(after_in_child=_end_those_of_others)
