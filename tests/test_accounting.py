@@ -1,6 +1,7 @@
 """needle.memory: the accounts of every byte, and the trace of a step."""
 
 import gc
+import sys
 import threading
 
 import numpy as np
@@ -9,10 +10,10 @@ import pytest
 import needle as ndl
 from devices import usable
 from needle import amp, memory, nn, ops
-from needle.backend_ndarray.host_memory import DATA
+from needle.backend_ndarray.host_memory import DATA, HostAllocator, Storage
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import GraphError, ShapeError
-from needle.memory import accounting
+from needle.memory import accounting, sites
 from needle.models import Pythia, train_step
 from needle.optim import SGD, Adam, AdamW
 from tiny_pythia import TINY, tokens
@@ -417,6 +418,46 @@ def test_the_peak_is_that_of_the_memory_that_made_it(cpu):
 def test_two_traces_of_one_device_are_refused(cpu):
     with memory.trace(cpu), pytest.raises(ndl.errors.GraphError, match="traced already"), memory.trace(cpu):
         pass
+
+
+def test_ctrl_c_as_a_region_begins_or_ends_leaves_nothing_on(cpu, monkeypatch):
+    checks = sys.modules[memory.LeakCheck.__module__]._checks
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    def build(device):
+        return lambda: ndl.ones(100, device=device)
+
+    for owner, name, region in (
+        (sites, "apply", lambda: memory.trace(cpu)),
+        (sites, "mark_nodes", lambda: memory.LeakCheck()),
+        (accounting, "by_name", lambda: memory.peak(cpu)),
+        (memory.trace, "__exit__", lambda: memory.plan(build)),
+        (np.random, "set_state", lambda: memory.plan(build)),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(owner, name, interrupted)
+            with region():
+                pass
+        sites.apply(cpu)
+        assert not sites._tracing and not sites.node_listeners and not checks and gc.isenabled()
+        assert not any(accounting._regions.values())
+        with memory.trace(cpu) as t:
+            kept = ndl.ones(10, device=cpu)
+        assert t.peak_bytes - t.start_bytes == kept.size * 4 and memory.plan(build).peak_bytes == 400
+
+
+def test_memory_that_ctrl_c_comes_between_is_given_back():
+    class Interrupted(HostAllocator):
+        def _put(self, *args):
+            super()._put(*args)
+            raise KeyboardInterrupt
+
+    allocator = Interrupted("own")
+    with pytest.raises(KeyboardInterrupt):
+        Storage(allocator, 100)
+    assert allocator.live == sum(allocator.by_category) == 0 and not allocator.held
 
 
 def test_memory_without_a_working_directory(device, tmp_path, monkeypatch):

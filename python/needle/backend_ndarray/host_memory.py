@@ -42,9 +42,10 @@ class HostAllocator:
         site = self.site_hook(nbytes) if self.site_hook is not None and nbytes >= self.site_bytes else 0
         self.allocations += 1
         storage.serial, storage.nbytes, storage.category, storage.site = self.allocations, nbytes, self.current.category, site
-        self._put(storage)
         self.live += nbytes
         self.by_category[storage.category] += nbytes
+        storage.allocator = self  # no call between the counts and this: Ctrl-C may be raised in one
+        self._put(storage)
         if self.live > self.peak:
             self.peak, self.peak_serial = self.live, storage.serial
             self.by_category_at_peak = list(self.by_category)
@@ -58,9 +59,9 @@ class HostAllocator:
         """Counts a storage no longer."""
         self.live -= storage.nbytes
         self.by_category[storage.category] -= storage.nbytes
-        _, *rest = self.held.pop(storage.serial)
-        if self.log is not None:
-            self.log.append((FREED, *rest))
+        event = self.held.pop(storage.serial, None)  # None: Ctrl-C came before it was there
+        if self.log is not None and event is not None:
+            self.log.append((FREED, *event[1:]))
 
     def retag(self, storage: Storage, category: int) -> None:
         """Counts a storage in another category."""
@@ -133,6 +134,7 @@ class Storage:
     """Memory with an owner: taken from an allocator when made, given back when the last array on it goes."""
 
     __slots__ = ("allocator", "nbytes", "category", "serial", "site", "last_write")
+    allocator: HostAllocator
     nbytes: int
     category: int
     serial: int
@@ -140,12 +142,14 @@ class Storage:
 
     def __init__(self, allocator: HostAllocator, nbytes: int):
         allocator.take(self, nbytes)
-        self.allocator = allocator
         self.last_write = 0
 
     def __del__(self):
-        if hasattr(self, "allocator"):  # not where take() refused
-            self.allocator.give_back(self)
+        try:
+            allocator = self.allocator
+        except AttributeError:  # take() refused
+            return
+        allocator.give_back(self)
 
 
 class HostArray:

@@ -122,12 +122,20 @@ class peak:
         raw = _begin_anew(self.device)
         self._start = raw["live"]
         self._highest: tuple[int, list[int]] = raw["live"], raw["by_category"]
-        _regions.setdefault(self.device, []).append(self)
+        regions = _regions.setdefault(self.device, [])
+        try:
+            regions.append(self)
+        except BaseException:  # Ctrl-C may come at any moment
+            if self in regions:
+                regions.remove(self)
+            raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        _begin_anew(self.device)
-        _regions[self.device].remove(self)
+        try:
+            _begin_anew(self.device)
+        finally:
+            _regions[self.device].remove(self)
         self.bytes, self.by_category = self._highest[0], by_name(self._highest[1])
         self.above_start = self.bytes - self._start
 

@@ -84,11 +84,13 @@ class LeakCheck:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        sites.mark_nodes(self, False)
-        if self._note in sites.node_listeners:
-            sites.node_listeners.remove(self._note)
-        if self in _checks:
-            _checks.remove(self)
+        try:
+            sites.mark_nodes(self, False)
+        finally:
+            if self._note in sites.node_listeners:
+                sites.node_listeners.remove(self._note)
+            if self in _checks:
+                _checks.remove(self)
 
     def _note(self, node: Node) -> None:
         if get_ident() == self._thread:

@@ -101,13 +101,18 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
     """
     device = meta() if device is None else as_device(device)
     reads: dict[str, None] = {}
-    with planning, _alone(device), _reads_noted(reads), trace(device) as t:
-        step = _built(build, steps, device)
-        for i in range(steps):
-            t.mark(f"step {i + 1}")
-            step()
-        t.mark("after")
-        live = device.require().memory_stats()["live"]
+    t = trace(device)
+    with planning, _alone(device), _reads_noted(reads):
+        try:
+            with t:
+                step = _built(build, steps, device)
+                for i in range(steps):
+                    t.mark(f"step {i + 1}")
+                    step()
+                t.mark("after")
+                live = device.require().memory_stats()["live"]
+        finally:
+            t._end()  # Ctrl-C as the ``with`` ends would skip it
     # t names modules when it ends, which is why the step is still alive here.
     del step
     base = t.start_bytes
@@ -205,10 +210,10 @@ def _alone(device: BackendDevice):
             error.add_note(f"[plan] this ran on {device}, which has to have every array, and where .item() and .numpy() give NaN")
         raise
     finally:
-        np.random.set_state(stream)
-        if collecting:
+        if collecting:  # first: Ctrl-C may come at any moment
             gc.enable()
             _collecting = False
+        np.random.set_state(stream)
         sites.apply(device)
         drop_device_caches()
 

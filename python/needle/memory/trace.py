@@ -157,7 +157,9 @@ class trace:
         del self._first
 
     def _end(self) -> list[tuple]:
-        """Nothing is recorded any more. Returns the events."""
+        """Nothing is recorded any more. Returns the events; none where the region has ended."""
+        if _active.get(self.device) is not self:
+            return []
         try:
             return self.device.require().take_memory_log()
         finally:
