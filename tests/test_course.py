@@ -173,6 +173,20 @@ def test_clipping(host):
     np.testing.assert_allclose(opt.m[p[0]].numpy(), 0.9 * before + 0.1 * values[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("make", [ndl.optim.SGD, ndl.optim.Adam])
+def test_clipping_in_place(host, make):
+    """Of those with a gradient; a norm that is small enough changes nothing."""
+    p = [nn.Parameter(np.zeros(2), device=host) for _ in range(3)]
+    for q, g in zip(p[::2], ([3.0, 0], [0, 4.0])):
+        q.grad = ndl.Tensor(g, device=host)
+    opt = make(p)
+    for max_norm, norm, kept in ((10, 5, 1), (1, 5, 0.2), (1, 1, 0.2)):
+        assert abs(opt.clip_grad_norm(max_norm) - norm) < 1e-5
+        assert p[1].grad is None
+        np.testing.assert_allclose(p[0].grad.numpy(), [3 * kept, 0], rtol=1e-5)
+        np.testing.assert_allclose(p[2].grad.numpy(), [0, 4 * kept], rtol=1e-5)
+
+
 def test_layers_against_numpy(host):
     np.random.seed(3)
     x = np.random.randn(5, 7, 4).astype(np.float32)

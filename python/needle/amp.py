@@ -45,7 +45,8 @@ class autocast(ContextDecorator):
     """Context manager and decorator: products of float32 inside run in 16 bits, with the names and the meaning of PyTorch's.
 
     device_type: a device or its name; ops on other devices are left alone.
-    dtype: "float16" or "bfloat16"; default: float16 on cuda and cuda_sim, bfloat16 elsewhere.
+    dtype: "float16" or "bfloat16"; default: float16 on cuda and cuda_sim, bfloat16 elsewhere, so also on ``meta``, where a run on
+        cuda is planned.
     enabled: False turns an outer region off inside this one.
     cache_enabled: cast a parameter once per region (and per region of ``needle.remat``), and again only after it was written.
 
