@@ -163,6 +163,7 @@ def split(pattern):
 LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PREFIX = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 TOKEN = {"id": 900, "content": "a b", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+WORD = {**TOKEN, "single_word": True, "rstrip": True}
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,10 @@ TOKEN = {"id": 900, "content": "a b", "single_word": False, "lstrip": False, "rs
             True,
             True,
         ),  # it takes what stays with it
+        (lambda made: made["added_tokens"].append({**WORD, "content": "<m>"}), False, True),
+        (lambda made: made["added_tokens"].append({**WORD, "content": "bar"}), False, False),
     ],
-    ids=["gpt-2", "llama 3", "prefix", "prepend", "one word", "token", "rstrip", "lstrip"],
+    ids=["gpt-2", "llama 3", "prefix", "prepend", "one word", "token", "rstrip", "lstrip", "rstrip of a mark", "rstrip of a word"],
 )
 def test_where_cutting_changes_nothing(tokenizer, change, anywhere, after_letters):
     made = TextTokenizer(variant(tokenizer, change))

@@ -105,7 +105,9 @@ def _cutting_changes_nothing(text_tokenizer: TextTokenizer, cutter: Cutter) -> b
     afters = ("", *"a 7 's . é 中 👍".split())
     pairs = [(f"x {b}", f"{s}{a} y") for b in befores for s in spaces for a in afters]
     for token in tokenizer.get_added_tokens_decoder().values():
-        pairs += [(f"x{token.content}", s + "y") for s in spaces] + [("x", s + token.content) for s in spaces]
+        for before in ("x", "x "):  # some are found only where they are words
+            pairs += [(before + token.content, s + "y") for s in spaces]
+        pairs += [("x", s + token.content) for s in spaces]
         content = token.content.encode()
         if len(content) > 1 and cutter.cut(content, 0, 1)[0] < len(content):
             return False

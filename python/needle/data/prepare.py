@@ -28,7 +28,7 @@ from .text_blocks import Block, Place, Source, find_sources, read_blocks, sample
 from .text_tokenizer import END_OF_TEXT, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, load_tokenizer, train_tokenizer
 from .token_files import ENDINGS, TokenWriter, publish
 
-_FORMAT = 1  # of an unfinished run: change it when the same input would be cut or read in another way
+_FORMAT = 2  # of an unfinished run: change it when the same input would be cut or read in another way
 _AHEAD_BYTES = 64 << 20  # the most bytes of blocks that wait to be written
 
 
