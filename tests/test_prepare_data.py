@@ -523,11 +523,26 @@ def test_what_is_no_text(tmp_path, tokenizer, small, content, said):
     assert found(done.prefix) == expected(tokenizer, [good]) and done.skipped == [folder / "bad.txt"]
 
 
-def test_lines_that_are_too_long(tmp_path, tokenizer, small, monkeypatch):
+@pytest.mark.parametrize("block", [50, 3000])
+def test_lines_that_are_too_long(tmp_path, tokenizer, small, monkeypatch, block):
     monkeypatch.setattr(text_blocks, "_LINE_BYTES", 1000)
-    (tmp_path / "x.jsonl").write_text('{"text": "good"}\n' + json.dumps({"text": "a " * 1000}))
-    with pytest.raises(DataError, match=r"\[x.jsonl\] line 2 of .*x.jsonl is too long"):
-        prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer=tokenizer)
+    small(block)
+    good, long = [make_text(i, 20) for i in range(9)], json.dumps({"text": "a " * 10_000})
+    lines = [json.dumps({"text": text}) for text in good]
+    (tmp_path / "x.jsonl").write_text("\n".join([*lines[:3], long, *lines[3:6], "{", long + " " * 5000, long, *lines[6:]]))
+    (tmp_path / "y.jsonl").write_text(long)  # its line does not end
+    inputs = [tmp_path / "x.jsonl", tmp_path / "y.jsonl"]
+    with pytest.raises(DataError, match=r"\[x.jsonl\] line 4 of .*x.jsonl is too long \(.*--skip_invalid leaves such lines out\)"):
+        prepare(inputs, tmp_path / "out", tokenizer=tokenizer)
+    done = prepare(inputs, tmp_path / "out", tokenizer=tokenizer, skip_invalid=True)
+    assert found(done.prefix) == expected(tokenizer, good) and done.totals.invalid == 5
+    assert done.totals.text_bytes == sum(path.stat().st_size for path in inputs)
+    raw = inputs[0].read_bytes()
+    with open(inputs[0], "rb") as file:
+        source = text_blocks.Source(inputs[0], 0, 0)
+        pieces = [piece for piece, _ in text_blocks._lines(file, text_blocks.Place(0, 0, 1), source, skip_invalid=True)]
+    assert all(piece.at.line == 1 + raw.count(b"\n", 0, piece.at.offset) for piece in pieces)
+    assert sum(len(piece.raw) for piece in pieces) < 9 * 1000 < sum(piece.left_out for piece in pieces)  # the rest is not held
 
 
 def test_compressed_files_that_are_damaged(tmp_path, tokenizer):

@@ -173,7 +173,7 @@ class _Run:
         encoder = BlockEncoder(tokenizer, self._end(tokenizer), self.sources, self.settings["key"], self.skip_invalid)
         writer = TokenWriter(self.folder, tokenizer.size, written)
         try:
-            self._write(writer, encoder, read_blocks(self.sources, skipped, place, encoder), totals)
+            self._write(writer, encoder, read_blocks(self.sources, skipped, place, encoder, self.skip_invalid), totals)
             with self._emptied_by_errors():
                 self._check_result(totals)
             writer.finish(self.prefix)

@@ -104,6 +104,7 @@ class Piece:
     raw: bytes
     last: bool  # whether it ends its text file; always False for lines
     cut: bool = False  # whether it was cut where that may change ids
+    left_out: int = 0  # bytes of the line after it, which is too long to be held and counts as invalid
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,9 @@ def find_sources(inputs: str | Path | Sequence[str | Path], made: Sequence[Path]
     return sources, in_folders
 
 
-def read_blocks(sources: list[Source], skipped: set[int], place: Place, cutter: Cutter) -> Iterator[Block]:
+def read_blocks(
+    sources: list[Source], skipped: set[int], place: Place, cutter: Cutter, skip_invalid: bool = False
+) -> Iterator[Block]:
     """The blocks from ``place`` on. Where a block ends depends only on the text after its start, so a run can continue there."""
     pieces: list[Piece] = []
     nbytes = before = 0
@@ -153,9 +156,10 @@ def read_blocks(sources: list[Source], skipped: set[int], place: Place, cutter: 
             start = place if i == place.source else Place(i, 0, 1)
             with source.open() as (file, position):
                 file.seek(start.offset)
-                for piece, after in _lines(file, start, source) if source.lines else _parts(file, start, cutter):
+                found = _lines(file, start, source, skip_invalid) if source.lines else _parts(file, start, cutter)
+                for piece, after in found:
                     pieces.append(piece)
-                    nbytes += len(piece.raw)
+                    nbytes += len(piece.raw) + piece.left_out
                     done = before + min(position(), source.size)
                     if nbytes >= _BLOCK_BYTES or len(pieces) >= _BLOCK_PIECES:
                         yield Block(pieces, nbytes, after, done)
@@ -179,16 +183,26 @@ def _parts(file: BinaryIO, at: Place, cutter: Cutter) -> Iterator[tuple[Piece, P
         at, buffer = after, buffer[stop:]
 
 
-def _lines(file: BinaryIO, at: Place, source: Source) -> Iterator[tuple[Piece, Place]]:
+def _lines(file: BinaryIO, at: Place, source: Source, skip_invalid: bool) -> Iterator[tuple[Piece, Place]]:
     while raw := file.read(_BLOCK_BYTES):
+        left_out = 0
         if not raw.endswith(b"\n"):
             rest = file.readline(_LINE_BYTES)
             raw += rest
             if len(rest) == _LINE_BYTES and not rest.endswith(b"\n"):
-                line = at.line + raw.count(b"\n")
-                raise DataError(f"[{source.path.name}] line {line} of {source.path} is too long ({_LINE_BYTES >> 20} MiB or less)")
-        after = Place(at.source, at.offset + len(raw), at.line + raw.count(b"\n"))
-        yield Piece(at, raw, False), after
+                if not skip_invalid:
+                    line = at.line + raw.count(b"\n")
+                    raise DataError(
+                        f"[{source.path.name}] line {line} of {source.path} is too long ({_LINE_BYTES >> 20} MiB or less; "
+                        "--skip_invalid leaves such lines out)"
+                    )
+                whole = raw.rfind(b"\n") + 1
+                raw, left_out = raw[:whole], len(raw) - whole
+                while rest and not rest.endswith(b"\n"):
+                    rest = file.readline(_BLOCK_BYTES)
+                    left_out += len(rest)
+        after = Place(at.source, at.offset + len(raw) + left_out, at.line + raw.count(b"\n") + (left_out > 0))
+        yield Piece(at, raw, False, left_out=left_out), after
         at = after
 
 
@@ -255,6 +269,8 @@ def texts_of(piece: Piece, source: Source, key: str, skip_invalid: bool) -> Iter
                     "--key names another, --skip_invalid leaves such lines out)"
                 ) from error
             yield None
+    if piece.left_out:
+        yield None
 
 
 def _text_of(line: bytes, key: str) -> bytes:
@@ -269,7 +285,7 @@ def _text_of(line: bytes, key: str) -> bytes:
 def sample_text(sources: list[Source], skipped: set[int], key: str, skip_invalid: bool, all_bytes: int) -> Iterator[str]:
     """A sample of the text of some 32 MiB, from places spread over all of it."""
     every, taken = max(1, -(-all_bytes // _SAMPLE_BYTES)), 0
-    for i, block in enumerate(read_blocks(sources, skipped, Place(0, 0, 1), Cutter(exact=True))):
+    for i, block in enumerate(read_blocks(sources, skipped, Place(0, 0, 1), Cutter(exact=True), skip_invalid)):
         if i % every == 0 and taken < 2 * _SAMPLE_BYTES:
             for piece in block.pieces:
                 for document in texts_of(piece, sources[piece.at.source], key, skip_invalid):
