@@ -557,6 +557,29 @@ def test_compressed_files_that_are_damaged(tmp_path, tokenizer):
             prepare([tmp_path / "x.txt.gz"], tmp_path / "out", tokenizer=tokenizer)
 
 
+def test_lines_that_cannot_be_read_are_found_before_the_work(tmp_path, tokenizer, small, monkeypatch):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text(make_text(0, 2000))
+    (folder / "b.jsonl").write_text('{"text": "alpha"}')
+    (folder / "c.jsonl.gz").write_bytes(b"no gzip")
+    report = lambda now: pytest.fail("it has begun")  # noqa: E731
+
+    def closed(path, *rest):
+        if Path(path).name == "b.jsonl":
+            raise PermissionError(13, "Permission denied", str(path))
+        return open(path, *rest)
+
+    for inputs in ([folder], [folder / "a.txt", folder / "c.jsonl.gz"]):
+        with pytest.raises(DataError, match=r"\[c.jsonl.gz\] cannot read .*: Not a gzipped file"):
+            prepare(inputs, tmp_path / "out", tokenizer=tokenizer, report=report)
+    monkeypatch.setattr(text_blocks, "open", closed, raising=False)
+    for inputs in ([folder], [folder / "a.txt", folder / "b.jsonl"]):
+        with pytest.raises(DataError, match=r"\[b.jsonl\] cannot read .*b.jsonl: Permission denied"):
+            prepare(inputs, tmp_path / "out", tokenizer=tokenizer, report=report)
+    assert leftovers(tmp_path) == []
+
+
 def test_other_bad_input(tmp_path, tokenizer):
     good, made = tmp_path / "x.txt", {"tokenizer": tokenizer}
     good.write_text("alpha")

@@ -217,7 +217,9 @@ class _Run:
             raise
 
     def _begin(self) -> None:
-        """Begins a run: checks that every file is text (in folders, others are left out), stores the tokenizer, then run.json."""
+        """Begins a run: checks that every file can be read and is text (in folders, what is none is left out; a .jsonl never is),
+        stores the tokenizer, then run.json.
+        """
         about = self.folder / TOKENIZER_CONFIG  # names the end-of-text token, for which a tokenizer.json has no place
         with files.write_whole(about) as file:
             file.write(json.dumps({"eos_token": self.settings["end_of_text"]}).encode())
@@ -225,10 +227,9 @@ class _Run:
         skipped = []
         for i, source in enumerate(self.sources):
             try:
-                if not source.lines:
-                    source.check()
+                source.check()
             except DataError:
-                if i not in self.in_folders:
+                if source.lines or i not in self.in_folders:
                     raise
                 skipped.append(i)
         if len(skipped) == len(self.sources):

@@ -63,8 +63,11 @@ class Source:
             raise DataError(f"[{self.path.name}] cannot read {self.path}: {files.reason(error)} (a readable file)") from error
 
     def check(self) -> None:
-        """raises: DataError if it is no UTF-8 text."""
+        """raises: DataError if it cannot be read, or is a text file that is no UTF-8; lines are looked at when they are taken."""
         with self.open() as (file, _):
+            if self.lines:
+                file.read(1)  # of a .gz, its header
+                return
             offset, rest = 0, b""
             while raw := file.read(_WORD_BYTES):
                 raw = rest + raw
