@@ -489,6 +489,9 @@ def test_a_bad_line_can_be_left_out_by_the_run_that_goes_on(tmp_path, tokenizer,
         (b'{"text": "\xff"}', "can't decode byte 0xff"),
         (b'{"text": "\\ud800"}', "surrogates not allowed"),
         (b"[" * 100_000, "nested too deeply"),
+        ('{"text": "x"}'.encode("utf-16-le"), "Expecting property name"),
+        ('{"text": "x"}'.encode("utf-16"), "can't decode byte 0xff"),
+        (b'{"text": "x", "other": "\xed\xa0\x80"}', "can't decode byte 0xed"),
     ],
 )
 def test_bad_lines(tmp_path, tokenizer, line, said):
@@ -498,6 +501,12 @@ def test_bad_lines(tmp_path, tokenizer, line, said):
     assert "[x.jsonl] line 3 of " in str(info.value) and said in str(info.value) and "\n" not in str(info.value)
     done = prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer=tokenizer, skip_invalid=True)
     assert found(done.prefix) == expected(tokenizer, ["good", "last"]) and done.totals.invalid == 1
+
+
+def test_lines_may_begin_with_a_byte_order_mark(tmp_path, tokenizer):
+    (tmp_path / "x.jsonl").write_text('\ufeff{"text": "first"}\n\ufeff{"text": "last"}\n')  # two files in one
+    done = prepare([tmp_path / "x.jsonl"], tmp_path / "out", tokenizer=tokenizer)
+    assert found(done.prefix) == expected(tokenizer, ["first", "last"])
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def texts_of(piece: Piece, source: Source, key: str, skip_invalid: bool) -> Iter
 
 
 def _text_of(line: bytes, key: str) -> bytes:
-    found = json.loads(line)
+    found = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())  # of bytes it would guess the encoding
     if not isinstance(found, dict):
         raise ValueError("no object")
     if not isinstance(found.get(key), str):
