@@ -291,6 +291,20 @@ def test_damaged_pairs(tmp_path, spoil, message):
     assert "\n" not in str(info.value)
 
 
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link to nothing", "link to itself"])
+def test_an_index_that_is_no_file(tmp_path, kind):
+    path = write_pair(tmp_path / "x", [[1, 2, 3], [4, 5]])
+    index = tmp_path / "x.idx"
+    index.unlink()
+    if kind in ("folder", "pipe"):
+        (os.mkdir if kind == "folder" else os.mkfifo)(index)
+    else:
+        index.symlink_to("gone" if kind == "link to nothing" else index)
+    for read in (lambda: read_token_file(path), lambda: load_text(str(tmp_path / "x"), vocab_size=300)):
+        with pytest.raises(DataError, match=r"\[x.idx\] no file, or a link to none: .*x.idx \(the index of x.bin, or nothing"):
+            read()
+
+
 def test_documents_that_are_empty_and_pieces_that_go_back(tmp_path, monkeypatch):
     path = write_pair(tmp_path / "x", [[1, 2, 3], [4, 5], [6]], documents=[0, 1, 1, 2, 3])
     assert read_token_file(path).tokens.tolist() == [1, 2, 3, 4, 5, 6]

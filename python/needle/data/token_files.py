@@ -105,7 +105,11 @@ def read_token_file(path: str | Path, vocab_size: int | None = None) -> TokenFil
     index = path.with_name(path.name.removesuffix(".bin") + ".idx")
     try:
         nbytes = path.stat().st_size
-        return _indexed(path, index, nbytes) if index.is_file() else _unindexed(path, nbytes, vocab_size)
+        if not os.path.lexists(index):
+            return _unindexed(path, nbytes, vocab_size)
+        if not index.is_file():  # read as a plain file, the .bin would have ids of another width perhaps
+            raise DataError(f"[{index.name}] no file, or a link to none: {index} (the index of {path.name}, or nothing there)")
+        return _indexed(path, index, nbytes)
     except OSError as error:
         wrong = error.filename or path
         raise DataError(f"[{path.name}] cannot read {wrong}: {files.reason(error)} (a readable token file)") from error
