@@ -148,6 +148,13 @@ def test_a_word_without_an_end_is_cut_and_counted(tmp_path, tokenizer, small):
     assert decoded == "中" * 500 + " " + "b" * 100 + "<|endoftext|>" + "中" * 500 + "<|endoftext|>"
 
 
+@pytest.mark.parametrize("before", ["a", "ab"])
+def test_a_line_end_is_not_cut(tmp_path, tokenizer, small, before):
+    (tmp_path / "x.txt").write_bytes(before.encode() + b"\r\n" * 500)
+    prepare([tmp_path / "x.txt"], tmp_path / "out", tokenizer=tokenizer, end_of_text=None)
+    assert load_tokenizer(tokenizer).decode(found(tmp_path / "out")[0]) == before + "\n" * 500
+
+
 def variant(path, change):
     made = json.loads(path.read_text())
     change(made)

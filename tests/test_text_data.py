@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from needle.data import text as text_module
-from needle.data import text_tokenizer
+from needle.data import text_corpus, text_tokenizer
 from needle.data.text import TokenBatches, load_text, unigram_entropy
-from needle.data.text_corpus import load_corpus
+from needle.data.text_corpus import Piece, load_corpus
 from needle.data.text_tokenizer import TextTokenizer, _at_words, _to_learn_from, load_tokenizer
 from needle.data.token_cache import read_tokens, write_tokens
 from needle.errors import DataError
@@ -140,6 +140,21 @@ def test_pieces_are_read_in_parts_without_loss(tmp_path):
     assert whole_text(corpus.train + corpus.held_out) == text[1:].replace("\r\n", "\n")
     (tmp_path / "big.txt").write_text("abc")  # shorter than it was
     assert list(itertools.islice(corpus.train[0].texts("x"), 3)) == ["abc", ""]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
+def test_where_parts_end_changes_neither_line_ends_nor_what_is_said_of_bad_bytes(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(text_corpus, "_READ_BYTES", most)
+    path = tmp_path / "x"
+    for text in ("a\r\n\r\n\r\r\nb\r", "\ufeff" + "größer " * 3 + "\r\n中文\r\n"):
+        path.write_bytes(text.encode())
+        assert whole_text([Piece(path, 0, path.stat().st_size)]) == text.removeprefix("\ufeff").replace("\r\n", "\n")
+        for bad, reason in ((b"\xff", "invalid start byte"), ("中".encode()[:2], "unexpected end of data")):
+            path.write_bytes(text.encode() + bad)
+            at = len(text.encode())
+            for start in (0, len("\ufeff".encode())):
+                with pytest.raises(DataError, match=rf"\[x\] not UTF-8 text: {reason} at byte {at} of {path} \("):
+                    whole_text([Piece(path, start, path.stat().st_size)])
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.ndjson", "x.jsonl.gz", "X.JSONL"])

@@ -249,6 +249,7 @@ class Cutter:
         if len(raw) - start <= self.most:
             return len(raw), False
         stop = start + self.most
+        stop -= raw[stop - 1 : stop + 1] == b"\r\n"  # which becomes one character
         return stop - len(_unfinished(raw[stop - 4 : stop])), True
 
 

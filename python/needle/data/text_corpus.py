@@ -12,7 +12,7 @@ import logging
 import os
 import shlex
 import sysconfig
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +44,12 @@ class Piece:
 
         raises: DataError if the bytes are no UTF-8 text; ``name`` is the data set's, for the message.
         """
-        decoder = codecs.getincrementaldecoder("utf-8-sig" if self.start == 0 else "utf-8")()
+        for text in decoded(self._parts(name), self.path, name, self.start):
+            if "\0" in text:
+                raise DataError(f"[{name}] binary data: {self.path} contains zero bytes (UTF-8 text)")
+            yield text
+
+    def _parts(self, name: str) -> Iterator[bytes]:
         left = self.stop - self.start
         with _open(self.path, name) as file:
             file.seek(self.start)
@@ -52,13 +57,7 @@ class Piece:
                 raw = file.read(min(_READ_BYTES, left))
                 raw += file.readline(min(_READ_BYTES, left - len(raw)))
                 left = left - len(raw) if raw else 0  # nothing read: the file has become shorter
-                try:
-                    text = decoder.decode(raw, final=left == 0)
-                except UnicodeDecodeError as error:
-                    raise DataError(f"[{name}] not UTF-8 text: {self.path}: {error.reason} (UTF-8 text)") from error
-                if "\0" in text:
-                    raise DataError(f"[{name}] binary data: {self.path} contains zero bytes (UTF-8 text)")
-                yield text.replace("\r\n", "\n")
+                yield raw
 
 
 @dataclass(frozen=True)
@@ -220,6 +219,30 @@ def _cut(piece: Piece, name: str) -> tuple[Piece, Piece]:
     if not 0 < cut < piece.stop:
         raise DataError(f"[{name}] too short to hold some text out: {piece.stop} bytes (a few thousand at least)")
     return Piece(piece.path, 0, cut), Piece(piece.path, cut, piece.stop)
+
+
+def decoded(parts: Iterable[bytes], path: str | Path, name: str, start: int = 0) -> Iterator[str]:
+    """The text of a file from byte ``start`` on, which comes in parts that may end anywhere, with ``\\n`` line ends and no mark.
+
+    raises: DataError that names the byte if they are no UTF-8; ``name``: as for ``Piece.texts``.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig" if start == 0 else "utf-8")()
+    at, held = start, ""
+
+    def take(raw: bytes, final: bool = False) -> str:
+        nonlocal at, held
+        at += len(raw)
+        try:
+            text = held + decoder.decode(raw, final)
+        except UnicodeDecodeError as error:
+            wrong = at - len(error.object) + error.start  # which may have begun in a part before
+            raise DataError(f"[{name}] not UTF-8 text: {error.reason} at byte {wrong} of {path} (UTF-8 text)") from error
+        held = "\r" if text.endswith("\r") and not final else ""  # perhaps the first half of a line's end
+        return text.removesuffix(held).replace("\r\n", "\n")
+
+    yield from map(take, parts)
+    if rest := take(b"", final=True):
+        yield rest
 
 
 def is_json_lines(path: Path) -> bool:
