@@ -24,6 +24,7 @@ import numpy as np
 
 from needle import files
 from needle.command_line import Parser, exit_code, flag, run_program
+from needle.data.text_corpus import decoded
 from needle.data.text_stream import UNFINISHED
 from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
@@ -153,12 +154,16 @@ def check(path: str, nats: float) -> None:
 
 def read(path: str, flag: str) -> Iterator[str]:
     """The text of a file, some at a time, with line ends as in training."""
-    try:
-        with open(files.home(path), encoding="utf-8-sig", newline="\n") as file:
-            while part := file.read(1 << 20):
-                yield (part + file.readline(1 << 20)).replace("\r\n", "\n")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or no path at all
-        raise DataError(f"[{flag}] cannot read {path}: {files.reason(error)} (a text file in UTF-8)") from error
+
+    def parts() -> Iterator[bytes]:
+        try:
+            with open(files.home(path), "rb") as file:
+                while part := file.read(1 << 20):
+                    yield part + file.readline(1 << 20)
+        except (OSError, ValueError) as error:  # ValueError: no path at all
+            raise DataError(f"[{flag}] cannot read {path}: {files.reason(error)} (a text file in UTF-8)") from error
+
+    return decoded(parts(), path, flag)
 
 
 def last_words(path: str) -> list[tuple[int, str, str]]:

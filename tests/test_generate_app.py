@@ -234,12 +234,23 @@ def test_the_last_word_of_several_lines(tmp_path):
     assert evaluate.last_words(str(tmp_path / "lines")) == [(1, "a\nb", " \n\n c")]
 
 
-@pytest.mark.parametrize("left", [8, 9])
-def test_line_ends_are_those_of_training(tmp_path, left):
-    text = "a\rb\r\nc\n" + "x" * ((1 << 20) - left) + "\r\r\n\r"  # the first MiB ends before a line's end, and within it
+@pytest.mark.parametrize("left", [8, 9, 10])
+@pytest.mark.parametrize("more", [0, 1 << 20])
+def test_line_ends_are_those_of_training(tmp_path, left, more):
+    text = "a\rb\r\nc\n" + "x" * ((1 << 20) - left + more) + "\r\r\n\r"  # a MiB or two end before a line's end, and within it
     (tmp_path / "text").write_text(text, newline="")
     size = (tmp_path / "text").stat().st_size
-    assert "".join(evaluate.read(str(tmp_path / "text"), "text")) == "".join(Piece(tmp_path / "text", 0, size).texts("text"))
+    read = "".join(evaluate.read(str(tmp_path / "text"), "text"))
+    assert read == "".join(Piece(tmp_path / "text", 0, size).texts("text")) == text.replace("\r\n", "\n")
+
+
+def test_what_is_no_utf8_is_found_where_it_is(app, made, tmp_path):
+    line = "größer\r\n".encode()
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbf" + line * 300_000 + b"\xe4\xb8")  # 3 MB, and a part of a character
+    said = f"not UTF-8 text: unexpected end of data at byte {3 + 300_000 * len(line)} of {tmp_path / 'text'} (UTF-8 text)\n"
+    for flag in ("--text", "--lambada"):
+        done = app("evaluate", "--model", made / "dense", flag, tmp_path / "text")
+        assert done.returncode == 2 and done.stderr == f"evaluate.py: error: [{flag[2:]}] {said}"
 
 
 def test_bytes_are_those_of_the_text(app, made, tmp_path):
@@ -381,7 +392,7 @@ WRONG = [
     ("evaluate", ["--text", "README.md", "--window", 8, "--stride", 9], "[stride] is 9"),
     ("evaluate", ["--lambada", "README.md"], "line 1 of README.md is no JSON object"),
     ("evaluate", ["--lambada", "/dev/null"], "no texts in /dev/null"),
-    ("evaluate", ["--text", sys.executable], "can't decode byte"),
+    ("evaluate", ["--text", sys.executable], "not UTF-8 text: invalid"),
     ("evaluate", ["--lambada", b'{"text": "a dog and a ca\\ud800t"}'], "line 1 of {file} is no JSON object"),
     (
         "evaluate",
