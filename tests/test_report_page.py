@@ -131,6 +131,19 @@ def test_what_is_no_row_is_passed_over(tmp_path):
     assert charts["loss"]["lines"][0]["x"] == [1, 2]
 
 
+def test_a_run_that_goes_on_says_how_many_rows_are_damaged(tmp_path, capsys):
+    good = [json.dumps(row(step)) for step in (1, 2, 3, 4)]
+    for wrong, torn, first, said in (
+        (['{"step": 2, "lo\x00', "[1]"], "", 3, f"left out: 2 damaged lines of {tmp_path / page.METRICS}\n"),
+        ([], '{"step": 5, "lo', 3, ""),  # as a kill leaves it
+        (["x"], "", 0, ""),  # a new run
+    ):
+        (tmp_path / page.METRICS).write_text("\n".join([good[0], *wrong, *good[1:]]) + "\n" + torn)
+        with Reporter(tmp_path, about(), first=first):
+            assert capsys.readouterr().out == said
+            assert (tmp_path / page.METRICS).read_text() == "".join(line + "\n" for line in good[:first])
+
+
 def test_what_comes_later_wins(tmp_path):
     """A run was killed after step 300 and went on from step 150."""
     more = [row(step, loss=1.0) for step in range(151, 161)] + [{"step": 160, "held_out_loss": 4.0}, {"step": 160, "sample": "new"}]

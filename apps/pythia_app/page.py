@@ -66,7 +66,8 @@ class History:
     def read(self) -> None:
         """Adds the rows that were appended to the file since the last call."""
         for row, end in rows(self._path, self._read_bytes):
-            self._add(row, row["step"])
+            if row is not None:
+                self._add(row, row["step"])
             self._read_bytes = end
 
     def _add(self, row: dict[str, Any], step: int) -> None:
@@ -93,20 +94,24 @@ class History:
             self.samples = [found for found in self.samples if found[0] < step]
 
 
-def rows(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
-    """(row, byte at which it ends) of a metrics.jsonl from byte ``start`` on. Skips what is no row, and an unfinished last line."""
+def rows(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any] | None, int]]:
+    """(row, byte at which it ends) of each line of a metrics.jsonl from byte ``start`` on; None for a line that is no row. A last
+    line that is unfinished is none yet.
+    """
     if not path.is_file():
         return
     with open(path, "rb") as file:
         file.seek(start)
         for line in file:
+            if not line.endswith(b"\n"):
+                return
             start += len(line)
             try:
-                row = json.loads(line) if line.endswith(b"\n") else None
+                row = json.loads(line)
             except (ValueError, RecursionError):
-                continue
-            if isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 62:
-                yield row, start
+                row = None
+            good = isinstance(row, dict) and type(row.get("step")) is int and 0 <= row["step"] < 1 << 62
+            yield row if good else None, start
 
 
 def number(value: Any) -> float:

@@ -39,7 +39,8 @@ def duration(seconds: float) -> str:
 class Reporter:
     """Context manager that writes metrics.jsonl and report.html and prints progress and warnings. It restores the terminal.
 
-    first: the step that the run continues from; rows of later steps, of a run that ended without saving them, are removed.
+    first: the step that the run continues from; rows of later steps, of a run that ended without saving them, are removed, and
+    damaged ones, whose number is said.
     tensorboard: the rows also go to event files in ``folder / "tensorboard"``.
     unread: whether stdout has taken no more. Nothing is raised then, so that a run can save before it ends.
     """
@@ -57,12 +58,17 @@ class Reporter:
 
     def __enter__(self) -> Reporter:
         files.remove_abandoned(self.folder / page.PAGE)  # which this run may not write
+        damaged = 0
         with files.write_whole(self.path) as file:
             for row, _ in page.rows(self.path):
-                if 0 < row["step"] <= self.first:
+                if row is None:
+                    damaged += 1
+                elif 0 < row["step"] <= self.first:
                     file.write(json.dumps(row).encode() + b"\n")
                     if row["step"] == self.first:
                         self._kept.add(kind(row))
+        if damaged and self.first:  # a run that begins keeps no row
+            self.say(f"left out: {damaged:,} damaged lines of {self.path}")
         if self.tensorboard:
             with files.writing(self.folder / "tensorboard", "checkpoint_dir"):
                 self._events = Events(self.folder / "tensorboard", self.first)
