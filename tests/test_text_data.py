@@ -214,7 +214,9 @@ def test_load_text_round_trips_and_is_cached(folder, tmp_path, monkeypatch):
     end = "<|endoftext|>"
     for tokens, pieces in ((first.train, first.corpus.train), (first.held_out, first.corpus.held_out)):
         assert first.tokenizer.decode(tokens) == "".join(whole_text([piece]) + end for piece in pieces)
-    assert cached_files(cache) == ["held_out.bin", "held_out.bin.json", "tokenizer.json", "train.bin", "train.bin.json"]
+    assert cached_files(cache) == sorted(
+        name + more for name in ("held_out.bin", "tokenizer.json", "train.bin") for more in ("", ".json")
+    )
 
     def must_not_run(*args):
         raise AssertionError("tokenized again")
@@ -471,11 +473,11 @@ def test_a_damaged_cache_is_made_again(tmp_path):
     load_text(str(path), vocab_size=300, cache_dir=cache)
     files = [file for file in cache.rglob("*") if file.is_file()]
     whole = {file: file.read_bytes() for file in files}
-    assert len(files) == 5
+    assert len(files) == 6
     for file in files:
         middle = len(whole[file]) // 2
         turned = whole[file][:middle] + bytes([whole[file][middle] ^ 1]) + whole[file][middle + 1 :]  # one bit
-        for damaged in (b"", whole[file][:-1], b"\xff\xfe", b"[]", turned if file.suffix == ".bin" else b"{}"):
+        for damaged in (b"", whole[file][:-1], b"\xff\xfe", b"[]", b"{}", turned):
             file.write_bytes(damaged)
             load_text(str(path), vocab_size=300, cache_dir=cache)
             assert {file: file.read_bytes() for file in files} == whole

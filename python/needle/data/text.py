@@ -10,7 +10,6 @@ Everything here is numpy. Batches are made when asked for, from a position that 
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from .text_tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from .token_cache import read_tokens, write_tokens
+from .token_cache import is_as_written, read_tokens, write_checksum, write_tokens
 from .token_files import find_token_file, read_token_file, sample, tokenizer_beside, tokenizer_for
 
 _FORMAT = "5"  # part of the cache key: change it when the same input would give other tokens
@@ -120,6 +119,8 @@ def load_text(
             raise DataError(f"[{corpus.name}] too little text for the vocabulary: {asked}")
         texts = (part for piece in corpus.train for part in piece.texts(corpus.name))
         encoder = kept or train_tokenizer(trained_path, texts, vocab_size, corpus.name)
+        if not cached:
+            write_checksum(trained_path)
 
     arrays = {}
     for split, pieces in (("train", corpus.train), ("held_out", corpus.held_out)):
@@ -171,7 +172,7 @@ def _vocabulary(vocab_size: int | None, tokenizer: TextTokenizer) -> int:
 def _kept_tokenizer(path: Path) -> TextTokenizer | None:
     """The tokenizer in the cache; None if the file is absent or damaged, and is to be made again."""
     try:
-        return load_tokenizer(path) if os.path.isfile(path) else None
+        return load_tokenizer(path) if is_as_written(path) else None
     except DataError:
         return None
 

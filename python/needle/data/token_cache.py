@@ -1,4 +1,4 @@
-"""Token files of the cache: flat arrays of ids, each complete or absent, read through memory maps."""
+"""Files of the cache, complete or absent, each with a checksum; most are flat arrays of ids, which are read through memory maps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,27 @@ from pathlib import Path
 
 import numpy as np
 
-from ..files import parse_json, read_small, write_whole
+from ..files import check_is_file, parse_json, read_small, write_whole
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned dtype for ids below ``vocab_size``: uint16 or uint32."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def write_checksum(path: Path) -> None:
+    """Writes ``path``.json, of a file that is there, for ``is_as_written``."""
+    with write_whole(_description(path)) as file:
+        file.write(json.dumps({"crc32": _checksum(path)}).encode())
+
+
+def is_as_written(path: Path) -> bool:
+    """Whether a file is what it was when ``write_checksum`` was called; False if it is absent or has none."""
+    try:
+        check_is_file(path)
+        return parse_json(read_small(_description(path))).get("crc32") == _checksum(path)
+    except (OSError, ValueError):
+        return False
 
 
 def write_tokens(path: Path, ids: Iterable[np.ndarray], vocab_size: int) -> np.ndarray:
