@@ -190,8 +190,9 @@ WORD = {**TOKEN, "single_word": True, "rstrip": True}
         ),  # it takes what stays with it
         (lambda made: made["added_tokens"].append({**WORD, "content": "<m>"}), False, True),
         (lambda made: made["added_tokens"].append({**WORD, "content": "bar"}), False, False),
+        (lambda made: made["added_tokens"].append({**WORD, "content": "\t<m>", "rstrip": False}), False, False),  # none in "x\t<m>"
     ],
-    ids=["gpt-2", "llama 3", "prefix", "prepend", "one word", "token", "rstrip", "lstrip", "rstrip of a mark", "rstrip of a word"],
+    ids="gpt-2,llama 3,prefix,prepend,one word,token,rstrip,lstrip,rstrip of a mark,rstrip of a word,space of a word".split(","),
 )
 def test_where_cutting_changes_nothing(tokenizer, change, anywhere, after_letters):
     made = TextTokenizer(variant(tokenizer, change))

@@ -107,7 +107,7 @@ def _cutting_changes_nothing(text_tokenizer: TextTokenizer, cutter: Cutter) -> b
     for token in tokenizer.get_added_tokens_decoder().values():
         for before in ("x", "x "):  # some are found only where they are words
             pairs += [(before + token.content, s + "y") for s in spaces]
-        pairs += [("x", s + token.content) for s in spaces]
+        pairs += [("x", s + token.content) for s in ("", *spaces)]  # "": it may itself begin with white space
         content = token.content.encode()
         if len(content) > 1 and cutter.cut(content, 0, 1)[0] < len(content):
             return False
