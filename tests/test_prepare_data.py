@@ -330,7 +330,7 @@ def test_stopped_when_the_last_file_had_its_name(tmp_path, tokenizer, small, mon
     assert pair(tmp_path / "x") == pair(tmp_path / "whole")
 
 
-def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small):
+def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small, monkeypatch):
     write_inputs(tmp_path / "in")
 
     def go(**changes):
@@ -356,6 +356,9 @@ def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small
     ):
         with pytest.raises(DataError, match=rf"has an unfinished run of something else: {said} \(as before, or --restart\)"):
             go(**changes)
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=r"something else: another version of needle began it \("):
+        patch.setattr(module, "_FORMAT", module._FORMAT + 1)
+        go()
     (tmp_path / "in" / "c.jsonl").write_text('{"text": "new"}')
     with pytest.raises(DataError, match=r"something else: .*c.jsonl has changed \("):
         go()

@@ -198,6 +198,8 @@ class _Run:
             self.folder / "run.json", lambda run: (run, [Source(Path(path), size, stamp) for path, size, stamp in run["sources"]])
         )
         differs = next((f"--{name}" for name, value in self.settings.items() if run.get(name) != value), None)
+        if differs == "--format":
+            differs = "another version of needle began it"
         for now, then in zip(self.sources, before):
             if now.path == then.path and now != then:
                 differs = differs or f"{now.path} has changed"
