@@ -103,9 +103,9 @@ def test_bad_arguments(model):
     ids = np.arange(10)
     for wrong, said in (
         ((ids[:1],), "at least two"),
-        ((ids, 8, 9), "stride 9"),
-        ((ids, 8, 0), "stride 0"),
-        ((ids, 8, 8, 0), "batch_size 0"),
+        ((ids, 8, 9), "stride is 9"),
+        ((ids, 8, 0), "stride is 0"),
+        ((ids, 8, 8, 0), "batch_size is 0"),
         ((ids + 0.5, 8), "float64"),
     ):
         with pytest.raises(ShapeError, match=said):
@@ -113,7 +113,7 @@ def test_bad_arguments(model):
     with pytest.raises(ShapeError, match="0 examples"):
         score_endings(model, [])
     for name in ("window", "batch_size"):
-        with pytest.raises(ShapeError, match=f"{name} 0"):
+        with pytest.raises(ShapeError, match=f"{name} is 0"):
             score_endings(model, [(ids, ids)], **{name: 0})
     with pytest.raises(ShapeError, match="example 0 has 10 context and 10 ending ids"):
         score_endings(model, [(ids, ids)], window=9)

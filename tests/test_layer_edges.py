@@ -12,9 +12,13 @@ import pytest
 import needle as ndl
 from devices import usable
 from making import leaf
-from needle import data, init, memory, nn, ops
+from needle import amp, data, init, memory, nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout
+from needle.checkpoints.folder import CheckpointFolder
+from needle.data.prefetch import Prefetch
+from needle.data.text import TokenBatches
 from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, OutOfMemoryError, ShapeError
+from needle.models import GenerationConfig, Pythia, PythiaConfig, score_endings, score_text
 from needle.optim import SGD, Adam, AdamW, Optimizer
 
 
@@ -598,16 +602,68 @@ def test_dropout_of_everything(device):
 
 def test_sizes_that_are_no_whole_numbers():
     for wrong in (
-        lambda: nn.Linear("4", 2), lambda: nn.Linear(4, None), lambda: nn.Linear(4.0, 2), lambda: nn.Conv("3", 2, 3),
         lambda: ndl.init.xavier_uniform("4", 2), lambda: ndl.init.xavier_normal(4, "2"), lambda: ndl.init.kaiming_normal("4", 2),
     ):  # fmt: skip
         with pytest.raises(ShapeError, match="is no shape"):
             wrong()
-    for layer in (nn.RNN, nn.LSTM):
-        with pytest.raises(ShapeError, match="hidden_size is None"):
-            layer(4, None)
-        with pytest.raises(ShapeError, match="num_layers is '2'"):
-            layer(4, 4, num_layers="2")
+
+
+TOKENS, TINY = np.arange(50) % 11, PythiaConfig(layers=2, width=16, heads=1, feed_forward=16, vocab_size=11)
+COUNTS = [  # what takes whole numbers, and which; then what else it takes in their place
+    (nn.Linear, {"in_features": 2, "out_features": 2}),
+    (nn.Conv, {"in_channels": 2, "out_channels": 2, "kernel_size": 2, "stride": 2, "padding": 2}, {"padding": None}),
+    *[(norm, {"dim": 2}) for norm in (nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm1d, nn.LayerNorm)],
+    (nn.Embedding, {"num_embeddings": 2, "embedding_dim": 2}),
+    *[(cell, {"input_size": 2, "hidden_size": 2}) for cell in (nn.RNNCell, nn.LSTMCell)],
+    *[(network, {"input_size": 2, "hidden_size": 2, "num_layers": 2}) for network in (nn.RNN, nn.LSTM)],
+    (lambda **n: nn.AttentionLayer(4, **n), {"num_head": 2, "dim_head": 2}),
+    (lambda **n: nn.Transformer(4, 4, **n), {"num_layers": 2}),
+    (nn.BlockSparseAttention, {"block": 16, "window": 2}),
+    (lambda **n: nn.causal_pattern("mixed", **n), {"blocks": 2, "block": 16, "window": 2, "stride": 2}),
+    (lambda **n: BlockLayout(np.ones((2, 2)), causal=True, **n), {"block": 16, "q_start": 2}, {"q_start": -1}),
+    (lambda **n: ops.conv(init.ones(1, 4, 4, 2), init.ones(1, 1, 2, 2), **n), {"stride": 2, "padding": 2}),
+    *[(lambda op=op, **n: op(init.ones(2, 2), 0, **n), {"dilation": 2}) for op in (ops.dilate, ops.undilate)],
+    (lambda **n: ops.dropout(init.ones(2), 0.5, **n), {"seed": 2, "offset": 2}),
+    (lambda **n: ops.cross_entropy(init.ones(2, 2), init.arange(2), **n), {"ignore_index": 2}, {"ignore_index": -1}),
+    (PythiaConfig, {"layers": 2, "width": 16, "heads": 2, "feed_forward": 2, "vocab_size": 2, "max_seq_len": 2}),
+    (PythiaConfig, {"checkpoint_layers": 2}),
+    (TINY.with_sparse, {"block": 16, "window": 2}),
+    (GenerationConfig, {"max_new_tokens": 2, "seed": 2}),
+    *[(GenerationConfig, {name: 2}, {name: None}) for name in ("top_k", "eos_token_id", "pad_token_id")],
+    (lambda **n: data.DataLoader(TOKENS, **n), {"batch_size": 2}, {"batch_size": None}),
+    (lambda **n: TokenBatches(TOKENS, **n), {"batch_size": 2, "seq_len": 2, "seed": 2}),
+    *[
+        (lambda **n: TokenBatches(TOKENS, 2, 1, **n), {name: 2}, {name: None})
+        for name in ("vocab_size", "max_tokens", "epochs", "stride")
+    ],
+    (lambda **n: Prefetch(TokenBatches(TOKENS, 2, 2), **n), {"depth": 2}),
+    (lambda **n: data.batchify([1, 2, 3], device=None, dtype=None, **n), {"batch_size": 2}),
+    (lambda **n: data.get_batch(np.ones((4, 2)), **n), {"i": 2, "bptt": 2}),
+    (
+        lambda **n: score_text(Pythia(TINY), TOKENS, **n),
+        {"window": 2, "stride": 2, "batch_size": 2},
+        {"window": None, "stride": None},
+    ),
+    (lambda **n: score_endings(Pythia(TINY), [(TOKENS, [2])], **n), {"window": 2, "batch_size": 2}, {"window": None}),
+    *[
+        (lambda plan=plan, **n: plan(lambda device: lambda: init.ones(1, device=device), **n), {"steps": 2})
+        for plan in (memory.plan, memory.peak_bytes)
+    ],
+    (lambda **n: CheckpointFolder(".", **n), {"keep_last": 2}),
+    (amp.GradScaler, {"growth_interval": 2, "hysteresis": 2}),
+]
+
+
+@pytest.mark.parametrize(
+    "make, counts, also", [(*entry, {})[:3] for entry in COUNTS], ids=lambda part: "-".join(part) if type(part) is dict else ""
+)
+def test_a_count_is_a_whole_number(make, counts, also):
+    make(**{name: np.int64(count) for name, count in counts.items()})
+    for name in counts:
+        for wrong in (True, 2.5, "2", np.array([1]), -1, None):
+            if wrong is not also.get(name, ...):
+                with pytest.raises((ValueError, DTypeError), match=rf"^\[\w+\] {name}\b.* \(accepted: "):
+                    make(**{**counts, name: wrong})
 
 
 def test_shapes_of_sequences_and_images(device):
@@ -661,7 +717,7 @@ def test_numbers_that_a_layer_cannot_have():
             with pytest.raises(TypeError, match=rf"{name} is of type .* \(accepted: a number\)"):
                 make(wrong)
     for wrong in ({"num_head": 0}, {"dim_head": 0}, {"num_layers": 0}, {"num_layers": -1}):
-        with pytest.raises(ShapeError, match=rf"{next(iter(wrong))}.*\(accepted: at least 1\)"):
+        with pytest.raises(ShapeError, match=rf"{next(iter(wrong))}.*\(accepted: a whole number of at least 1\)"):
             nn.Transformer(**{"embedding_size": 4, "hidden_size": 4, "num_layers": 1, **wrong})
     with pytest.raises(ValueError, match=r"\[gelu\] approximate is 'sigmoid'"):
         nn.GELU("sigmoid")
@@ -865,7 +921,7 @@ def test_what_a_loader_takes():
         with pytest.raises(ValueError, match=r"\[DataLoader\] batch_size"):
             data.DataLoader(Pairs(), wrong)
     for wrong in (-1, 0, 4):
-        with pytest.raises(DataError, match=rf"\[batchify\] batch_size is {wrong} \(accepted: 1 to 3"):
+        with pytest.raises(DataError, match=rf"\[batchify\] batch_size is {wrong} \(accepted: a whole number from 1 to 3\)"):
             data.batchify([1, 2, 3], wrong, None, "float32")
     for arrays in ((np.ones(3), np.ones(5)), (), (np.ones(()),), (np.ones(3), (i for i in range(3)))):
         with pytest.raises(DataError, match="NDArrayDataset"):
@@ -948,7 +1004,7 @@ def test_arguments_in_another_data_sets_places(tmp_path):
     assert images._transformed(np.zeros((0, 8, 8, 1))).shape == (0, 8, 8, 1)
     batches = data.batchify(list(range(20)), 2, None, "float32")
     for i, bptt in ((0, -1), (0, 0), (-1, 3), (9, 3)):
-        with pytest.raises(DataError, match=rf"\[get_batch\] i is {i}, bptt is {bptt} \(accepted: i from 0 to below 9"):
+        with pytest.raises(DataError, match=rf"\[get_batch\] (i is {i} \(accepted: .* 0 to 8\)|bptt is {bptt} \(accepted: )"):
             data.get_batch(batches, i, bptt)
     assert [part.shape for part in data.get_batch(batches, 8, 3)] == [(1, 2), (2,)]
 

@@ -460,7 +460,7 @@ def test_what_is_typed_in_needles_own_folder_is_the_programs(monkeypatch):
 @pytest.mark.parametrize("plan", [memory.plan, memory.peak_bytes])
 @pytest.mark.parametrize("steps", [-1, 1.5, "2", None])
 def test_steps_that_cannot_be(plan, steps):
-    with pytest.raises(ShapeError, match=rf"\[plan\] steps is {steps!r} \(accepted: a whole number, at least 0\)"):
+    with pytest.raises(ShapeError, match=rf"\[plan\] steps is {steps!r} \(accepted: a whole number of at least 0\)"):
         plan(lambda device: lambda: ndl.init.ones(1, device=device), steps)
 
 
@@ -651,6 +651,7 @@ def test_a_budget_chooses_how_many_layers_are_checkpointed():
         assert chosen.checkpoint_segments == (1,) * n
     with pytest.raises(ShapeError, match=f"{peaks[4]:,} bytes"):
         checkpointed(config, f"{peaks[4] - 1}", 8, 64)
+    assert checkpointed(config, np.int64(2), 8, 64).checkpoint_segments == (2, 2)  # a count, and no two bytes
     config = replace(
         TINY, layers=6, vocab_size=2000
     )  # whose peak is at the end of forward: what lies between segments counts there

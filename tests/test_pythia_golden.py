@@ -118,6 +118,7 @@ def test_a_model_of_no_size(name):
     with pytest.raises(ShapeError, match=r"\[pythia\] width / heads is 512 \(accepted: heads of at most 256 features\)"):
         PythiaConfig(width=512, heads=1)
     assert PythiaConfig(width=512, heads=2).head_width == 256
+    assert PythiaConfig(24, np.int32(2048)).flops_per_token(64) == PythiaConfig(24, 2048).flops_per_token(64) > 2**31
 
 
 def test_biases_of_a_head_do_not_decay():

@@ -595,9 +595,9 @@ def test_max_tokens_and_bad_sizes():
     assert max(int(targets.max()) for _, targets in batches) == 50
     with pytest.raises(DataError, match=r"\[train\] too short for one sequence: 10 tokens \(11 or more"):
         TokenBatches(TOKENS[:10], 2, 10, name="train")
-    with pytest.raises(DataError, match=r"\[batch_size\] not positive: 0"):
+    with pytest.raises(DataError, match=r"\[text\] batch_size is 0 \(accepted: a whole number of at least 1\)"):
         TokenBatches(TOKENS, 0, 10)
-    with pytest.raises(DataError, match=r"\[epochs\] not positive: 0"):
+    with pytest.raises(DataError, match=r"\[text\] epochs is 0 \(accepted: a whole number of at least 1\)"):
         TokenBatches(TOKENS, 2, 10, epochs=0)
 
 

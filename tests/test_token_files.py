@@ -496,7 +496,9 @@ def test_no_more_than_depth_is_made_ahead():
         for _ in range(1 + 3 + 1):  # given out, waiting, in the thread's hand
             assert made.acquire(timeout=60)
         assert not made.acquire(timeout=0.05)
-    with pytest.raises(ValueError, match=r"\[Prefetch\] depth is 0 \(accepted: at least 1\)"):  # a queue of any length
+    with pytest.raises(
+        ValueError, match=r"\[Prefetch\] depth is 0 \(accepted: a whole number of at least 1\)"
+    ):  # a queue of any length
         Prefetch(Source(TOKENS, 1, 10), depth=0)
 
 

@@ -27,7 +27,7 @@ from . import ops
 from .autograd import NDArray, Op, Tensor, check_runs_in_its_call, current_autocast, current_segment, is_grad_enabled, set_autocast
 from .backend_ndarray import BackendDevice, as_device, kernels
 from .backend_ndarray.ndarray import write_stamp
-from .errors import CheckpointError, DeviceError, DTypeError, GraphError
+from .errors import CheckpointError, DeviceError, DTypeError, GraphError, check_count
 
 __all__ = ["PRECISIONS", "GradScaler", "SkippedStepWarning", "autocast", "get_autocast_dtype", "is_autocast_enabled"]
 
@@ -194,16 +194,16 @@ class GradScaler:
     ):
         for name, value, least, most in (
             ("init_scale", init_scale, min_scale, math.inf), ("growth_factor", growth_factor, 1.0, math.inf),
-            ("backoff_factor", backoff_factor, 0.0, 1.0), ("growth_interval", growth_interval, 1, math.inf),
-            ("hysteresis", hysteresis, 1, math.inf), ("min_scale", min_scale, 0.0, math.inf),
+            ("backoff_factor", backoff_factor, 0.0, 1.0), ("min_scale", min_scale, 0.0, math.inf),
         ):  # fmt: skip
             if not isinstance(value, (int, float)) or not (least <= value < most and value > 0):
                 raise ValueError(f"[GradScaler] {name} is {value!r} (accepted: from {least:g} to below {most:g}, not 0)")
-        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
-        self.hysteresis, self.min_scale, self.enabled = hysteresis, min_scale, enabled
+        self.growth_interval = check_count("GradScaler", "growth_interval", growth_interval, error=ValueError)
+        self.hysteresis = check_count("GradScaler", "hysteresis", hysteresis, error=ValueError)
+        self.growth_factor, self.backoff_factor, self.min_scale, self.enabled = growth_factor, backoff_factor, min_scale, enabled
         self.steps = self.skipped_steps = 0
         self._scale = float(init_scale)
-        self._good_steps, self._patience = 0, hysteresis
+        self._good_steps, self._patience = 0, self.hysteresis
         self._flags: dict[Any, NDArray] = {}  # optimizer: whether its gradients are not finite, on the device; until update()
         self._stepped: dict[Any, bool] = {}  # optimizer: whether its step was skipped
 

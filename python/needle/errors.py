@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, ClassVar
@@ -27,6 +28,33 @@ def check_number(op: str, name: str, value: Any, most: float | None = None, belo
         raise ValueError(f"[{op}] {name} is {value} (accepted: 0 to {most})")
     if not 0 <= float(value) < below:
         raise ValueError(f"[{op}] {name} is {value} (accepted: 0 or more, {'finite' if below == math.inf else f'below {below}'})")
+
+
+def as_whole(value: Any) -> int | None:
+    """``value`` as an int; None for what is no whole number, as True and False are none, and arrays with an axis."""
+    if getattr(value, "ndim", 0) or isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def shown(value: Any) -> str:
+    """``value`` in an error: of an array its type, not its numbers."""
+    return f"of type {type_name(value)}" if hasattr(value, "shape") else repr(value)
+
+
+def check_count(
+    op: str, name: str, value: Any, least: int = 1, most: int | None = None, error: type[Exception] | None = None
+) -> int:
+    """``value`` as an int. raises: ``error``, default ShapeError, for what is none by ``as_whole``, or outside of the range."""
+    count = as_whole(value)
+    if count is None or count < least or (most is not None and count > most):
+        accepted = f"of at least {least}" if most is None else f"from {least} to {most}"
+        found = shown(value) if count is None else count
+        raise (error or ShapeError)(f"[{op}] {name} is {found} (accepted: a whole number {accepted})")
+    return count
 
 
 def check_flag(op: str, name: str, value: Any) -> None:

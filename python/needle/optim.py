@@ -16,7 +16,7 @@ from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import check_one_device, full
-from .errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_number, type_name
+from .errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_count, check_number, type_name
 
 _Update = tuple[dict[str, Any], Tensor, NDArray, NDArray]
 
@@ -292,13 +292,7 @@ class _Moments(_Grouped):
 
     def load_state_dict(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
         def count(name: str) -> int:
-            try:
-                t = operator.index(state[name])
-            except (KeyError, TypeError):
-                t = -1
-            if not 0 <= t < 1 << 62:
-                raise CheckpointError(f"[load_state_dict] {name} is {state.get(name, 'absent')} (accepted: a count of steps)")
-            return t
+            return check_count("load_state_dict", name, state.get(name, "absent"), 0, (1 << 62) - 1, CheckpointError)
 
         t = count("t")
         own = {p: f"t.{name}" for name, p in self._by_name(names).items() if f"m.{name}" in state}

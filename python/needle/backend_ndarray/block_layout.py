@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
 
-from ..errors import ShapeError
+from ..errors import ShapeError, as_whole
 from .device import BackendDevice, caches, device_cache
 from .ndarray import NDArray
 
@@ -49,16 +50,15 @@ class BlockLayout:
             mask = mask[None]
         if mask.ndim != 3 or not len(mask):
             raise ShapeError(f"[BlockLayout] mask has shape {mask.shape} (accepted: (rows, cols) or (heads, rows, cols))")
-        if not hasattr(block, "__index__") or block not in BLOCK_SIZES:
-            raise ShapeError(f"[BlockLayout] block size {block!r} (accepted: multiples of 16 from 16 to 128)")
-        if not hasattr(q_start, "__index__"):
+        block, first = check_block(block), as_whole(q_start)
+        if first is None:
             raise ShapeError(f"[BlockLayout] q_start is {q_start!r} (accepted: a whole number)")
-        self.block, self.causal, self.q_start = block, causal, q_start
+        self.block, self.causal, self.q_start = block, causal, first
         self.heads, self.block_rows, self.block_cols = mask.shape
         partial = np.zeros_like(mask)
         possible = np.ones(mask.shape[1:], bool)
         if causal:
-            row = q_start + np.arange(self.block_rows)[:, None] * block
+            row = first + np.arange(self.block_rows)[:, None] * block
             col = np.arange(self.block_cols)[None, :] * block
             possible = col <= row + block - 1
             mask &= possible
@@ -133,7 +133,15 @@ def _pointers(lines: np.ndarray, n_lines: int) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.bincount(lines, minlength=n_lines))]).astype(np.int32)
 
 
-def check_count(rows: int, cols: int, block: int) -> None:
+def check_block(block: Any) -> int:
+    """``block`` as an int. raises: ShapeError for an edge that the kernels do not take."""
+    size = as_whole(block)
+    if size is None or size not in BLOCK_SIZES:
+        raise ShapeError(f"[BlockLayout] block size {block!r} (accepted: multiples of 16 from 16 to 128)")
+    return size
+
+
+def check_size(rows: int, cols: int, block: int) -> None:
     """raises: ShapeError if a mask of rows x cols blocks would be too large to be made."""
     if rows * cols > MOST_BLOCKS:
         positions = math.isqrt(MOST_BLOCKS) * block
@@ -147,6 +155,6 @@ def check_count(rows: int, cols: int, block: int) -> None:
 def dense_layout(rows: int, cols: int, block: int = 64, causal: bool = True, q_start: int = 0) -> BlockLayout:
     """Every block of a (rows, cols) matrix in elements, tails included; causal drops the future."""
     shape = -(-rows // block), -(-cols // block)
-    check_count(*shape, block)
+    check_size(*shape, block)
     mask = np.ones(shape, bool)
     return BlockLayout(mask, block, causal, q_start)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-from ..errors import ShapeError, type_name
+from ..errors import ShapeError, as_whole, shown
 
 
 # A program has few shapes and asks for their strides at every op.
@@ -69,16 +69,12 @@ def axis_order(axes: tuple[int, ...], ndim: int) -> tuple[int, ...] | None:
 
 def normalize_axis(axis: Any, ndim: int, op: str) -> int:
     """``axis`` counted from the front. raises: ShapeError if it is no whole number or outside -ndim..ndim-1."""
-    try:
-        if isinstance(axis, bool):  # a flag in the wrong place
-            raise TypeError
-        axis = operator.index(axis)
-    except TypeError:
-        shown = f"of type {type_name(axis)}" if hasattr(axis, "shape") else repr(axis)  # not the numbers of concatenate(a, b)
-        raise ShapeError(f"[{op}] axis {shown} is no whole number") from None
-    if not -ndim <= axis < ndim:
-        raise ShapeError(f"[{op}] axis {axis} is out of range for {ndim} dimensions")
-    return axis + ndim if axis < 0 else axis
+    found = as_whole(axis)
+    if found is None:
+        raise ShapeError(f"[{op}] axis {shown(axis)} is no whole number")
+    if not -ndim <= found < ndim:
+        raise ShapeError(f"[{op}] axis {found} is out of range for {ndim} dimensions")
+    return found + ndim if found < 0 else found
 
 
 def normalize_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import files
-from ..errors import CheckpointError
+from ..errors import CheckpointError, check_count
 
 INDEX, CHECKSUMS = "checkpoints.json", "checksums.json"
 _NAME = re.compile(r"step-(\d{6,})(?:-(\d+))?")
@@ -31,9 +31,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | Path, keep_last: int = 2):
-        if keep_last < 1:
-            raise CheckpointError(f"[keep_last] is {keep_last} (accepted: at least 1)")
-        self.path, self.keep_last = Path(path), keep_last
+        self.path, self.keep_last = Path(path), check_count("checkpoint", "keep_last", keep_last, error=CheckpointError)
         self._damaged: set[str] = set()  # names that the next ``save`` leaves out
 
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
@@ -42,8 +40,7 @@ class CheckpointFolder:
         raises: CheckpointError if there is no room, if there are no files, or folders among them; ValueError for a step below 0.
         After these, and after any exception of ``write``, the earlier checkpoints are as they were.
         """
-        if step < 0:
-            raise ValueError(f"[checkpoint] step is {step} (accepted: at least 0)")
+        step = check_count("checkpoint", "step", step, 0, error=ValueError)
         entries, indexed = [e for e in self._entries() if e["name"] not in self._damaged], (self.path / INDEX).is_file()
         names = itertools.chain([f"step-{step:06d}"], (f"step-{step:06d}-{n}" for n in itertools.count(2)))
         target = next(self.path / name for name in names if not os.path.lexists(self.path / name))

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..autograd import Tensor
 from ..backend_selection import Device
-from ..errors import check_flag
+from ..errors import check_count, check_flag
 
 _BATCH = "accepted: all items of a batch at once, as x[indices] of numpy gives them"
 
@@ -50,12 +50,9 @@ class DataLoader:
     """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False, device: Device | str | None = None):
-        batch_size = 1 if batch_size is None else batch_size
-        if not hasattr(batch_size, "__index__") or batch_size < 1:
-            raise ValueError(f"[DataLoader] batch_size is {batch_size!r} (accepted: a whole number of at least 1)")
         check_flag("DataLoader", "shuffle", shuffle)
         self.dataset = dataset
-        self.batch_size = batch_size
+        self.batch_size = 1 if batch_size is None else check_count("DataLoader", "batch_size", batch_size, error=ValueError)
         self.shuffle = shuffle
         self.device = device
         self.ordering: list[np.ndarray] = []

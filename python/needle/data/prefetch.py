@@ -9,6 +9,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from ..errors import check_count
+
 
 class Prefetch(Iterator):
     """The items of ``source`` in their order, made ahead by a thread: up to ``depth`` of them wait.
@@ -19,13 +21,11 @@ class Prefetch(Iterator):
 
     An error of ``source`` is raised where its item would have come. ``close`` ends the thread and sets ``source`` back to where
     this iterator is; the thread also ends when nothing refers to the ``Prefetch`` any more.
-    raises: ValueError for a depth below 1, which a queue would take for no limit.
+    raises: ValueError for a depth that is no whole number of at least 1, which a queue would take for no limit.
     """
 
     def __init__(self, source: Any, depth: int = 2):
-        if depth < 1:
-            raise ValueError(f"[Prefetch] depth is {depth} (accepted: at least 1)")
-        self.source, self.depth = source, depth
+        self.source, self.depth = source, check_count("Prefetch", "depth", depth, error=ValueError)
         self._state = source.state_dict()
         self._thread: threading.Thread | None = None
 

@@ -13,12 +13,13 @@ import hashlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from .. import config
-from ..errors import DataError
+from ..errors import DataError, check_count
 from ..files import home, try_folder, writing
 from .shuffle import shuffled
 from .text_corpus import HELD_OUT_FRACTION, Corpus, load_corpus
@@ -188,7 +189,8 @@ class TokenBatches(Iterator):
     tokens: (tokens,) integers, for instance memory-mapped. vocab_size: ids must be below it; checked as batches are
     made. max_tokens: use only so many tokens from the start. epochs: None runs for ever. shuffle: False takes the windows as they
     lie. stride: tokens from one window to the next, default T. name: for error messages.
-    raises: DataError for too few tokens and what are no whole numbers, and from ``next`` for an id outside the vocabulary.
+    raises: DataError for too few tokens, what are no whole numbers and counts below 1, and from ``next`` for an id outside the
+    vocabulary.
     """
 
     def __init__(
@@ -205,22 +207,21 @@ class TokenBatches(Iterator):
         stride: int | None = None,
         name: str = "text",
     ):
-        counts = {"batch_size": batch_size, "seq_len": seq_len, "max_tokens": max_tokens, "epochs": epochs, "stride": stride}
-        for what, value in counts.items():
-            if value is not None and value < 1:
-                raise DataError(f"[{what}] not positive: {value} (1 or more)")
+        count = partial(check_count, name, error=DataError)
+        self.batch_size, self.seq_len = count("batch_size", batch_size), count("seq_len", seq_len)
+        self.stride = self.seq_len if stride is None else count("stride", stride)
+        self.epochs = None if epochs is None else count("epochs", epochs)
+        self.vocab_size = None if vocab_size is None else count("vocab_size", vocab_size)
+        self.seed, self.shuffle, self.name = count("seed", seed, 0), shuffle, name
         tokens = np.asanyarray(tokens)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(f"[{name}] tokens are {tokens.shape} {tokens.dtype} (whole numbers in a row)")
-        self.tokens = tokens[:max_tokens]
-        self.batch_size, self.seq_len, self.seed = batch_size, seq_len, seed
-        self.vocab_size, self.epochs, self.shuffle, self.name = vocab_size, epochs, shuffle, name
-        self.stride = seq_len if stride is None else stride
-        self.windows_per_epoch = (len(self.tokens) - 1 - seq_len) // self.stride + 1
+        self.tokens = tokens if max_tokens is None else tokens[: count("max_tokens", max_tokens)]
+        self.windows_per_epoch = (len(self.tokens) - 1 - self.seq_len) // self.stride + 1
         if self.windows_per_epoch < 1:
             raise DataError(
                 f"[{name}] too short for one sequence: {len(self.tokens)} tokens "
-                f"({seq_len + 1} or more for a sequence length of {seq_len})"
+                f"({self.seq_len + 1} or more for a sequence length of {self.seq_len})"
             )
         self._checksum = _checksum(self.tokens)
         self.position_windows = 0  # how many windows were given out since the start of epoch 0

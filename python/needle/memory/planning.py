@@ -18,7 +18,7 @@ from ..amp import GradScaler
 from ..autograd import runs_in_its_call
 from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
 from ..backend_selection import as_device
-from ..errors import ShapeError, type_name
+from ..errors import ShapeError, check_count, type_name
 from ..locks import process_lock
 from ..nn.nn_basic import Module
 from . import sites
@@ -152,8 +152,7 @@ def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None
 
 
 def _built(build: Build, steps: int, device: BackendDevice) -> Callable[[], Any]:
-    if not hasattr(steps, "__index__") or steps < 0:
-        raise ShapeError(f"[plan] steps is {steps!r} (accepted: a whole number, at least 0)")
+    check_count("plan", "steps", steps, 0)
     if not callable(build) or isinstance(build, Module):
         accepted = "a function of a device, which gives that of one training step"
         raise TypeError(f"[plan] build is of type {type_name(build)} (accepted: {accepted})")

@@ -11,7 +11,7 @@ import numpy as np
 
 from .. import ops
 from ..backend_ndarray import kernels
-from ..errors import ShapeError
+from ..errors import ShapeError, check_count
 from .generation import check_ids, inference, integers
 from .pythia import Pythia
 
@@ -69,15 +69,12 @@ def score_text(
     raises: ShapeError for fewer than two tokens, for what are no whole numbers, or a stride outside 1 .. window; IndexError for an
     id outside the vocabulary.
     """
-    window = model.config.max_seq_len if window is None else window
-    stride = window if stride is None else stride
+    window = check_count("score_text", "window", model.config.max_seq_len if window is None else window)
+    stride = check_count("score_text", "stride", window if stride is None else stride, 1, window)
+    batch_size = check_count("score_text", "batch_size", batch_size)
     ids = np.asarray(ids)
     if ids.ndim != 1 or len(ids) < 2 or ids.dtype.kind not in "iu":
         raise ShapeError(f"[score_text] ids are {ids.shape} {ids.dtype} (accepted: at least two whole numbers in a row)")
-    if not 1 <= stride <= window or batch_size < 1:
-        raise ShapeError(
-            f"[score_text] window {window}, stride {stride}, batch_size {batch_size} (accepted: 1 <= stride <= window, at least 1)"
-        )
     check_ids("score_text", "", ids, model.config.vocab_size)
     nats, counted = 0.0, 0
     todo = windows(len(ids), window, stride)
@@ -127,11 +124,10 @@ def score_endings(
     raises: ShapeError for no examples, an empty context or ending, or what are no whole numbers; IndexError for an id outside the
     vocabulary.
     """
-    window = model.config.max_seq_len if window is None else window
-    if not examples or batch_size < 1 or window < 1:
-        raise ShapeError(
-            f"[score_endings] {len(examples)} examples, window {window}, batch_size {batch_size} (accepted: at least 1)"
-        )
+    window = check_count("score_endings", "window", model.config.max_seq_len if window is None else window)
+    batch_size = check_count("score_endings", "batch_size", batch_size)
+    if not examples:
+        raise ShapeError("[score_endings] 0 examples (accepted: at least 1)")
     for i, (context, ending) in enumerate(examples):
         if len(context) < 1 or not 1 <= len(ending) <= window:
             sizes = f"{len(context)} context and {len(ending)} ending ids"

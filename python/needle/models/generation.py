@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from numbers import Integral, Real
+from numbers import Real
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from ..backend_ndarray.block_layout import BlockLayout
 from ..backend_ndarray.host_memory import DATA
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..backend_ndarray.recording import Recording
-from ..errors import ShapeError
+from ..errors import ShapeError, as_whole, check_count
 from ..nn.nn_basic import no_dropout
 
 if TYPE_CHECKING:
@@ -62,23 +62,22 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.do_sample, (bool, np.bool_)):
             raise ShapeError(f"[generate] do_sample is {self.do_sample!r} (accepted: True or False)")
-        self._check("max_new_tokens", Integral, "1 to 2147483647", lambda n: 1 <= n < 1 << 31)  # positions are int32
-        self._check("temperature", Real, "1e-100 to 1e100; do_sample=False takes the likeliest", lambda x: 1e-100 <= x <= 1e100)
-        self._check("top_k", Integral, "at least 1, or 0 for all", lambda n: n >= 0, optional=True)
-        self._check("top_p", Real, "above 0, at most 1", lambda x: 0 < x <= 1)
-        self._check("repetition_penalty", Real, "1e-100 to 1e100; 1 is none", lambda x: 1e-100 <= x <= 1e100)
-        self._check("pad_token_id", Integral, "an id", lambda n: n >= 0, optional=True)
-        self._check("seed", Integral, "0 or more", lambda n: n >= 0)
-        if any(not isinstance(i, Integral) or isinstance(i, bool) or i < 0 for i in self.eos_ids):
+        check_count("generate", "max_new_tokens", self.max_new_tokens, 1, (1 << 31) - 1)  # positions are int32
+        self._check("temperature", "1e-100 to 1e100; do_sample=False takes the likeliest", lambda x: 1e-100 <= x <= 1e100)
+        self._check("top_p", "above 0, at most 1", lambda x: 0 < x <= 1)
+        self._check("repetition_penalty", "1e-100 to 1e100; 1 is none", lambda x: 1e-100 <= x <= 1e100)
+        check_count("generate", "seed", self.seed, 0)
+        for name in ("top_k", "pad_token_id"):
+            if getattr(self, name) is not None:
+                check_count("generate", name, getattr(self, name), 0)
+        if any(as_whole(i) is None or i < 0 for i in self.eos_ids):
             raise ShapeError(f"[generate] eos_token_id is {self.eos_token_id!r} (accepted: ids)")
 
-    def _check(self, name: str, kind: type, accepted: str, fits: Callable[[Any], bool], optional: bool = False) -> None:
+    def _check(self, name: str, accepted: str, fits: Callable[[Any], bool]) -> None:
         value = getattr(self, name)
-        if value is None and optional:
-            return
         if isinstance(value, np.generic):  # which would cast the bounds to its own dtype
             value = value.item()
-        if not isinstance(value, kind) or isinstance(value, bool) or not fits(value):
+        if not isinstance(value, Real) or isinstance(value, bool) or not fits(value):
             raise ShapeError(f"[generate] {name} is {value!r} (accepted: {accepted})")
 
     @property

@@ -23,7 +23,7 @@ from ..backend_ndarray.device import device_cache
 from ..backend_ndarray.kernels import DEFAULT_CHUNK_BYTES, MAX_HEAD
 from ..backend_ndarray.ndarray import NDArray, empty
 from ..backend_selection import Device, as_device
-from ..errors import DTypeError, ShapeError, type_name
+from ..errors import DTypeError, ShapeError, as_whole, check_count, type_name
 from ..nn.nn_basic import LayerNorm, Module, Parameter, SeededDropout
 from ..nn.nn_remat import remat
 from ..nn.nn_sparse import causal_pattern
@@ -97,9 +97,7 @@ class PythiaConfig:
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "feed_forward", "vocab_size", "max_seq_len"):
-            value = getattr(self, name)
-            if not hasattr(value, "__index__") or value < 1:
-                raise ShapeError(f"[pythia] {name} is {value!r} (accepted: a whole number of at least 1)")
+            object.__setattr__(self, name, check_count("pythia", name, getattr(self, name)))  # numpy's would overflow in products
         for name in _NUMBERS:
             if accepted := accepted_instead(name, getattr(self, name)):
                 raise ShapeError(f"[pythia] {name} is {getattr(self, name)!r} (accepted: {accepted})")
@@ -110,7 +108,7 @@ class PythiaConfig:
         if self.pattern is not None:
             causal_pattern(self.pattern, 1, self.block, self.window)  # refuses what there is not
         counts = self.checkpoint_layers if isinstance(self.checkpoint_layers, tuple) else (self.checkpoint_layers,)
-        if any(not hasattr(n, "__index__") or n < 0 for n in counts) or sum(counts) > self.layers:
+        if any(as_whole(n) is None or n < 0 for n in counts) or sum(counts) > self.layers:
             raise ShapeError(f"[pythia] checkpoint_layers is {self.checkpoint_layers!r} (accepted: 0 to {self.layers} layers)")
 
     @classmethod

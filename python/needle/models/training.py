@@ -107,7 +107,7 @@ def checkpointed(
     ``plannable``.
     raises: ShapeError if that is not enough either.
     """
-    if isinstance(checkpoint_layers, int):
+    if not isinstance(checkpoint_layers, str):
         return replace(config, checkpoint_layers=checkpoint_layers)
     limit = parse_bytes(checkpoint_layers, "checkpoint_layers")
 

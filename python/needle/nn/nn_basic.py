@@ -19,7 +19,7 @@ from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_selection import Device
-from ..errors import CheckpointError, GraphError, ShapeError, check_flag, check_number, type_name
+from ..errors import CheckpointError, GraphError, ShapeError, check_count, check_flag, check_number, type_name
 
 
 def _in_place(operation: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Any]:
@@ -254,8 +254,8 @@ class Linear(Module):
     def __init__(self, in_features, out_features, bias=True, device=None, dtype="float32"):
         super().__init__()
         check_flag("Linear", "bias", bias)  # Embedding has the device in this place
-        self.in_features = in_features
-        self.out_features = out_features
+        self.in_features = check_count("Linear", "in_features", in_features, 0)
+        self.out_features = check_count("Linear", "out_features", out_features, 0)
         kwargs = {"device": device, "dtype": dtype}
         self.weight = Parameter(init.kaiming_uniform(in_features, out_features, **kwargs))
         self.bias = None
@@ -357,7 +357,7 @@ class BatchNorm1d(Module):
         super().__init__()
         check_number(type(self).__name__, "eps", eps)
         check_number(type(self).__name__, "momentum", momentum, most=1)
-        self.dim, self.eps, self.momentum = dim, eps, momentum
+        self.dim, self.eps, self.momentum = check_count(type(self).__name__, "dim", dim, 0), eps, momentum
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
         wide = dt.accumulator(self.weight.dtype)
@@ -404,7 +404,7 @@ class LayerNorm1d(Module):
     def __init__(self, dim, eps=1e-5, device=None, dtype="float32"):
         super().__init__()
         check_number(type(self).__name__, "eps", eps)
-        self.dim, self.eps = dim, eps
+        self.dim, self.eps = check_count(type(self).__name__, "dim", dim, 0), eps
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))
 

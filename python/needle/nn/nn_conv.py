@@ -6,16 +6,17 @@ import math
 
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
-from ..errors import ShapeError, check_flag
+from ..errors import ShapeError, as_whole, check_count, check_flag
 from .nn_basic import Module, Parameter
 
 
 def _side(name: str, value, least: int = 1) -> int:
     """``value`` as one number: a tuple must hold the same number throughout. raises: ShapeError for anything else."""
-    sides = list(value) if isinstance(value, (tuple, list)) else [value]
-    if not sides or any(not hasattr(side, "__index__") or side < least or side != sides[0] for side in sides):
+    sides = {as_whole(side) for side in (value if isinstance(value, (tuple, list)) else [value])}
+    side = sides.pop() if len(sides) == 1 else None
+    if side is None or side < least:
         raise ShapeError(f"[Conv] {name} is {value!r} (accepted: a whole number of at least {least}, the same along both axes)")
-    return sides[0]
+    return side
 
 
 class Conv(Module):
@@ -30,7 +31,8 @@ class Conv(Module):
     def __init__(self, in_channels, out_channels, kernel_size, stride=1, bias=True, device=None, dtype="float32", padding=None):
         super().__init__()
         check_flag("Conv", "bias", bias)  # PyTorch has the padding in this place
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels = in_channels = check_count("Conv", "in_channels", in_channels, 0)
+        self.out_channels = out_channels = check_count("Conv", "out_channels", out_channels, 0)
         self.kernel_size, self.stride = _side("kernel_size", kernel_size), _side("stride", stride)
         self.padding = (self.kernel_size - 1) // 2 if padding is None else _side("padding", padding, 0)
         k, fan_in = self.kernel_size, in_channels * self.kernel_size**2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
-from ..errors import ShapeError, check_flag, type_name
+from ..errors import ShapeError, check_count, check_flag, type_name
 from .nn_basic import Module, Parameter
 
 
@@ -26,9 +26,8 @@ class _Cell(Module):
     def __init__(self, input_size, hidden_size, bias, device, dtype):
         super().__init__()
         check_flag(type(self).__name__, "bias", bias)  # PyTorch's RNN has the nonlinearity in this place
-        self.input_size, self.hidden_size = input_size, hidden_size
-        if not hasattr(hidden_size, "__index__") or hidden_size < 1:
-            raise ShapeError(f"[{type(self).__name__}] hidden_size is {hidden_size!r} (accepted: a whole number of at least 1)")
+        self.input_size = input_size = check_count(type(self).__name__, "input_size", input_size, 0)
+        self.hidden_size = hidden_size = check_count(type(self).__name__, "hidden_size", hidden_size)
         bound = 1 / math.sqrt(hidden_size)
         kwargs = {"low": -bound, "high": bound, "device": device, "dtype": dtype}
         width = self.gates * hidden_size
@@ -95,9 +94,7 @@ def _check_sequence(op: str, X: Tensor, input_size: int, layers: int, hidden_siz
 
 def _input_sizes(op: str, input_size: int, hidden_size: int, num_layers: int) -> list[int]:
     """What comes into the cell of each layer. raises: ShapeError for a num_layers below 1."""
-    if not hasattr(num_layers, "__index__") or num_layers < 1:
-        raise ShapeError(f"[{op}] num_layers is {num_layers!r} (accepted: a whole number of at least 1)")
-    return [input_size] + [hidden_size] * (num_layers - 1)
+    return [input_size] + [hidden_size] * (check_count(op, "num_layers", num_layers) - 1)
 
 
 class RNN(Module):
@@ -192,7 +189,8 @@ class Embedding(Module):
 
     def __init__(self, num_embeddings, embedding_dim, device=None, dtype="float32"):
         super().__init__()
-        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.num_embeddings = check_count("Embedding", "num_embeddings", num_embeddings, 0)
+        self.embedding_dim = check_count("Embedding", "embedding_dim", embedding_dim, 0)
         self.weight = Parameter(init.randn(num_embeddings, embedding_dim, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,28 +6,33 @@ import numpy as np
 
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
-from ..backend_ndarray.block_layout import BlockLayout, check_count
+from ..backend_ndarray.block_layout import BlockLayout, check_block, check_size
 from ..backend_ndarray.device import device_cache
-from ..errors import DTypeError, ShapeError, type_name
+from ..errors import DTypeError, ShapeError, check_count, type_name
 from .nn_basic import Module, Parameter
 
 PATTERNS = ("local", "global", "mixed")
 
 
-@device_cache(maxsize=64)
 def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, stride: int = 4) -> BlockLayout:
     """The (blocks x blocks) layout of a named pattern; never a block of the future.
 
     local: each block of queries sees itself and the ``window`` - 1 blocks before it.
     global: itself, and of those before it each whose index is a multiple of ``stride``: 0, stride, 2 stride, ...
     mixed: local and global together. ``window`` has no part in global, nor ``stride`` in local.
-    raises: ShapeError for another name, a window or stride below 1, and more blocks than a mask can have.
+    raises: ShapeError for another name, a window or stride that is no whole number of at least 1, a block size that BlockLayout
+    does not take, and more blocks than a mask can have.
     """
     if pattern not in PATTERNS:
         raise ShapeError(f"[pattern] unknown pattern: {pattern} (accepted: {', '.join(PATTERNS)})")
-    if any(not hasattr(n, "__index__") or n < 1 for n in (window, stride)):
-        raise ShapeError(f"[pattern] window {window!r}, stride {stride!r} (accepted: whole numbers of at least 1)")
-    check_count(blocks, blocks, block)
+    blocks, block = check_count("pattern", "blocks", blocks, 0), check_block(block)
+    window, stride = check_count("pattern", "window", window), check_count("pattern", "stride", stride)
+    check_size(blocks, blocks, block)
+    return _causal_pattern(pattern, blocks, block, window, stride)
+
+
+@device_cache(maxsize=64)
+def _causal_pattern(pattern: str, blocks: int, block: int, window: int, stride: int) -> BlockLayout:
     row, col = np.arange(blocks)[:, None], np.arange(blocks)[None, :]
     mask = row == col
     if pattern in ("local", "mixed"):

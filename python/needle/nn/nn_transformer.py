@@ -11,7 +11,7 @@ from .. import dtype as dt
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
 from ..backend_ndarray import ndarray
-from ..errors import DTypeError, ShapeError
+from ..errors import DTypeError, ShapeError, check_count
 from .nn_basic import Dropout, LayerNorm1d, Linear, Module, ReLU, Sequential
 from .nn_sequence import Embedding
 
@@ -79,8 +79,7 @@ class AttentionLayer(Module):
         dropout=0.0, causal=True, device=None, dtype="float32",
     ):  # fmt: skip
         super().__init__()
-        if num_head < 1 or dim_head < 1:
-            raise ShapeError(f"[AttentionLayer] num_head is {num_head}, dim_head {dim_head} (accepted: at least 1)")
+        num_head, dim_head = (check_count("AttentionLayer", n, v) for n, v in (("num_head", num_head), ("dim_head", dim_head)))
         k_features = q_features if k_features is None else k_features
         v_features = q_features if v_features is None else v_features
         out_features = q_features if out_features is None else out_features
@@ -155,15 +154,13 @@ class Transformer(Module):
         device=None, dtype="float32", batch_first=False, sequence_len=2048,
     ):  # fmt: skip
         super().__init__()
-        if num_layers < 1:
-            raise ShapeError(f"[Transformer] num_layers is {num_layers} (accepted: at least 1)")
         self.batch_first = batch_first
         self.positions = Embedding(sequence_len, embedding_size, device=device, dtype=dtype)
         self.layers = [
             TransformerLayer(
                 embedding_size, num_head, dim_head, hidden_size, dropout=dropout, causal=causal, device=device, dtype=dtype
             )
-            for _ in range(num_layers)
+            for _ in range(check_count("Transformer", "num_layers", num_layers))
         ]
 
     def forward(self, x: Tensor, h=None) -> tuple[Tensor, Tensor]:

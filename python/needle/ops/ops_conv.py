@@ -11,7 +11,7 @@ from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_ndarray.ndarray import full as _full
 from ..backend_ndarray.shapes import frozen
-from ..errors import ShapeError
+from ..errors import ShapeError, as_whole, check_count
 from ._reads import _InputRead, _NoRead
 from .ops_index import _Embed
 
@@ -69,10 +69,8 @@ class Conv(_InputRead):
     autocast = "lower"
 
     def __init__(self, stride: int = 1, padding: int = 0):
-        if any(not hasattr(n, "__index__") or n < least for n, least in ((stride, 1), (padding, 0))):
-            raise ShapeError(f"[conv] stride is {stride}, padding is {padding} (accepted: whole numbers, at least 1, at least 0)")
-        self.stride = stride
-        self.padding = padding
+        self.stride = check_count("conv", "stride", stride)
+        self.padding = check_count("conv", "padding", padding, 0)
 
     def compute(self, a, b):
         _check_conv(a, b, self.padding)
@@ -171,11 +169,9 @@ class _Dilation(_NoRead):
     def __init__(self, axes, dilation: int):
         kept = frozen(axes)
         self.axes = kept if isinstance(kept, tuple) else (kept,)
-        self.dilation = dilation
-        if any(not hasattr(axis, "__index__") for axis in self.axes):
+        if any(as_whole(axis) is None for axis in self.axes):
             raise ShapeError(f"[{self.name.lower()}] axes are {axes!r} (accepted: a whole number, or several)")
-        if not hasattr(dilation, "__index__") or dilation < 0:
-            raise ShapeError(f"[{self.name.lower()}] dilation is {dilation} (accepted: a whole number of at least 0)")
+        self.dilation = check_count(self.name.lower(), "dilation", dilation, 0)
 
     def _every(self, ndim: int) -> tuple[slice, ...]:
         """The index of the original elements in a dilated array."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from operator import index
 
 from .. import dtype as dt
 from ..autograd import Tensor, TensorTupleOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
 from ..backward import ALL_ONES
-from ..errors import DTypeError, ShapeError, type_name
+from ..errors import DTypeError, ShapeError, as_whole, type_name
 from .ops_logarithmic import logsoftmax
 from .ops_mathematic import astype, matmul, summation
 from .ops_shape import reshape
@@ -19,10 +18,8 @@ from .ops_tuple import tuple_get_item
 
 def _check_ignored(op: str, ignore_index) -> None:
     """raises: DTypeError for what is no whole number: PyTorch has weights of classes in this place."""
-    try:
-        index(ignore_index)
-    except TypeError:
-        raise DTypeError(f"[{op}] ignore_index is of type {type_name(ignore_index)} (accepted: a whole number)") from None
+    if as_whole(ignore_index) is None:
+        raise DTypeError(f"[{op}] ignore_index is of type {type_name(ignore_index)} (accepted: a whole number)")
 
 
 def _rows(op: str, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

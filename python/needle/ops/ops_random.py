@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..autograd import Tensor
 from ..backend_ndarray import kernels
-from ..errors import check_number
+from ..errors import check_count, check_number
 from ._reads import _NoRead
 
 
@@ -17,10 +17,10 @@ class Dropout(_NoRead):
 
     def __init__(self, p: float, seed: int, offset: int):
         check_number("dropout", "p", p, most=1)
+        self.p = p
         # PyTorch has ``training`` in the place of the seed: False would drop, by the same mask each time.
-        if any(isinstance(n, bool) or not hasattr(n, "__index__") or not 0 <= n < 2**64 for n in (seed, offset)):
-            raise ValueError(f"[dropout] seed is {seed!r}, offset is {offset!r} (accepted: whole numbers, 0 to 2**64 - 1)")
-        self.p, self.seed, self.offset = p, seed, offset
+        self.seed = check_count("dropout", "seed", seed, 0, 2**64 - 1, ValueError)
+        self.offset = check_count("dropout", "offset", offset, 0, 2**64 - 1, ValueError)
 
     def compute(self, x):
         return kernels.dropout(x, self.p, self.seed, self.offset)

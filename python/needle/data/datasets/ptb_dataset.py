@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from ...autograd import Tensor
-from ...errors import DataError
+from ...errors import DataError, check_count
 
 
 class Dictionary:
@@ -59,8 +59,7 @@ def batchify(data, batch_size: int, device, dtype) -> np.ndarray:
     dtype: of the array, which is numpy's. device: without effect; ``get_batch`` takes one.
     raises: DataError for more columns than ids, or less than one: there would be nothing to train on.
     """
-    if not 1 <= batch_size <= len(data):
-        raise DataError(f"[batchify] batch_size is {batch_size} (accepted: 1 to {len(data)}, the length of the text)")
+    batch_size = check_count("batchify", "batch_size", batch_size, 1, len(data), DataError)
     rows = len(data) // batch_size
     return np.array(data[: rows * batch_size], dtype=dtype).reshape(batch_size, rows).T
 
@@ -70,10 +69,8 @@ def get_batch(batches: np.ndarray, i: int, bptt: int, device=None, dtype=None) -
 
     raises: DataError for an i that is no position before the last, or a bptt below 1.
     """
-    if not 0 <= i < max(len(batches) - 1, 1) or bptt < 1:
-        accepted = f"i from 0 to below {len(batches) - 1}, bptt at least 1"
-        raise DataError(f"[get_batch] i is {i}, bptt is {bptt} (accepted: {accepted})")
-    n = min(bptt, len(batches) - 1 - i)
+    i = check_count("get_batch", "i", i, 0, max(len(batches) - 2, 0), DataError)
+    n = min(check_count("get_batch", "bptt", bptt, error=DataError), len(batches) - 1 - i)
     parts = batches[i : i + n], batches[i + 1 : i + 1 + n].reshape(-1)
     X, y = (Tensor(part, device=device, dtype=dtype, requires_grad=False) for part in parts)
     return X, y
