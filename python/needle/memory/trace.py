@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from threading import get_ident
@@ -14,7 +14,7 @@ from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
 from ..backend_selection import as_device
 from ..errors import GraphError
-from ..nn.nn_basic import Module, Parameter, _child_modules, _named, _parts
+from ..nn.nn_basic import Module, Parameter, _all_parts, _child_modules, _named
 from . import sites
 from .sites import NOWHERE, Reference, Site
 from .units import readable, table
@@ -62,11 +62,12 @@ class ModuleNames:
             if made[name] > 1:
                 name += str(made[name])
             prefix = name + "." if len(roots) > 1 else ""
-            for path, module in _walk(root, ""):
-                self.modules.setdefault(Reference(module), (prefix + path).rstrip(".") or name)
-            for path, t in _named(root):
-                self.parameters.setdefault(Reference(t), prefix + path)
-                self.serials.setdefault(t.realize_cached_data().serial, prefix + path)
+            for path, part in _all_parts(root):
+                if isinstance(part, Module):
+                    self.modules.setdefault(Reference(part), (prefix + path).rstrip(".") or name)
+                else:
+                    self.parameters.setdefault(Reference(part), prefix + path)
+                    self.serials.setdefault(part.realize_cached_data().serial, prefix + path)
 
     def of(self, serial: int, site: Site) -> str:
         """The module that memory belongs to; for a parameter of the outermost module the parameter's own name; "" if unknown."""
@@ -79,13 +80,6 @@ class ModuleNames:
 
 def _own_parameters(module: Module) -> list[Parameter]:
     return [t for _, t in _named(module) if isinstance(t, Parameter)]
-
-
-def _walk(module: Module, path: str) -> Iterator[tuple[str, Module]]:
-    yield path, module
-    for inner, part in _parts(module.__dict__, path):
-        if isinstance(part, Module):
-            yield from _walk(part, inner)
 
 
 def _holder(event: tuple, names: ModuleNames, made: int = -1) -> Holder:

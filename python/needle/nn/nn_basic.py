@@ -84,12 +84,16 @@ def _parts(value: object, path: str = "") -> Iterator[tuple[str, Parameter | Buf
             yield from _parts(item, f"{path}.{key}" if path else str(key))
 
 
-def _named(value: object, path: str = "") -> Iterator[tuple[str, Parameter | Buffer]]:
+def _all_parts(value: object, path: str = "") -> Iterator[tuple[str, Parameter | Buffer | Module]]:
+    """As ``_parts``, and behind each module what is inside of it."""
     for inner, part in _parts(value, path):
+        yield inner, part
         if isinstance(part, Module):
-            yield from _named(part.__dict__, inner)
-        else:
-            yield inner, part
+            yield from _all_parts(part.__dict__, inner)
+
+
+def _named(value: object) -> Iterator[tuple[str, Parameter | Buffer]]:
+    return ((path, part) for path, part in _all_parts(value) if not isinstance(part, Module))
 
 
 def _by_path(module: Module) -> dict[str, Parameter | Buffer]:
@@ -107,8 +111,7 @@ def _unpack_params(value: object) -> list[Tensor]:
 
 
 def _child_modules(value: object) -> list[Module]:
-    modules = [part for _, part in _parts(value) if isinstance(part, Module)]
-    return [m for module in modules for m in (module, *_child_modules(module.__dict__))]
+    return [part for _, part in _all_parts(value) if isinstance(part, Module)]
 
 
 class Module:
