@@ -10,7 +10,6 @@ import numpy as np
 
 from .. import dtype as dt
 from ..backend_ndarray import NDArray
-from ..backend_ndarray.block_layout import BLOCK_SIZES
 from ..errors import CheckpointError, ShapeError
 from ..nn.nn_sparse import PATTERNS
 from .pythia import Pythia, PythiaConfig, accepted_instead
@@ -145,10 +144,6 @@ def config_from_json(found: Mapping[str, Any]) -> PythiaConfig:
     if sparse != {}:
         if not isinstance(sparse, dict) or set(sparse) != {"pattern", "block", "window"} or sparse["pattern"] not in PATTERNS:
             raise _wrong(_SPARSE, sparse, f"pattern ({', '.join(PATTERNS)}), block and window")
-        for key in ("block", "window"):
-            _whole_number(key, sparse[key])
-        if sparse["block"] not in BLOCK_SIZES:
-            raise _wrong("block", sparse["block"], "multiples of 16 up to 128")
     try:
         config = PythiaConfig(
             **sizes, rotary_fraction=float(fraction), rotary_base=float(base), eps=float(eps), dropout=float(dropout), **sparse
