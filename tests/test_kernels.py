@@ -27,6 +27,7 @@ from kernel_calls import (
     reference,
 )
 from needle import dtype as dt
+from needle.backend_ndarray.kernels import MAX_HEAD
 
 _device = devices("cpu", "cuda_sim", "cuda")
 on_cpu = pytest.mark.parametrize("_device", ["cpu"], indirect=True)
@@ -703,9 +704,11 @@ def test_attention_reads_strided_views_and_never_the_future(dtype, D):
 
 @on_cpu
 def test_attention_refuses_a_large_head():
+    """From where on Python refuses it, too."""
     a, i, flag = (put(backend, np.zeros(4), dtype) for dtype in ("float32", "int32", "uint8"))
-    with pytest.raises(ValueError, match=r"\[attention\] head size is too large: 300 \(at most 256\)"):
-        backend.attention_forward(a, [0] * 3, a, [0] * 3, a, [0] * 3, a, [0] * 3, a, i, i, flag, 1, 1, 1, 1, 300, 1, 64, 0, 1.0)
+    D = MAX_HEAD + 1
+    with pytest.raises(ValueError, match=rf"\[attention\] head size is too large: {D} \(at most {MAX_HEAD}\)"):
+        backend.attention_forward(a, [0] * 3, a, [0] * 3, a, [0] * 3, a, [0] * 3, a, i, i, flag, 1, 1, 1, 1, D, 1, 64, 0, 1.0)
 
 
 @every_float

@@ -170,7 +170,8 @@ void unscale(const Array& grad, double factor, const Array& nonfinite);
 // layout_heads), query block i, the entries row_ptr[hh * nq + i] .. row_ptr[hh * nq + i + 1] of
 // col_idx (int32, ascending), with partial (uint8) = 1 where elements must be masked by `key <=
 // q_start + query`. nq = ceil(T / block), nk = ceil(S / block); tails are cut. Queries with no key
-// at all give out = 0 and lse = -inf.
+// at all give out = 0 and lse = -inf. D is at most kMaxHead, as kernels.py's MAX_HEAD.
+constexpr int64_t kMaxHead = 256;
 void attention_forward(const Array& q, const Dims& q_strides, const Array& k, const Dims& k_strides,
                        const Array& v, const Dims& v_strides, const Array& out,
                        const Dims& out_strides, const Array& lse, const Array& row_ptr,

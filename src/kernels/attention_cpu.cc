@@ -29,7 +29,6 @@ constexpr int64_t kTile = 64;    // queries (keys in the dk, dv pass) along the 
 constexpr int64_t kChunk = 128;  // the longest run of the other side
 // The same in partial blocks: finer, so that less is computed and masked.
 constexpr int64_t kPartial = 32;
-constexpr int64_t kMaxHead = 256;  // head size
 
 // One thread's workspace.
 template <class A>

@@ -385,9 +385,10 @@ template <class F>
 void dispatch_head_dim(int64_t D, F&& f) {
   if (D <= 64) return f(Int<64>{});
   if (D <= 128) return f(Int<128>{});
-  if (D <= 256) return f(Int<256>{});
+  if (D <= kMaxHead) return f(Int<kMaxHead>{});
   throw std::invalid_argument("[attention] head dimension " + std::to_string(D) +
-                              " has no kernel on this device (up to 256)");
+                              " has no kernel on this device (up to " + std::to_string(kMaxHead) +
+                              ")");
 }
 
 // Each on tensor cores where they can take it.

@@ -87,7 +87,7 @@ bool rows_in_chunks(const HeadsRef<T>& x) {
 // A null dout stands for forward.
 template <class T>
 bool fits_tensor_cores(const AttentionArguments<T>& g) {
-  return may_use_tensor_cores() && g.D <= 256 && rows_in_chunks(g.q) && rows_in_chunks(g.k) &&
+  return may_use_tensor_cores() && g.D <= kMaxHead && rows_in_chunks(g.q) && rows_in_chunks(g.k) &&
          rows_in_chunks(g.v) && rows_in_chunks(g.dout);
 }
 

@@ -14,7 +14,7 @@
 namespace needle::cpu {
 namespace {
 
-constexpr int64_t kMaxHead = 256, kMaxBlock = 128;
+constexpr int64_t kMaxBlock = 128;
 constexpr int64_t kTaskElements = 32 << 10;  // of the keys, below which a task is not worth it
 
 // y += factor * x

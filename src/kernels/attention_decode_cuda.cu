@@ -171,8 +171,8 @@ void dispatch_features(int64_t D, F&& f) {
   if (D <= 2 * kWarp) return f(Int<2>{});
   if (D <= 4 * kWarp) return f(Int<4>{});
   if (D <= 8 * kWarp) return f(Int<8>{});
-  throw std::invalid_argument("[attention_decode] head size " + std::to_string(D) +
-                              " (at most 256)");
+  throw std::invalid_argument("[attention_decode] head size " + std::to_string(D) + " (at most " +
+                              std::to_string(kMaxHead) + ")");
 }
 
 }  // namespace
