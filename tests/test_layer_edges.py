@@ -18,7 +18,7 @@ from needle.checkpoints.folder import CheckpointFolder
 from needle.data.prefetch import Prefetch
 from needle.data.text import TokenBatches
 from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError, OutOfMemoryError, ShapeError
-from needle.models import GenerationConfig, Pythia, PythiaConfig, score_endings, score_text
+from needle.models import GenerationConfig, Pythia, PythiaConfig, score_endings, score_text, train_step
 from needle.optim import SGD, Adam, AdamW, Optimizer
 
 
@@ -609,6 +609,13 @@ def test_sizes_that_are_no_whole_numbers():
 
 
 TOKENS, TINY = np.arange(50) % 11, PythiaConfig(layers=2, width=16, heads=1, feed_forward=16, vocab_size=11)
+
+
+def trained(count):
+    model, ids = Pythia(TINY), ndl.Tensor(np.zeros((1, 4)), dtype="int32")
+    return train_step(model, AdamW(model.parameters()), [(ids, ids)] * 2, count)
+
+
 COUNTS = [  # what takes whole numbers, and which; then what else it takes in their place
     (nn.Linear, {"in_features": 2, "out_features": 2}),
     (nn.Conv, {"in_channels": 2, "out_channels": 2, "kernel_size": 2, "stride": 2, "padding": 2}, {"padding": None}),
@@ -616,6 +623,9 @@ COUNTS = [  # what takes whole numbers, and which; then what else it takes in th
     (nn.Embedding, {"num_embeddings": 2, "embedding_dim": 2}),
     *[(cell, {"input_size": 2, "hidden_size": 2}) for cell in (nn.RNNCell, nn.LSTMCell)],
     *[(network, {"input_size": 2, "hidden_size": 2, "num_layers": 2}) for network in (nn.RNN, nn.LSTM)],
+    (trained, {"count": 2}),
+    (lambda **n: Pythia(TINY, **n), {"seed": 2}, {"seed": None}),
+    (data.RandomCrop, {"padding": 2}),
     (lambda **n: nn.AttentionLayer(4, **n), {"num_head": 2, "dim_head": 2}),
     (lambda **n: nn.Transformer(4, 4, **n), {"num_layers": 2}),
     (nn.BlockSparseAttention, {"block": 16, "window": 2}),

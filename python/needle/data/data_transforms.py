@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..errors import check_count
+
 
 class Transform:
     """A function of an image: ``__call__(x)`` gives it changed."""
@@ -26,7 +28,7 @@ class RandomCrop(Transform):
     """Shifts the image by up to ``padding`` pixels each way; zeros come in."""
 
     def __init__(self, padding=3):
-        self.padding = padding
+        self.padding = check_count("RandomCrop", "padding", padding, 0)
 
     def __call__(self, img):
         p = self.padding

@@ -225,7 +225,8 @@ class Pythia(Module):
     size, assigns a ``config`` that says so: ``generate`` and ``save_pretrained`` go by that.
 
     device: default ``cpu()``. dtype: of parameters and activations. seed: of the initial weights; None leaves them uninitialised,
-    to be loaded. raises: DTypeError for a dtype that is not floating, and for what is no PythiaConfig.
+    to be loaded. raises: DTypeError for a dtype that is not floating, and for what is no PythiaConfig; ShapeError
+    for a seed that is no whole number of at least 0.
     """
 
     def __init__(self, config: PythiaConfig, device=None, dtype: str = "float32", seed: int | None = 0):
@@ -237,7 +238,7 @@ class Pythia(Module):
         if not dt.is_float(dtype):
             raise DTypeError(f"[pythia] dtype is {dtype} (accepted: floats)")
         device = as_device(device)
-        rng = None if seed is None else np.random.default_rng(seed)
+        rng = None if seed is None else np.random.default_rng(check_count("pythia", "seed", seed, 0))
         self.config, self.dtype = config, dtype
         self.generation_config = GenerationConfig()
         std = math.sqrt(2 / (5 * config.width))

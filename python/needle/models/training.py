@@ -13,7 +13,7 @@ from ..backend_ndarray.block_layout import BLOCK_SIZES
 from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import DATA
 from ..backend_ndarray.ndarray import NDArray, full
-from ..errors import DataError, ShapeError
+from ..errors import DataError, ShapeError, check_count
 from ..memory.planning import Build, peak_bytes, smallest
 from ..memory.units import parse_bytes, readable
 from ..optim import AdamW
@@ -41,14 +41,14 @@ def train_step(
     The gradient is that of the mean loss over all of them, clipped to the joint norm ``max_norm``; it is dropped after the update.
     precision: fp32, bf16 or fp16, of products. scaler: the loss scaler, for fp16; default none.
     Waits for the device between micro-batches and at the end; in fp16 before the update, too.
-    raises: DataError for fewer than ``count``; IndexError for an id outside the vocabulary. On a GPU that comes after the
-    update, which has made the parameters NaN.
+    raises: ShapeError for a ``count`` that is no whole number of at least 1, DataError for fewer micro-batches; IndexError for an
+    id outside the vocabulary. On a GPU that comes after the update, which has made the parameters NaN.
     """
     scaler = scaler or amp.GradScaler(enabled=False)
     total = 0.0
     loss: Tensor | float = 0.0
     source = iter(micro_batches)
-    for i in range(count):
+    for i in range(check_count("train_step", "count", count)):
         total += float(loss)
         batch = next(source, None)
         if batch is None:
