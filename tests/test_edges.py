@@ -612,3 +612,40 @@ def test_infinities_are_nothing_to_warn_of(device):
     optimizer.clip_grad_norm(1.0)
     optimizer.step()
     assert np.isnan(x.numpy()).all()
+
+
+# --- what an error names ---
+
+
+def check_names(calls):
+    """Each call raises one of needle's errors, or Python's for a wrong number, in one line that begins with the name beside it."""
+    for name, call in calls:
+        with pytest.raises((ShapeError, DTypeError, DeviceError, IndexError, OverflowError, TypeError)) as caught:
+            call()
+        said = str(caught.value)
+        assert said.startswith(f"[{name}] ") and "\n" not in said, (name, said)
+
+
+def test_errors_name_what_was_called(device):
+    a, b, small = array(np.ones((2, 3)), device), array(np.ones(4), device), array([1, 2], device, "uint8")
+    t, u = leaf(np.ones((2, 3)), device), leaf(np.ones(4), device)
+    elsewhere = array(np.ones((2, 3)), ndl.meta())
+    check_names(
+        (name, lambda op=op, x=x, y=y: op(x, y))
+        for name, op in (("add", operator.add), ("sub", operator.sub), ("mul", operator.mul), ("div", operator.truediv))
+        for x, y in ((a, b), (t, u), (t, np.ones(4)), (a, elsewhere), (t, ndl.Tensor(elsewhere)))
+    )
+    check_names(
+        (name, lambda name=name, axis=axis: getattr(a, name)(axis))
+        for name in ("sum", "prod", "max", "min", "mean", "any", "all", "argmax", "argmin")
+        for axis in (2, (), "a", (0, 0))
+    )
+    check_names([
+        ("mul", lambda: small * -1), ("sub", lambda: small - 300), ("sub", lambda: 300 - small), ("add", lambda: a + np.complex64(1j)),
+        ("power", lambda: a**b), ("eq", lambda: a == b), ("lt", lambda: a < b), ("maximum", lambda: a.maximum(b)),
+        ("logical_or", lambda: a.logical_or(b)), ("mean", lambda: a.mean(0, 1)), ("mean", lambda: ops.mean(t, ())),
+        ("max", lambda: array(np.ones((0, 3)), device).max(0)), ("clip", lambda: ops.clip(ndl.Tensor(small), -1)),
+        ("clip", lambda: ops.clip(ndl.Tensor(small), None, 300)), ("setitem", lambda: a.__setitem__(0, b)),
+        ("add_in_place", lambda: a.T.add_in_place(1)), ("add_in_place", lambda: a.add_in_place(b)),
+        ("mul_in_place", lambda: a.mul_in_place("x")), ("mul_in_place", lambda: a.mul_in_place(elsewhere)),
+    ])  # fmt: skip

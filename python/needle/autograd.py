@@ -746,7 +746,7 @@ class Tensor(Value):
             return ops.AddScalar(-other)(self)
         # Negated as it is, an integer may wrap around.
         narrow = not dt.is_float(other.dtype) and self.dtype not in (other.dtype, "bool")
-        return ops.EWiseAdd()(self, ops.Negate(dt.promote(self.dtype, other.dtype) if narrow else None)(other))
+        return ops.EWiseAdd("sub")(self, ops.Negate(dt.promote(self.dtype, other.dtype) if narrow else None)(other))
 
     def __rsub__(self, other):
         other = self._other(other)

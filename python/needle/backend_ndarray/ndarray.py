@@ -339,22 +339,22 @@ class NDArray:
 
     def add_in_place(self, other: NDArray | float) -> None:
         """self += other for a compact self; other broadcasts to it and is cast to its dtype. raises: ShapeError for a part."""
-        self._in_place(other, "ewise_add")
+        self._in_place(other, "add_in_place", "ewise_add")
 
     def mul_in_place(self, other: NDArray | float) -> None:
         """self *= other for a compact self; other broadcasts to it and is cast to its dtype. raises: ShapeError for a part."""
-        self._in_place(other, "ewise_mul")
+        self._in_place(other, "mul_in_place", "ewise_mul")
 
-    def _in_place(self, other: NDArray | float, op: str) -> None:
+    def _in_place(self, other: NDArray | float, op: str, kernel: str) -> None:
         if not self.is_compact():  # the kernels write all of a buffer
             raise ShapeError(f"[{op}] {self._shape} is a part of its memory, or strided (accepted: a compact array)")
         if not isinstance(other, NDArray):
-            other = full((), other, self._dtype, self._device)
+            other = full((), dt.checked_number(op, other, self._dtype), self._dtype, self._device)
         check_one_device(op, self, other)
-        other = other.astype(self._dtype, copy=False).broadcast_to(self._shape)
+        other = other.astype(self._dtype, copy=False)._broadcast(self._shape, op)
         if self._overlaps(other):
             other = other.copy()
-        getattr(self._device.require(), op)(
+        getattr(self._device.require(), kernel)(
             self._handle, self._strides, self._offset, other._handle, other._strides, other._offset, self._handle, self._shape
         )
         self.mark_written()
@@ -460,10 +460,10 @@ class NDArray:
         """The array repeated along axes of length 1 and new leading axes, by stride 0. Shares memory."""
         return self._broadcast(as_shape(new_shape))
 
-    def _broadcast(self, shape: tuple[int, ...]) -> NDArray:
+    def _broadcast(self, shape: tuple[int, ...], op: str = "broadcast_to") -> NDArray:
         if shape == self._shape:
             return self
-        return self._view(shape, broadcast_strides(self._shape, self._strides, shape))
+        return self._view(shape, broadcast_strides(self._shape, self._strides, shape, op))
 
     def flip(self, axes) -> NDArray:
         """The elements in reverse order along ``axes``, as a new compact array."""
@@ -552,7 +552,9 @@ class NDArray:
         if self._overlaps(source):
             source = source.copy()
         if source._shape != self._shape:
-            source = source.compact().reshape(self._shape) if source.size == self.size else source.broadcast_to(self._shape)
+            source = (
+                source.compact().reshape(self._shape) if source.size == self.size else source._broadcast(self._shape, "setitem")
+            )
         copy = self._device.require().strided_copy
         copy(source._handle, source._strides, source._offset, self._handle, self._strides, self._offset, self._shape)
         self.mark_written()
@@ -572,25 +574,28 @@ class NDArray:
         x = self if dt.is_float(self._dtype) else self.astype(self._device.default_float)
         return x._unary(op, dtype)
 
-    def _binary(self, other, op: str, scalar_op: str, to_bool: bool = False, to_float: bool = False) -> NDArray:
+    def _binary(
+        self, other, kernel: str, scalar_kernel: str, to_bool: bool = False, to_float: bool = False, op: str | None = None
+    ) -> NDArray:
+        """op: what errors name where that is not what the kernels are named after."""
         device = self._device
         if not isinstance(other, NDArray):
             if isinstance(other, _SCALARS):
-                return self._with_scalar(other, scalar_op, to_bool, to_float)
+                return self._with_scalar(other, scalar_kernel, to_bool, to_float, op)
             other = self._operand(other)
             if other is NotImplemented:
                 return other
         if other._device is not device:
-            check_one_device(op, self, other)
+            check_one_device(op or _called(kernel), self, other)
         a, b = self, other
         if a._dtype != b._dtype or (to_float and not dt.is_float(a._dtype)):
             dtype = dt.promote(a._dtype, b._dtype)
             if to_float and not dt.is_float(dtype):
                 dtype = device.default_float
             a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
-        function, dtype = getattr(device.mod, op), "bool" if to_bool else a._dtype
+        function, dtype = getattr(device.mod, kernel), "bool" if to_bool else a._dtype
         if a._shape != b._shape:
-            shape = broadcast_shape(a._shape, b._shape, op)
+            shape = broadcast_shape(a._shape, b._shape, op or kernel)
             a, b = a._broadcast(shape), b._broadcast(shape)
         elif a._contiguous and b._contiguous and a._offset == 0 == b._offset:
             out = _new(a._shape, dtype, device, a._strides)
@@ -600,9 +605,10 @@ class NDArray:
         function(a._handle, a._strides, a._offset, b._handle, b._strides, b._offset, out._handle, out._shape)
         return out
 
-    def _method(self, other: Any, op: str, to_bool: bool = False) -> NDArray:
+    def _method(self, other: Any, name: str, to_bool: bool = False, op: str | None = None) -> NDArray:
         """``_binary`` for methods. raises: DTypeError where an operator would return NotImplemented."""
-        found = self._binary(other, f"ewise_{op}", f"scalar_{op}", to_bool)
+        op = op or name
+        found = self._binary(other, f"ewise_{name}", f"scalar_{name}", to_bool, op=op)
         if found is NotImplemented:
             raise DTypeError(f"[{op}] cannot combine an NDArray with {type_name(other)} (accepted: NDArray, array, number)")
         return found
@@ -620,26 +626,27 @@ class NDArray:
             dtype = device.default_float
         return NDArray(values, device=device, dtype=dtype)
 
-    def _with_scalar(self, value, op: str, to_bool: bool = False, to_float: bool = False) -> NDArray:
+    def _with_scalar(self, value, kernel: str, to_bool: bool = False, to_float: bool = False, op: str | None = None) -> NDArray:
         a = self
         if isinstance(value, np.generic):
             value = value.item()
             if isinstance(value, complex):
-                raise DTypeError(f"[{op}] cannot combine an array with a complex number: {value}")
+                raise DTypeError(f"[{op or _called(kernel)}] cannot combine an array with a complex number: {value}")
         dtype = dt.with_scalar(a._dtype, value, a._device.default_float)
         if to_float and not dt.is_float(dtype):
             dtype = a._device.default_float
         limits = dt.LIMITS.get(dtype)
         if limits is not None and not limits[0] <= value <= limits[1]:
             if not to_bool:
-                raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
+                accepted = f"(accepted: {limits[0]} to {limits[1]})"
+                raise OverflowError(f"[{op or _called(kernel)}] {value} is outside {dtype} {accepted}")
             dtype, value = "float32", math.inf if value > 0 else -math.inf  # compares with every integer as the value does
         if to_bool and dt.ROWS[dtype].itemsize == 2:  # kernels compare in float32, in which few numbers would equal an element
             value = dt.nearest(dtype, value)
         if dtype != a._dtype:
             a = a.astype(dtype)
         out = _new(a._shape, "bool" if to_bool else dtype, a._device)
-        function = getattr(a._device.mod, op)
+        function = getattr(a._device.mod, kernel)
         if a._contiguous and a._offset == 0:
             function(a._handle, value, out._handle)
         else:
@@ -771,7 +778,9 @@ class NDArray:
 
     # --- reductions -----------------------------------------------------------------------------------------------
 
-    def _reduce(self, op: str, axis, keepdims: bool, dtype: str | None = None, of_nothing: bool | None = None) -> NDArray:
+    def _reduce(
+        self, op: str, kernel: str, axis, keepdims: bool, dtype: str | None = None, of_nothing: bool | None = None
+    ) -> NDArray:
         check_flag(op, "keepdims", keepdims)  # sum(0, 1), for example, is not over two axes
         axes = normalize_axes(axis, self.ndim, op)
         if axis is not None and not axes:
@@ -781,12 +790,12 @@ class NDArray:
             shape = (1,)
         order, outer, length, inner = reduction(self._shape, axes)
         x = self if order is None else self.permute(order)
-        if length == 0 and op not in ("reduce_sum", "reduce_prod"):
+        if length == 0 and kernel not in ("reduce_sum", "reduce_prod"):
             if of_nothing is not None:
                 return full(shape, of_nothing, dtype or self._dtype, self._device)
             raise ShapeError(f"[{op}] nothing to reduce: axes {axes} of {self._shape} have no elements")
         out = _new(shape, dtype or self._dtype, self._device)
-        getattr(self._device.require(), op)(x.contiguous_handle(), out._handle, outer, length, inner)
+        getattr(self._device.require(), kernel)(x.contiguous_handle(), out._handle, outer, length, inner)
         return out
 
     def _sum_dtype(self) -> str:
@@ -800,48 +809,49 @@ class NDArray:
         keepdims, here and in the other reductions: leave the axes, with length 1. raises: ShapeError for an axis that is not there,
         TypeError for a keepdims that is neither True nor False.
         """
-        return self._reduce("reduce_sum", axis, keepdims, self._sum_dtype())
+        return self._reduce("sum", "reduce_sum", axis, keepdims, self._sum_dtype())
 
     @_as_numpy_calls_it
     def prod(self, axis=None, keepdims=False) -> NDArray:
         """Product over one axis, several, or all (None). Integers and bool give int64."""
-        return self._reduce("reduce_prod", axis, keepdims, self._sum_dtype())
+        return self._reduce("prod", "reduce_prod", axis, keepdims, self._sum_dtype())
 
     @_as_numpy_calls_it
     def max(self, axis=None, keepdims=False) -> NDArray:
         """Maximum; NaN wins, as in numpy. raises: ShapeError over no elements."""
-        return self._reduce("reduce_max", axis, keepdims)
+        return self._reduce("max", "reduce_max", axis, keepdims)
 
     @_as_numpy_calls_it
     def min(self, axis=None, keepdims=False) -> NDArray:
         """Minimum; NaN wins, as in numpy. raises: ShapeError over no elements."""
-        return self._reduce("reduce_min", axis, keepdims)
+        return self._reduce("min", "reduce_min", axis, keepdims)
 
     @_as_numpy_calls_it
     def mean(self, axis=None, keepdims=False) -> NDArray:
         """Arithmetic mean over one axis, several, or all (None). The sum behind it has the range of float32 or int64 at least."""
         axes = normalize_axes(axis, self.ndim, "mean")
-        wide = dt.accumulator(self._dtype) if dt.is_float(self._dtype) else self._dtype
-        mean = self.astype(wide, copy=False).sum(axis if axis is None else axes, keepdims) / math.prod(self._shape[i] for i in axes)
+        wide = self.astype(dt.accumulator(self._dtype) if dt.is_float(self._dtype) else self._dtype, copy=False)
+        total = wide._reduce("mean", "reduce_sum", axis if axis is None else axes, keepdims, wide._sum_dtype())
+        mean = total / math.prod(self._shape[i] for i in axes)
         return mean.astype(self._dtype, copy=False) if dt.is_float(self._dtype) else mean
 
     @_as_numpy_calls_it
     def any(self, axis=None, keepdims=False) -> NDArray:
         """Whether an element is not zero, as bool; False over none."""
-        return self.astype("bool", copy=False)._reduce("reduce_max", axis, keepdims, of_nothing=False)
+        return self.astype("bool", copy=False)._reduce("any", "reduce_max", axis, keepdims, of_nothing=False)
 
     @_as_numpy_calls_it
     def all(self, axis=None, keepdims=False) -> NDArray:
         """Whether every element is not zero, as bool; True over none."""
-        return self.astype("bool", copy=False)._reduce("reduce_min", axis, keepdims, of_nothing=True)
+        return self.astype("bool", copy=False)._reduce("all", "reduce_min", axis, keepdims, of_nothing=True)
 
     def argmax(self, axis: int | None = None, keepdims=False) -> NDArray:
         """Index of the first maximum, int64; NaN counts as largest."""
-        return self._reduce("reduce_argmax", axis, keepdims, "int64")
+        return self._reduce("argmax", "reduce_argmax", axis, keepdims, "int64")
 
     def argmin(self, axis: int | None = None, keepdims=False) -> NDArray:
         """Index of the first minimum, int64; NaN counts as smallest."""
-        return self._reduce("reduce_argmin", axis, keepdims, "int64")
+        return self._reduce("argmin", "reduce_argmin", axis, keepdims, "int64")
 
     # --- matrix product --------------------------------------------------------------------------------------------
 
@@ -865,6 +875,11 @@ def _new(shape: tuple[int, ...], dtype: str, device: BackendDevice, strides: tup
     self._dtype = dtype
     self._contiguous = True
     return self
+
+
+def _called(kernel: str) -> str:
+    """What users call the operation of an elementwise kernel: the kernel's name is that behind one of its form, as in ewise_add."""
+    return kernel.partition("_")[2]
 
 
 def check_one_device(op: str, a: NDArray, b: NDArray) -> None:

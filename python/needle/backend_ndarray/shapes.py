@@ -114,23 +114,23 @@ def reduction(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[tuple[int,
 
 @lru_cache(maxsize=4096)
 def broadcast_shape(a: tuple[int, ...], b: tuple[int, ...], op: str) -> tuple[int, ...]:
-    """The shape that both broadcast to. raises: ShapeError if there is none."""
+    """The shape that both broadcast to. op: what errors name, or an elementwise kernel. raises: ShapeError if there is none."""
     if a == b or not b:
         return a
     shape = []
     for n, m in itertools.zip_longest(reversed(a), reversed(b), fillvalue=1):
         if n != m and n != 1 and m != 1:
-            raise ShapeError(f"[{op}] shapes do not broadcast: {a} and {b}")
+            raise ShapeError(f"[{op.removeprefix('ewise_')}] shapes do not broadcast: {a} and {b}")
         shape.append(m if n == 1 else n)
     return tuple(reversed(shape))
 
 
 @lru_cache(maxsize=4096)
-def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...], wanted: tuple[int, ...], op: str) -> tuple[int, ...]:
     """Strides under which the array has the shape ``wanted``. raises: ShapeError if it does not broadcast to that."""
     extra = len(wanted) - len(shape)
     if extra < 0 or any([n != m and n != 1 for n, m in zip(shape, wanted[extra:])]):
-        raise ShapeError(f"[broadcast_to] {shape} does not broadcast to {wanted}")
+        raise ShapeError(f"[{op}] {shape} does not broadcast to {wanted}")
     return (0,) * extra + tuple([0 if n == 1 else s for n, s in zip(shape, strides)])
 
 

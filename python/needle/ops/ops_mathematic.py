@@ -81,10 +81,13 @@ class _OfScalar(TensorOp):
 
 
 class EWiseAdd(_NoRead):
-    """a + b, broadcasting."""
+    """a + b, broadcasting. called: what errors name; a - b is an addition, too."""
+
+    def __init__(self, called: str = "add"):
+        self.called = called
 
     def compute(self, a, b):
-        return a + b
+        return a._binary(b, "ewise_add", "scalar_add", op=self.called)
 
     def gradient(self, out_grad, node):
         shape = out_grad.shape
@@ -588,8 +591,8 @@ class Clip(_InputRead):
         self.low, self.high = low, high
 
     def compute(self, a):
-        a = a if self.low is None else a.maximum(self.low)
-        return a if self.high is None else a.minimum(self.high)
+        a = a if self.low is None else a._method(self.low, "maximum", op="clip")
+        return a if self.high is None else a._method(self.high, "minimum", op="clip")
 
     def gradient(self, out_grad, node):
         x = node.inputs[0].realize_cached_data()
