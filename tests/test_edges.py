@@ -3,6 +3,7 @@ infinities. Each is done right or is one clear error."""
 
 import math
 import operator
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -649,3 +650,23 @@ def test_errors_name_what_was_called(device):
         ("add_in_place", lambda: a.T.add_in_place(1)), ("add_in_place", lambda: a.add_in_place(b)),
         ("mul_in_place", lambda: a.mul_in_place("x")), ("mul_in_place", lambda: a.mul_in_place(elsewhere)),
     ])  # fmt: skip
+
+
+def test_errors_of_products_show_the_shapes_that_were_given(device):
+    def t(*shape):
+        return leaf(np.ones(shape), device)
+
+    heads = nn.MultiHeadAttention()
+    for said, call in (
+        ("[matmul] inner dimensions differ: a is (2, 3), b is (4,)", lambda: t(2, 3) @ t(4)),
+        ("[matmul] inner dimensions differ: a is (4,), b is (5, 2, 3)", lambda: t(4) @ t(5, 2, 3)),
+        ("[matmul] leading axes do not broadcast: a is (5, 2, 3), b is (4, 3, 2)", lambda: t(5, 2, 3) @ t(4, 3, 2)),
+        (
+            "[linear] x is (2, 5), weight is (3, 4) (accepted: (..., in), (in, out))",
+            lambda: nn.Linear(3, 4, device=device)(t(2, 5)),
+        ),
+        ("[linear] x is (), weight is (3, 4) (accepted: (..., in), (in, out))", lambda: ops.linear(t(), t(3, 4), t(4))),
+        ("[MultiHeadAttention] q is (1, 2, 3, 4), k is (1, 2, 3, 5) ", lambda: heads(t(1, 2, 3, 4), t(1, 2, 3, 5), t(1, 2, 3, 4))),
+    ):
+        with pytest.raises(ShapeError, match="^" + re.escape(said)):
+            call()

@@ -938,13 +938,16 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
     raises: ShapeError if the inner dimensions differ or ``out`` does not fit; DTypeError for bool and for what is no NDArray.
     """
     if not isinstance(b, NDArray):
-        raise DTypeError(f"[matmul] cannot multiply an NDArray with {type(b).__name__} (accepted: NDArray)")
+        raise DTypeError(f"[matmul] cannot multiply an NDArray with {type_name(b)} (accepted: NDArray)")
     check_one_device("matmul", a, b)
-    if len(a._shape) > 1 and len(b._shape) > 1:
+    of_a, of_b = a._shape, b._shape
+    if not of_a or not of_b:
+        raise ShapeError(f"[matmul] needs at least one dimension: a is {of_a}, b is {of_b}")
+    if of_a[-1] != (of_b[-2] if len(of_b) > 1 else of_b[0]):
+        raise ShapeError(f"[matmul] inner dimensions differ: a is {of_a}, b is {of_b}")
+    if len(of_a) > 1 and len(of_b) > 1:
         return _matmul(a, b, out, accumulate)
-    if a.ndim == 0 or b.ndim == 0:
-        raise ShapeError(f"[matmul] needs at least one dimension: a is {a._shape}, b is {b._shape}")
-    row, column = a.ndim == 1, b.ndim == 1  # as a matrix of one
+    row, column = len(of_a) == 1, len(of_b) == 1  # as a matrix of one
     a = a._view((1,) + a._shape, (0,) + a._strides) if row else a
     b = b._view(b._shape + (1,), b._strides + (0,)) if column else b
     if out is not None:
@@ -956,15 +959,16 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
 
 
 def _matmul(a: NDArray, b: NDArray, out: NDArray | None, accumulate: bool) -> NDArray:
-    """``matmul`` of at least two axes each."""
-    if a._shape[-1] != b._shape[-2]:
-        raise ShapeError(f"[matmul] inner dimensions differ: a is {a._shape}, b is {b._shape}")
+    """``matmul`` of at least two axes each, the inner ones of one length."""
     if a._dtype != b._dtype:
         dtype = dt.promote(a._dtype, b._dtype)
         a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
     if a._dtype == "bool":
         raise DTypeError("[matmul] no product of bool arrays (accepted: any number dtype)")
-    batch = broadcast_shape(a._shape[:-2], b._shape[:-2], "matmul")
+    try:
+        batch = broadcast_shape(a._shape[:-2], b._shape[:-2], "matmul")
+    except ShapeError:
+        raise ShapeError(f"[matmul] leading axes do not broadcast: a is {a._shape}, b is {b._shape}") from None
     m, k, n = a._shape[-2], a._shape[-1], b._shape[-1]
     full_shape = (*batch, m, n)
     if out is not None:

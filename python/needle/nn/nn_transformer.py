@@ -54,7 +54,7 @@ class MultiHeadAttention(Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         check_tensors("MultiHeadAttention", q, k, v)
-        if q.ndim != 4 or k.ndim != 4:
+        if q.ndim != 4 or k.ndim != 4 or q.shape[3] != k.shape[3]:
             raise ShapeError(f"[MultiHeadAttention] q is {q.shape}, k is {k.shape} (accepted: (B, H, T, D), (B, H, S, D))")
         if not all(dt.is_float(x.dtype) for x in (q, k, v)):
             raise DTypeError(f"[MultiHeadAttention] q is {q.dtype}, k is {k.dtype}, v is {v.dtype} (accepted: floating)")

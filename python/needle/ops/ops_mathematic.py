@@ -789,7 +789,10 @@ class Linear(_InputRead):
     def compute(self, x, weight, bias):
         if weight.ndim != 2 or bias.shape not in (weight.shape[1:], (1, *weight.shape[1:])):
             raise ShapeError(f"[linear] weight is {weight.shape}, bias is {bias.shape} (accepted: (in, out), (out,))")
-        out = _matmul(x, weight)
+        try:
+            out = _matmul(x, weight)
+        except ShapeError:
+            raise ShapeError(f"[linear] x is {x.shape}, weight is {weight.shape} (accepted: (..., in), (in, out))") from None
         out.add_in_place(bias if bias.ndim == 1 else bias.compact().reshape((bias.size,)))
         return out
 
