@@ -670,3 +670,33 @@ def test_errors_of_products_show_the_shapes_that_were_given(device):
     ):
         with pytest.raises(ShapeError, match="^" + re.escape(said)):
             call()
+
+
+def test_errors_of_views_indices_and_scalars(device):
+    a, t = array(np.ones((2, 3)), device), leaf(np.ones((2, 3)), device)
+    check_names(
+        ("pad", lambda x=x, widths=widths: x(widths))
+        for x in (a.pad, lambda widths: ops.pad(t, widths))
+        for widths in (1, None, "ab", ((1,), (1,)), ((1.5, 1), (0, 0)))
+    )
+    check_names(
+        ("getitem", lambda x=x, index=index: x[index])
+        for x in (a, t)
+        for index in (slice(None, None, 0), slice("a", None), (None, ..., ...))
+    )
+    with pytest.raises(IndexError, match=r"more than one \.\.\. for shape \(2, 3\)"):
+        a[..., ...]
+    check_names(
+        (op.__name__, lambda op=op, args=args: op(args, 0)) for op in (ops.stack, ops.concatenate) for args in (3, [t, 3], [t, a])
+    )
+    check_names(
+        (name, lambda op=op, number=number: op(t, number))
+        for op, name in ((ops.add_scalar, "AddScalar"), (ops.divide_scalar, "DivScalar"), (ops.power_scalar, "PowerScalar"))
+        for number in ("a", None, 1j)
+    )
+    check_names([
+        ("getitem", lambda: t[[0], ::0]), ("getitem", lambda: t[[0, 1], [0, 1, 2]]), ("view", lambda: a.as_strided((2, 2), "ab")),
+        ("fused_add_scalars", lambda: ops.fused_add_scalars(t, "a", 1)), ("where", lambda: where(np.ones((2, 3)), a, a)),
+        ("where", lambda: where(a, "a", 1)), ("where", lambda: where(a, array([1], device, "int32"), 2**40)),
+        ("shape", lambda: device.randn(-1)), ("shape", lambda: device.rand(2.5)),
+    ])  # fmt: skip

@@ -13,6 +13,7 @@ import numpy as np
 from ..errors import DeviceError
 from . import cublaslt
 from .host_memory import DATA
+from .shapes import as_shape
 
 caches: list[Callable[[], None]] = []  # each empties one that holds device memory
 when_loaded: Callable[[BackendDevice], None] | None = None  # told of each device that is used for the first time: needle.memory
@@ -153,7 +154,7 @@ class BackendDevice:
             out = empty(shape, self.default_float if self.numpy_semantics else dtype, self)
             out.category = DATA  # as what comes from numpy
             return out
-        values = np.asarray(draw(*shape))
+        values = np.asarray(draw(*as_shape(shape)))
         return NDArray(values, self) if self.numpy_semantics else NDArray(values.astype(np.float32), self, dtype or "float32")
 
     def one_hot(self, n: int, i: Any, dtype: str = "float32"):

@@ -18,6 +18,7 @@ from .. import dtype as dt
 from ..errors import ShapeError, type_name
 from . import kernels
 from .ndarray import NDArray, full
+from .shapes import slice_range
 
 _BASIC = (int, np.integer, slice, type(None), EllipsisType)
 
@@ -190,7 +191,7 @@ class _Rows:
         try:
             parts.insert(at, reduce(np.add, arrays))
         except ValueError as error:
-            raise IndexError(f"[getitem] {error}") from None
+            raise IndexError(f"[getitem] {str(error).strip()}") from None
         return reduce(np.add.outer, parts)
 
     def are_last(self, numbers: np.ndarray) -> np.ndarray:
@@ -221,7 +222,8 @@ def _places(item: Any, axis: int, lengths: tuple[int, ...]) -> np.ndarray:
     if item is Ellipsis:
         return np.arange(prod(lengths)).reshape(lengths)
     if isinstance(item, slice):
-        return np.arange(*item.indices(lengths[0]))
+        span = slice_range(item, lengths[0])
+        return np.arange(span.start, span.stop, span.step)
     if isinstance(item, np.ndarray) and item.dtype == bool:
         if item.shape != lengths:
             at = axis + [a == b for a, b in zip(item.shape, lengths)].index(False)

@@ -29,9 +29,11 @@ from .shapes import (
     compact_strides,
     is_contiguous,
     normalize_axes,
+    pad_widths,
     reach,
     reduced_shape,
     reduction,
+    slice_range,
 )
 
 __all__ = [
@@ -115,7 +117,10 @@ class NDArray:
             self._strides = compact_strides(shape)
             self._contiguous = True
         else:
-            self._strides = tuple(strides)
+            try:
+                self._strides = tuple(map(operator.index, strides))
+            except TypeError:
+                raise ShapeError(f"[view] strides are {strides!r} (accepted: whole numbers, one per axis)") from None
             if len(self._strides) != len(shape):
                 raise ShapeError(f"[view] shape {shape} and strides {self._strides} differ in length")
             self._contiguous = is_contiguous(shape, self._strides)
@@ -475,6 +480,7 @@ class NDArray:
 
     def pad(self, axes) -> NDArray:
         """Zeros around the array: one (left, right) pair per axis."""
+        axes = pad_widths(axes)
         if len(axes) != self.ndim or any(left < 0 or right < 0 for left, right in axes):
             raise ShapeError(f"[pad] one pair of non-negative widths per axis of {self._shape} is needed, got {axes}")
         shape = tuple(n + left + right for n, (left, right) in zip(self._shape, axes))
@@ -486,8 +492,8 @@ class NDArray:
 
     def process_slice(self, sl: slice, dim: int) -> slice:
         """``sl`` along axis ``dim`` with start, stop and step as numpy resolves them."""
-        start, stop, step = sl.indices(self._shape[dim])
-        return slice(start, stop, step)
+        span = slice_range(sl, self._shape[dim])
+        return slice(span.start, span.stop, span.step)
 
     def __getitem__(self, idxs) -> NDArray:
         """Basic indexing, a view. As in the course an int keeps its axis: ``A[1, 2]`` has shape (1, 1)."""
@@ -516,11 +522,10 @@ class NDArray:
                 shape.append(n)
                 strides.append(stride)
             elif isinstance(item, slice):
-                part = self.process_slice(item, axis)
-                span = range(part.start, part.stop, part.step)
+                span = slice_range(item, n)
                 shape.append(len(span))
-                strides.append(stride * part.step)
-                offset += part.start * stride
+                strides.append(stride * span.step)
+                offset += span.start * stride
             elif isinstance(item, (int, np.integer)) and not isinstance(item, (bool, np.bool_)):
                 if not -n <= item < n:
                     raise IndexError(f"[getitem] index {item} is out of range for axis {axis} of length {n}")
@@ -528,6 +533,8 @@ class NDArray:
                 shape.append(1)
                 strides.append(stride)
                 offset += int(item) % n * stride
+            elif item is Ellipsis:
+                raise IndexError(f"[getitem] an index has more than one ... for shape {self._shape}")
             else:
                 accepted = "int, slice, None, ...; a Tensor takes arrays, too"
                 raise IndexError(f"[getitem] unsupported index of type {type(item).__name__} (accepted: {accepted})")
@@ -607,10 +614,9 @@ class NDArray:
 
     def _method(self, other: Any, name: str, to_bool: bool = False, op: str | None = None) -> NDArray:
         """``_binary`` for methods. raises: DTypeError where an operator would return NotImplemented."""
-        op = op or name
-        found = self._binary(other, f"ewise_{name}", f"scalar_{name}", to_bool, op=op)
+        found = self._binary(other, f"ewise_{name}", f"scalar_{name}", to_bool, False, op)
         if found is NotImplemented:
-            raise DTypeError(f"[{op}] cannot combine an NDArray with {type_name(other)} (accepted: NDArray, array, number)")
+            raise DTypeError(f"[{op or name}] cannot combine an NDArray with {type_name(other)} (accepted: NDArray, array, number)")
         return found
 
     def _operand(self, other: Any) -> Any:
@@ -931,6 +937,10 @@ def _matrix_form(x: NDArray) -> tuple[NDArray, int, bool]:
     return x.copy(), max(cols, 1), False
 
 
+def _inner_differ(a: NDArray, b: NDArray) -> ShapeError:
+    return ShapeError(f"[matmul] inner dimensions differ: a is {a._shape}, b is {b._shape}")
+
+
 def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool = False) -> NDArray:
     """(..., m, k) @ (..., k, n) -> (..., m, n), leading axes broadcast without copies; 1-D as in numpy.
 
@@ -940,14 +950,13 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
     if not isinstance(b, NDArray):
         raise DTypeError(f"[matmul] cannot multiply an NDArray with {type_name(b)} (accepted: NDArray)")
     check_one_device("matmul", a, b)
-    of_a, of_b = a._shape, b._shape
-    if not of_a or not of_b:
-        raise ShapeError(f"[matmul] needs at least one dimension: a is {of_a}, b is {of_b}")
-    if of_a[-1] != (of_b[-2] if len(of_b) > 1 else of_b[0]):
-        raise ShapeError(f"[matmul] inner dimensions differ: a is {of_a}, b is {of_b}")
-    if len(of_a) > 1 and len(of_b) > 1:
+    if len(a._shape) > 1 and len(b._shape) > 1:
         return _matmul(a, b, out, accumulate)
-    row, column = len(of_a) == 1, len(of_b) == 1  # as a matrix of one
+    if a.ndim == 0 or b.ndim == 0:
+        raise ShapeError(f"[matmul] needs at least one dimension: a is {a._shape}, b is {b._shape}")
+    row, column = a.ndim == 1, b.ndim == 1  # as a matrix of one
+    if a._shape[-1] != b._shape[0 if column else -2]:
+        raise _inner_differ(a, b)
     a = a._view((1,) + a._shape, (0,) + a._strides) if row else a
     b = b._view(b._shape + (1,), b._strides + (0,)) if column else b
     if out is not None:
@@ -959,7 +968,9 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
 
 
 def _matmul(a: NDArray, b: NDArray, out: NDArray | None, accumulate: bool) -> NDArray:
-    """``matmul`` of at least two axes each, the inner ones of one length."""
+    """``matmul`` of at least two axes each."""
+    if a._shape[-1] != b._shape[-2]:
+        raise _inner_differ(a, b)
     if a._dtype != b._dtype:
         dtype = dt.promote(a._dtype, b._dtype)
         a, b = a.astype(dtype, copy=False), b.astype(dtype, copy=False)
@@ -1058,6 +1069,8 @@ def flip(a: NDArray, axes) -> NDArray:
 
 def where(condition: NDArray, a, b) -> NDArray:
     """a where condition holds, else b; the three broadcast. a or b may be a number."""
+    if not isinstance(condition, NDArray):
+        raise DTypeError(f"[where] condition is of type {type_name(condition)} (accepted: an NDArray)")
     device = condition._device
     wanted = [x._dtype for x in (a, b) if isinstance(x, NDArray)]
     dtype = reduce(dt.promote, wanted) if wanted else device.default_float
@@ -1066,6 +1079,7 @@ def where(condition: NDArray, a, b) -> NDArray:
             check_one_device("where", condition, x)
         else:
             dtype = dt.with_scalar(dtype, x, device.default_float)
+            dt.checked_number("where", x, dtype)
     a, b = (x if isinstance(x, NDArray) else full((1,) * condition.ndim, x, dtype, device) for x in (a, b))
     shape = broadcast_shape(broadcast_shape(condition._shape, a._shape, "where"), b._shape, "where")
     c = condition.astype("bool", copy=False).broadcast_to(shape)

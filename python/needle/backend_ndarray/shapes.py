@@ -90,6 +90,22 @@ def normalize_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def pad_widths(widths: Any) -> tuple[tuple[int, int], ...]:
+    """One (left, right) per axis. raises: ShapeError for what are no pairs of whole numbers."""
+    try:
+        return tuple([(operator.index(left), operator.index(right)) for left, right in widths])
+    except (TypeError, ValueError):
+        raise ShapeError(f"[pad] {widths!r} are no widths (accepted: one (left, right) per axis)") from None
+
+
+def slice_range(part: slice, n: int) -> range:
+    """The places that a slice names of n. raises: IndexError for a step of 0, and for what is no whole number."""
+    try:
+        return range(*part.indices(n))
+    except (TypeError, ValueError) as error:
+        raise IndexError(f"[getitem] {part}: {error}") from None
+
+
 @lru_cache(maxsize=4096)
 def reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool = False) -> tuple[int, ...]:
     """``shape`` without ``axes``, which count from the front; keepdims: with length 1 there."""

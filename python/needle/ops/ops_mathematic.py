@@ -75,7 +75,9 @@ class _OfScalar(TensorOp):
     """An op with a number as its other operand."""
 
     def __init__(self, scalar):
-        if not isinstance(scalar, (int, float)) and (isinstance(scalar, (Tensor, NDArray)) or np.size(scalar) != 1):
+        if not isinstance(scalar, (int, float)) and (
+            isinstance(scalar, (Tensor, NDArray)) or np.size(scalar) != 1 or np.asarray(scalar).dtype.kind not in "biufV"
+        ):
             raise DTypeError(f"[{type(self).__name__}] the scalar is of type {type_name(scalar)} (accepted: one number)")
         self.scalar = scalar
 

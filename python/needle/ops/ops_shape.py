@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
-from operator import index
+from typing import Any
 
 from .. import dtype as dt
-from ..autograd import Tensor, TensorTuple, TensorTupleOp
+from ..autograd import Tensor, TensorTuple, TensorTupleOp, check_tensors
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_ndarray.ndarray import check_one_device as _check_one_device
 from ..backend_ndarray.ndarray import empty as _empty
-from ..backend_ndarray.shapes import frozen, normalize_axis
+from ..backend_ndarray.shapes import frozen, normalize_axis, pad_widths
 from ..errors import ShapeError
 from ._reads import _NoRead
 from .ops_tuple import make_tuple
@@ -101,10 +101,7 @@ class Pad(_NoRead):
     """Zeros around the array: one (left, right) pair per axis."""
 
     def __init__(self, widths):
-        try:
-            self.widths = tuple((index(left), index(right)) for left, right in widths)
-        except (TypeError, ValueError):
-            raise ShapeError(f"[pad] {widths!r} are no widths (accepted: one (left, right) per axis)") from None
+        self.widths = pad_widths(widths)
 
     def compute(self, a):
         return a.pad(self.widths)
@@ -138,6 +135,15 @@ def _slices(a: NDArray, axis: int) -> list[NDArray]:
     return [a._view(shape, strides, a._offset + i * a.strides[axis]) for i in range(a.shape[axis])]
 
 
+def _as_tuple(op: str, args: Any) -> TensorTuple:
+    """Several Tensors as one value. raises: DTypeError for what are none."""
+    try:
+        return args if isinstance(args, TensorTuple) else make_tuple(*args)
+    except TypeError:  # of make_tuple, or of Python where args is one thing
+        check_tensors(op, *(args if hasattr(args, "__iter__") else (args,)))
+        raise
+
+
 class Stack(_NoRead):
     """Equal-shaped arrays along a new axis, written into one array. Takes a TensorTuple."""
 
@@ -162,7 +168,7 @@ class Stack(_NoRead):
 
 def stack(args, axis: int) -> Tensor:
     """Tensors of one shape along a new axis ``axis``. raises: ShapeError if their shapes differ."""
-    return Stack(axis)(args if isinstance(args, TensorTuple) else make_tuple(*args))
+    return Stack(axis)(_as_tuple("stack", args))
 
 
 class Split(TensorTupleOp):
@@ -220,4 +226,4 @@ class Concatenate(_NoRead):
 
 def concatenate(args, axis: int = 0) -> Tensor:
     """Tensors joined along an axis that they have. raises: ShapeError if they differ in another one."""
-    return Concatenate(axis)(args if isinstance(args, TensorTuple) else make_tuple(*args))
+    return Concatenate(axis)(_as_tuple("concatenate", args))

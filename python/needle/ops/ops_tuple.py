@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..autograd import Tensor, TensorTuple, TensorTupleOp
-from ..errors import DTypeError, type_name
+from ..errors import DTypeError, check_real, type_name
 from ._reads import _NoRead
 
 
@@ -74,6 +74,8 @@ class FusedAddScalars(TensorTupleOp):
     reads_output = False
 
     def __init__(self, c0: float, c1: float):
+        check_real("fused_add_scalars", "c0", c0)
+        check_real("fused_add_scalars", "c1", c1)
         self.c0, self.c1 = c0, c1
 
     def compute(self, a):
