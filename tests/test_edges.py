@@ -700,3 +700,13 @@ def test_errors_of_views_indices_and_scalars(device):
         ("where", lambda: where(a, "a", 1)), ("where", lambda: where(a, array([1], device, "int32"), 2**40)),
         ("shape", lambda: device.randn(-1)), ("shape", lambda: device.rand(2.5)),
     ])  # fmt: skip
+
+
+def test_a_wrong_target_is_named_by_its_place_among_all(host):
+    hidden, weight = leaf(np.ones((100, 4)), host), leaf(np.ones((4, 5)), host)
+    targets = np.zeros(100)
+    targets[[3, 70]] = -100, 9
+    said = r"^\[linear_cross_entropy\] target 9 at position 70 is outside the classes \(0\.\.4\)$"
+    for chunk_bytes in (200, 1 << 20):
+        with pytest.raises(IndexError, match=said):
+            ops.linear_cross_entropy(hidden, weight, leaf(targets, host, "int32", requires_grad=False), chunk_bytes=chunk_bytes)

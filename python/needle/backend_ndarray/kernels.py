@@ -451,6 +451,13 @@ def _chunk_rows(rows: int, most: int) -> int:
     return max(1, min(rows, -(-rows // (chunks * panel)) * panel))
 
 
+def _check_targets(op: str, targets: np.ndarray, vocab: int, ignore_index: int) -> None:
+    wrong = np.flatnonzero(((targets < 0) | (targets >= vocab)) & (targets != ignore_index))
+    if len(wrong):
+        at = wrong[0]
+        raise IndexError(f"[{op}] target {targets[at]} at position {at} is outside the classes (0..{vocab - 1})") from None
+
+
 def linear_cross_entropy(
     hidden: NDArray,
     weight: NDArray,
@@ -502,10 +509,14 @@ def linear_cross_entropy(
         ids = targets[part]
         matmul(hidden[part], weight, out=logits)
         lse = _new((n, 2), wide, device)
-        device.cross_entropy_forward(
-            logits.contiguous_handle(), ids.contiguous_handle(), losses[part].contiguous_handle(), lse._handle,
-            n, vocab, ignore_index,
-        )  # fmt: skip
+        try:
+            device.cross_entropy_forward(
+                logits.contiguous_handle(), ids.contiguous_handle(), losses[part].contiguous_handle(), lse._handle,
+                n, vocab, ignore_index,
+            )  # fmt: skip
+        except IndexError:  # whose position counts from the first row of the chunk
+            _check_targets("linear_cross_entropy", targets.numpy(), vocab, ignore_index)
+            raise
         if scale is not None and dhidden is not None:
             device.cross_entropy_backward(
                 logits.contiguous_handle(), ids.contiguous_handle(), lse._handle, scale[:n].contiguous_handle(),
