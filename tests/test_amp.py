@@ -732,6 +732,9 @@ def test_misuse_of_the_scaler(host):
     scaler = amp.GradScaler()
     with pytest.raises(GraphError, match="no step"):
         scaler.update()
+    for call in (scaler.step, scaler.unscale_):
+        with pytest.raises(TypeError, match=r"\[unscale_\] optimizer is of type Linear \(accepted: an Optimizer\)"):
+            call(nn.Linear(1, 1))
     opt, params, _ = with_gradients(host, [[1.0]])
     with pytest.raises(GraphError, match="no parameter has a gradient"):
         scaler.step(opt)

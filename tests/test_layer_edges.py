@@ -211,6 +211,15 @@ def test_an_inner_module_keeps_a_part_of_it_in_evaluation(host):
     assert not model.eval()[1].training and not frozen.dropout.training
 
 
+def test_the_path_of_a_file_is_no_state():
+    model = nn.Linear(2, 2)
+    for holder in (model, SGD(model.parameters()), AdamW(model.parameters()), amp.GradScaler()):
+        with pytest.raises(
+            CheckpointError, match=r"\[load_state_dict\] the state is of type str \(accepted: what state_dict gives"
+        ):
+            holder.load_state_dict("model.npz")
+
+
 def test_two_tensors_of_one_path_are_no_state():
     for parts in ({"b.c": nn.Linear(1, 1), "b": {"c": nn.Linear(1, 1)}}, {1: nn.Linear(1, 1), "1": nn.Linear(1, 1)}):
         model = nn.Module()
@@ -759,6 +768,9 @@ def test_numbers_that_are_none(cpu, wrong):
         ("randb", "p", init.randb), ("Dropout", "p", lambda n, **given: nn.Dropout(**given)),
         ("LayerNorm1d", "eps", nn.LayerNorm1d), ("SGD", "lr", lambda n, **given: SGD([x], **given)),
         ("dropout", "p", lambda n, p: ops.dropout(x, p, 1)),
+        ("xavier_uniform", "gain", lambda n, gain: init.xavier_uniform(n, n, gain)),
+        ("xavier_normal", "gain", lambda n, gain: init.xavier_normal(n, n, gain)),
+        ("kaiming_uniform", "fan_in", lambda n, fan_in: init.kaiming_uniform(fan_in, n, shape=(n, n))),
     ):  # fmt: skip
         with pytest.raises(TypeError, match=rf"\[{op}\] {name} is of type {type(wrong).__name__} \(accepted: a number\)"):
             make(3, **{name: wrong})
@@ -1010,6 +1022,14 @@ def test_arguments_in_another_data_sets_places(tmp_path):
         data.CIFAR10Dataset(str(tmp_path), "test")
     with pytest.raises(TypeError, match=r"\[DataLoader\] shuffle is 'cpu'"):
         data.DataLoader(data.NDArrayDataset(np.zeros(3)), 2, "cpu")
+    with pytest.raises(TypeError, match=r"\[DataLoader\] dataset is of type int \(accepted: a Dataset"):
+        data.DataLoader(2, data.NDArrayDataset(np.zeros(3)).__len__())
+    for p, error in (("0.5", TypeError), (2, ValueError)):
+        with pytest.raises(error, match=r"\[RandomFlipHorizontal\] p is"):
+            data.RandomFlipHorizontal(p)
+    for padding in (-1, 1.5, "same"):
+        with pytest.raises(ValueError, match=r"\[RandomCrop\] padding is .* \(accepted: a whole number of at least 0\)"):
+            data.RandomCrop(padding)
     images = data.Dataset([data.RandomCrop(2)])
     assert images._transformed(np.zeros((0, 8, 8, 1))).shape == (0, 8, 8, 1)
     batches = data.batchify(list(range(20)), 2, None, "float32")
@@ -1017,6 +1037,18 @@ def test_arguments_in_another_data_sets_places(tmp_path):
         with pytest.raises(DataError, match=rf"\[get_batch\] (i is {i} \(accepted: .* 0 to 8\)|bptt is {bptt} \(accepted: )"):
             data.get_batch(batches, i, bptt)
     assert [part.shape for part in data.get_batch(batches, 8, 3)] == [(1, 2), (2,)]
+
+
+def test_files_that_are_not_there(tmp_path):
+    absent = str(tmp_path / "absent")
+    for read, name in (
+        (lambda: data.MNISTDataset(absent, absent), absent),
+        (lambda: data.CIFAR10Dataset(absent, True), f"{absent}/data_batch_1"),
+        (lambda: data.Corpus(absent), f"{absent}/train.txt"),
+    ):
+        with pytest.raises(DataError, match=r"cannot read .*: No such file or directory") as caught:
+            read()
+        assert str(caught.value).count(name) == 1 and "Errno" not in str(caught.value)
 
 
 def test_files_that_are_no_cifar_10(tmp_path):

@@ -27,7 +27,7 @@ from . import ops
 from .autograd import NDArray, Op, Tensor, check_runs_in_its_call, current_autocast, current_segment, is_grad_enabled, set_autocast
 from .backend_ndarray import BackendDevice, as_device, kernels
 from .backend_ndarray.ndarray import write_stamp
-from .errors import CheckpointError, DeviceError, DTypeError, GraphError, check_count
+from .errors import CheckpointError, DeviceError, DTypeError, GraphError, check_count, check_state, type_name
 
 __all__ = ["PRECISIONS", "GradScaler", "SkippedStepWarning", "autocast", "get_autocast_dtype", "is_autocast_enabled"]
 
@@ -226,6 +226,8 @@ class GradScaler:
         """
         if not self.enabled:
             return
+        if not hasattr(optimizer, "params"):
+            raise TypeError(f"[unscale_] optimizer is of type {type_name(optimizer)} (accepted: an Optimizer)")
         if optimizer in self._stepped or self._is_unscaled(optimizer):
             raise GraphError("[unscale_] the gradients are unscaled already (accepted: once between two calls of update)")
         grads: list[NDArray] = []
@@ -315,6 +317,7 @@ class GradScaler:
         """Continues from what ``state_dict`` gave. raises: CheckpointError if a number is missing or out of range."""
         if not self.enabled:
             return
+        check_state(state)
         for name in self._STATE:
             key, least = name.lstrip("_"), self.min_scale if name == "_scale" else 0
             value = state.get(key)

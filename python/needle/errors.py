@@ -97,6 +97,12 @@ class CheckpointError(_OneLine, ValueError):
     """A checkpoint cannot be read or does not fit the model."""
 
 
+def check_state(state: Any) -> None:
+    """raises: CheckpointError for what is no dict: the path of a file, for example, whose letters would pass for names."""
+    if not hasattr(state, "keys"):
+        raise CheckpointError(f"[load_state_dict] the state is of type {type_name(state)} (accepted: what state_dict gives)")
+
+
 class KernelError(RuntimeError):
     """A kernel failed while running."""
 

@@ -16,7 +16,7 @@ from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import check_one_device, full
-from .errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_count, check_number, type_name
+from .errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_count, check_number, check_state, type_name
 
 _Update = tuple[dict[str, Any], Tensor, NDArray, NDArray]
 
@@ -106,6 +106,7 @@ class Optimizer:
 
         raises: CheckpointError if it is another optimizer's or another model's; nothing has changed then.
         """
+        check_state(state)
         by_name = self._by_name(names)
         extra = sorted(map(str, set(state) - {f"{kind}.{name}" for kind in self.STATES for name in by_name}))
         if extra:
@@ -291,6 +292,8 @@ class _Moments(_Grouped):
         return {**super().state_dict(names), "t": np.array(self.t), **fewer}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+        check_state(state)
+
         def count(name: str) -> int:
             return check_count("load_state_dict", name, state.get(name, "absent"), 0, (1 << 62) - 1, CheckpointError)
 

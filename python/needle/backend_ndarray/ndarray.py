@@ -644,8 +644,7 @@ class NDArray:
         limits = dt.LIMITS.get(dtype)
         if limits is not None and not limits[0] <= value <= limits[1]:
             if not to_bool:
-                accepted = f"(accepted: {limits[0]} to {limits[1]})"
-                raise OverflowError(f"[{op or _called(kernel)}] {value} is outside {dtype} {accepted}")
+                raise OverflowError(f"[{op or _called(kernel)}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
             dtype, value = "float32", math.inf if value > 0 else -math.inf  # compares with every integer as the value does
         if to_bool and dt.ROWS[dtype].itemsize == 2:  # kernels compare in float32, in which few numbers would equal an element
             value = dt.nearest(dtype, value)
@@ -784,9 +783,7 @@ class NDArray:
 
     # --- reductions -----------------------------------------------------------------------------------------------
 
-    def _reduce(
-        self, op: str, kernel: str, axis, keepdims: bool, dtype: str | None = None, of_nothing: bool | None = None
-    ) -> NDArray:
+    def _reduce(self, op: str, kernel: str, axis, keepdims: bool, dtype: str | None = None, of_nothing=None) -> NDArray:
         check_flag(op, "keepdims", keepdims)  # sum(0, 1), for example, is not over two axes
         axes = normalize_axes(axis, self.ndim, op)
         if axis is not None and not axes:

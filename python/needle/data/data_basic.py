@@ -6,7 +6,7 @@ import numpy as np
 
 from ..autograd import Tensor
 from ..backend_selection import Device
-from ..errors import check_count, check_flag
+from ..errors import check_count, check_flag, type_name
 
 _BATCH = "accepted: all items of a batch at once, as x[indices] of numpy gives them"
 
@@ -45,12 +45,14 @@ class DataLoader:
     The data set is asked for all items of a batch at once, by an array of indices; if it gives no tuple or list, batches have one
     part. batch_size: None stands for 1. shuffle: draw one permutation per pass from numpy's global stream, when the pass
     begins. As in the course the loader is its own iterator: starting a pass ends the one before.
-    raises: ValueError for another batch_size than a whole number of at least 1; from ``next``, TypeError for a data set that takes
-    one index only, and for a part whose first axis is not that of the items.
+    raises: ValueError for another batch_size than a whole number of at least 1; TypeError for what has no items or no length and,
+    from ``next``, for a data set that takes one index only, and for a part whose first axis is not that of the items.
     """
 
     def __init__(self, dataset: Dataset, batch_size: int | None = 1, shuffle: bool = False, device: Device | str | None = None):
         check_flag("DataLoader", "shuffle", shuffle)
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise TypeError(f"[DataLoader] dataset is of type {type_name(dataset)} (accepted: a Dataset, with items and a length)")
         self.dataset = dataset
         self.batch_size = 1 if batch_size is None else check_count("DataLoader", "batch_size", batch_size, error=ValueError)
         self.shuffle = shuffle

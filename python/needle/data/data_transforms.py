@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..errors import check_count
+from ..errors import check_count, check_number
 
 
 class Transform:
@@ -15,9 +15,10 @@ class Transform:
 
 
 class RandomFlipHorizontal(Transform):
-    """Mirrors the image with probability p."""
+    """Mirrors the image with probability p. raises: TypeError or ValueError for a p that is no number from 0 to 1."""
 
     def __init__(self, p=0.5):
+        check_number("RandomFlipHorizontal", "p", p, most=1)
         self.p = p
 
     def __call__(self, img):
@@ -25,7 +26,7 @@ class RandomFlipHorizontal(Transform):
 
 
 class RandomCrop(Transform):
-    """Shifts the image by up to ``padding`` pixels each way; zeros come in."""
+    """Shifts the image by up to ``padding`` pixels each way; zeros come in. raises: ShapeError for no whole number from 0."""
 
     def __init__(self, padding=3):
         self.padding = check_count("RandomCrop", "padding", padding, 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from ..backend_ndarray.shapes import as_shape
+from ..errors import check_number, check_real
 from .init_basic import rand, randn
 
 __all__ = ["kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform"]
@@ -16,6 +17,7 @@ __all__ = ["kaiming_normal", "kaiming_uniform", "xavier_normal", "xavier_uniform
 def xavier_uniform(fan_in, fan_out, gain=1.0, **kwargs):
     """Uniform +-a with a = gain sqrt(6 / (fan_in + fan_out)), shape (fan_in, fan_out)."""
     shape = as_shape((fan_in, fan_out))
+    check_number("xavier_uniform", "gain", gain)
     a = gain * math.sqrt(6.0 / max(sum(shape), 1))
     return rand(*shape, low=-a, high=a, **kwargs)
 
@@ -23,6 +25,7 @@ def xavier_uniform(fan_in, fan_out, gain=1.0, **kwargs):
 def xavier_normal(fan_in, fan_out, gain=1.0, **kwargs):
     """Normal with standard deviation gain sqrt(2 / (fan_in + fan_out)), shape (fan_in, fan_out)."""
     shape = as_shape((fan_in, fan_out))
+    check_number("xavier_normal", "gain", gain)
     return randn(*shape, std=gain * math.sqrt(2.0 / max(sum(shape), 1)), **kwargs)
 
 
@@ -37,6 +40,7 @@ def kaiming_uniform(fan_in, fan_out, shape=None, nonlinearity="relu", **kwargs):
         shape, nonlinearity = None, shape
     _check_relu(nonlinearity)
     shape = as_shape((fan_in, fan_out) if shape is None else shape)
+    check_real("kaiming_uniform", "fan_in", fan_in)
     bound = math.sqrt(2.0) * math.sqrt(3.0 / max(fan_in, 1))
     return rand(*shape, low=-bound, high=bound, **kwargs)
 

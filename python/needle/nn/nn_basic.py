@@ -19,7 +19,7 @@ from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
 from ..backend_ndarray.host_memory import PARAMETER
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_selection import Device
-from ..errors import CheckpointError, GraphError, ShapeError, check_count, check_flag, check_number, type_name
+from ..errors import CheckpointError, GraphError, ShapeError, check_count, check_flag, check_number, check_state, type_name
 
 
 def _in_place(operation: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Any]:
@@ -165,6 +165,7 @@ class Module:
 
         raises: CheckpointError if paths or shapes differ, DTypeError for what is no number; nothing has changed then.
         """
+        check_state(state)
         mine = _by_path(self)
         if set(mine) != set(state):
             missing, extra = sorted(set(mine) - set(state)), sorted(set(state) - set(mine))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ... import files
 from ...errors import DataError, check_flag, check_number
 from ..data_basic import Dataset
 
@@ -46,7 +47,7 @@ class CIFAR10Dataset(Dataset):
                 images.append(np.asarray(batch[b"data"]).reshape(-1, 3, 32, 32))
                 labels.append(np.asarray(batch[b"labels"]).reshape(len(images[-1])))
             except Exception as error:  # damaged pickles fail in any way
-                raise DataError(f"[cifar10] cannot read {path}: {type(error).__name__}: {error}") from error
+                raise DataError(f"[cifar10] cannot read {path}: {type(error).__name__}: {files.reason(error)}") from error
         self.X = np.concatenate(images).astype(np.float32) / 255
         self.y = np.concatenate(labels)
 

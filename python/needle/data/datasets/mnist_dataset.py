@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 
+from ... import files
 from ...errors import DataError
 from ..data_basic import Dataset
 
@@ -21,7 +22,7 @@ def _read(path: str) -> bytes:
         with gzip.open(path, "rb") as file:
             return file.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"[mnist] cannot read {path}: {error} (a gzip-compressed MNIST file)") from error
+        raise DataError(f"[mnist] cannot read {path}: {files.reason(error)} (a gzip-compressed MNIST file)") from error
 
 
 def parse_mnist(image_filename: str, label_filename: str) -> tuple[np.ndarray, np.ndarray]:

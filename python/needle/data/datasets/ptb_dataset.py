@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from ... import files
 from ...autograd import Tensor
 from ...errors import DataError, check_count
 
@@ -49,7 +50,7 @@ class Corpus:
                         break
                     ids += [self.dictionary.add_word(word) for word in [*line.split(), "<eos>"]]
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"[ptb] cannot read {path}: {error}") from error
+            raise DataError(f"[ptb] cannot read {path}: {files.reason(error)}") from error
         return ids
 
 
