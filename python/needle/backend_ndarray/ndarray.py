@@ -117,10 +117,7 @@ class NDArray:
             self._strides = compact_strides(shape)
             self._contiguous = True
         else:
-            try:
-                self._strides = tuple(map(operator.index, strides))
-            except TypeError:
-                raise ShapeError(f"[view] strides are {strides!r} (accepted: whole numbers, one per axis)") from None
+            self._strides = tuple(strides)
             if len(self._strides) != len(shape):
                 raise ShapeError(f"[view] shape {shape} and strides {self._strides} differ in length")
             self._contiguous = is_contiguous(shape, self._strides)
@@ -944,9 +941,10 @@ def matmul(a: NDArray, b: NDArray, out: NDArray | None = None, accumulate: bool 
     out: where to put it (contiguous; float32 also for 16-bit a and b); with ``accumulate`` the product is added to what is there.
     raises: ShapeError if the inner dimensions differ or ``out`` does not fit; DTypeError for bool and for what is no NDArray.
     """
-    if not isinstance(b, NDArray):
-        raise DTypeError(f"[matmul] cannot multiply an NDArray with {type_name(b)} (accepted: NDArray)")
-    check_one_device("matmul", a, b)
+    try:
+        check_one_device("matmul", a, b)
+    except AttributeError:
+        raise DTypeError(f"[matmul] cannot multiply {type_name(a)} with {type_name(b)} (accepted: two NDArrays)") from None
     if len(a._shape) > 1 and len(b._shape) > 1:
         return _matmul(a, b, out, accumulate)
     if a.ndim == 0 or b.ndim == 0:
