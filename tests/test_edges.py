@@ -699,7 +699,7 @@ def test_errors_of_views_indices_and_scalars(device):
         ("matmul", lambda: ndarray.matmul(np.ones((2, 3)), a.T)), ("matmul", lambda: ndarray.matmul(a, np.ones((3, 2)))),
         ("fused_add_scalars", lambda: ops.fused_add_scalars(t, "a", 1)), ("where", lambda: where(np.ones((2, 3)), a, a)),
         ("where", lambda: where(a, "a", 1)), ("where", lambda: where(a, array([1], device, "int32"), 2**40)),
-        ("shape", lambda: device.randn(-1)), ("shape", lambda: device.rand(2.5)),
+        ("zeros_like", lambda: init.zeros_like([1, 2])), ("ones_like", lambda: init.ones_like(3)), ("shape", lambda: device.randn(-1)), ("shape", lambda: device.rand(2.5)),
     ])  # fmt: skip
 
 

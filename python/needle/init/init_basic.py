@@ -12,7 +12,7 @@ from ..autograd import Tensor
 from ..backend_ndarray import kernels
 from ..backend_ndarray.shapes import as_shape
 from ..backend_selection import NDArray, as_device
-from ..errors import check_number, check_real
+from ..errors import DTypeError, check_number, check_real, type_name
 
 
 def _lengths(shape: tuple) -> tuple:
@@ -70,14 +70,20 @@ def one_hot(n: int, i, device=None, dtype="float32", requires_grad=False) -> Ten
     return Tensor.make_const(device.one_hot(n, ids, dtype=dtype), requires_grad=requires_grad)
 
 
+def _like(op: str, array, c: float, device, requires_grad: bool) -> Tensor:
+    if not hasattr(array, "device"):
+        raise DTypeError(f"[{op}] array is of type {type_name(array)} (accepted: a Tensor, or an NDArray)")
+    return constant(*array.shape, c=c, device=device or array.device, dtype=array.dtype, requires_grad=requires_grad)
+
+
 def zeros_like(array, *, device=None, requires_grad=False) -> Tensor:
     """Zeros of the shape, dtype and, if none is given, device of ``array``."""
-    return constant(*array.shape, c=0.0, device=device or array.device, dtype=array.dtype, requires_grad=requires_grad)
+    return _like("zeros_like", array, 0.0, device, requires_grad)
 
 
 def ones_like(array, *, device=None, requires_grad=False) -> Tensor:
     """Ones of the shape, dtype and, if none is given, device of ``array``."""
-    return constant(*array.shape, c=1.0, device=device or array.device, dtype=array.dtype, requires_grad=requires_grad)
+    return _like("ones_like", array, 1.0, device, requires_grad)
 
 
 def arange(n: int, device=None, dtype="float32") -> Tensor:
