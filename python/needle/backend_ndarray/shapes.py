@@ -99,11 +99,11 @@ def pad_widths(widths: Any) -> tuple[tuple[int, int], ...]:
 
 
 def slice_range(part: slice, n: int) -> range:
-    """The places that a slice names of n. raises: IndexError for a step of 0, and for what is no whole number."""
+    """The places that a slice names of n. raises: ValueError for a step of 0, TypeError for what is no whole number."""
     try:
         return range(*part.indices(n))
     except (TypeError, ValueError) as error:
-        raise IndexError(f"[getitem] {part}: {error}") from None
+        raise type(error)(f"[getitem] {part}: {error}") from None
 
 
 @lru_cache(maxsize=4096)
