@@ -425,6 +425,12 @@ def test_shuffled_is_a_permutation_wherever_it_is_asked(count, seed, epoch):
     np.testing.assert_array_equal(shuffled(places, count, seed, epoch), whole[places])
 
 
+def test_the_order_of_a_seed_stays():
+    """Or a run that an earlier version began would go on in another order."""
+    assert shuffled(np.arange(10), 10, 0, 0).tolist() == [6, 1, 7, 3, 9, 4, 5, 8, 2, 0]
+    assert shuffled(np.arange(3), 10**12, 7, 3).tolist() == [842941757211, 519247377973, 263195462279]
+
+
 def test_shuffled_is_fair():
     """Each order of four comes up about as often, and distant places of a long one are no nearer than chance has it."""
     orders = [tuple(shuffled(np.arange(4), 4, seed, 0)) for seed in range(4800)]
