@@ -68,7 +68,7 @@ class Reporter:
                     if row["step"] == self.first:
                         self._kept.add(kind(row))
         if damaged and self.first:  # a run that begins keeps no row
-            self.say(f"left out: {damaged:,} damaged lines of {self.path}")
+            self.say(f"damaged lines of {self.path}, left out: {damaged:,}")
         if self.tensorboard:
             with files.writing(self.folder / "tensorboard", "checkpoint_dir"):
                 self._events = Events(self.folder / "tensorboard", self.first)
