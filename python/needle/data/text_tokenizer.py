@@ -64,7 +64,8 @@ class TextTokenizer:
 
     def encode_parts(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of one text that comes in parts, which may end anywhere; a few parts are held at a time. More than a million
-        characters with no letter before white space are cut where a part ends, and may have other ids there than the whole.
+        characters with no letter before white space are cut where a part ends, and may have other ids there than the whole. So
+        may every 16,384 characters or so of a tokenizer that is not byte-level; ``prepare`` tries that.
         """
         rest = ""
         for part in parts:
