@@ -196,8 +196,8 @@ WORD = {**TOKEN, "single_word": True, "rstrip": True}
 )
 def test_where_cutting_changes_nothing(tokenizer, change, anywhere, after_letters):
     made = TextTokenizer(variant(tokenizer, change))
-    assert block_encoder._cutting_changes_nothing(made, text_blocks.Cutter(True)) == anywhere
-    assert block_encoder._cutting_changes_nothing(made, text_blocks.Cutter(True, True)) == after_letters
+    assert made.unchanged_by_cuts(text_blocks.Cutter(True).is_place) == anywhere
+    assert made.unchanged_by_cuts(text_blocks.Cutter(True, True).is_place) == after_letters
 
 
 @pytest.mark.parametrize(

@@ -354,6 +354,20 @@ def test_a_text_that_comes_in_parts_has_the_ids_of_the_whole(folder, tmp_path, m
     assert max(map(len, found)) <= 44 and tokenizer.decode(np.concatenate(found)) == "alpha_beta." * 50
 
 
+def test_a_tokenizer_that_ends_no_word_where_text_is_cut(folder, tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers")
+    monkeypatch.setattr(_at_words, "__defaults__", (20,))
+    made = load_text(str(folder), vocab_size=320, cache_dir=tmp_path).tokenizer.tokenizer
+    made.normalizer = tokenizers.normalizers.Prepend("_")  # to each text that it is given, as Llama 2's
+    tokenizer, text = TextTokenizer(made), "alpha beta\n    gamma\n\n\tdelta Größe \n" * 20
+    cut = np.concatenate([tokenizer.encode(part) for part in _at_words(text)])
+    found = np.concatenate(list(tokenizer.encode_parts([text[:100], text[100:]])))
+    np.testing.assert_array_equal(found, tokenizer.encode(text))
+    assert len(cut) > len(found)
+    monkeypatch.setattr(text_tokenizer, "_LONGEST_WORD", 300)  # no more is held
+    assert len(list(tokenizer.encode_parts(text))) == 1 + len(text) // 301
+
+
 def test_a_tokenizer_learns_from_no_very_long_word():
     """That takes the square of its length, and no Ctrl-C comes through meanwhile."""
     for text in ("acgt" * 50_000, " " * 100_000 + "alpha beta", "alpha beta " * 3000 + "acgt" * 20_000, ""):

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import DataError
 from .text_blocks import Block, Cutter, Source, texts_of
 from .text_tokenizer import TextTokenizer
 from .token_cache import token_dtype
@@ -39,8 +38,8 @@ class BlockEncoder(Cutter):
         self._sources, self._key, self._skip_invalid = sources, key, skip_invalid
         self._end = end
         self._dtype = token_dtype(tokenizer.size)
-        wide = _cutting_changes_nothing(tokenizer, Cutter(True))
-        super().__init__(wide or _cutting_changes_nothing(tokenizer, Cutter(True, True)), after_letters=not wide)
+        wide = tokenizer.unchanged_by_cuts(Cutter(True).is_place)
+        super().__init__(wide or tokenizer.unchanged_by_cuts(Cutter(True, True).is_place), after_letters=not wide)
 
     def __call__(self, block: Block) -> Encoded:
         texts: list[str] = []
@@ -89,43 +88,6 @@ class BlockEncoder(Cutter):
             texts.append(document[start:stop].decode())
             start, badly_cut = stop, badly_cut + badly
         return badly_cut
-
-
-def _cutting_changes_nothing(text_tokenizer: TextTokenizer, cutter: Cutter) -> bool:
-    """Whether cutting text where ``cutter`` does leaves its ids as they are. This is tried out, around every kind of character and
-    white space and around each special token.
-
-    The pre-tokenizer's words are compared as well as ids, since equal ids for these few texts would prove little.
-    """
-    tokenizer = text_tokenizer.tokenizer
-    if tokenizer.pre_tokenizer is None:
-        return False
-    befores = "a Z 7 12 don't . , \" ) ... - _ é ß 中 。 \u0301 👍 … &".split()
-    spaces = (" ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "\n\n  ", "\r", " \u3000")
-    afters = ("", *"a 7 's . é 中 👍".split())
-    pairs = [(f"x {b}", f"{s}{a} y") for b in befores for s in spaces for a in afters]
-    for token in tokenizer.get_added_tokens_decoder().values():
-        for before in ("x", "x "):  # some are found only where they are words
-            pairs += [(before + token.content, s + "y") for s in spaces]
-        pairs += [("x", s + token.content) for s in ("", *spaces)]  # "": it may itself begin with white space
-        content = token.content.encode()
-        if len(content) > 1 and cutter.cut(content, 0, 1)[0] < len(content):
-            return False
-    lengths = [len(left.encode()) for left, _ in pairs]
-    pairs = [pair for pair, n in zip(pairs, lengths) if cutter.cut("".join(pair).encode(), 0, n)[0] == n]
-
-    def words(text: str) -> list[str]:
-        if tokenizer.normalizer is not None:
-            text = tokenizer.normalizer.normalize_str(text)
-        return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
-
-    if any(words(left) + words(right) != words(left + right) for left, right in pairs):
-        return False
-    try:
-        lefts, rights, wholes = (text_tokenizer.encode_batch(list(t)) for t in (*zip(*pairs), [a + b for a, b in pairs]))
-    except DataError:  # it knows some words alone
-        return False
-    return all(left + right == whole for left, right, whole in zip(lefts, rights, wholes))
 
 
 @contextlib.contextmanager

@@ -236,6 +236,11 @@ class Cutter:
         if not exact:
             self.least, self.most = _WORD_BYTES, 2 * _WORD_BYTES
 
+    def is_place(self, left: str, right: str) -> bool:
+        """Whether ``left + right`` may be cut between them."""
+        stop = len(left.encode())
+        return self.cut((left + right).encode(), 0, stop)[0] == stop
+
     def cut(self, raw: bytes, start: int, least: int) -> tuple[int, bool]:
         """(place to cut ``raw`` at, whether that may change ids).
 

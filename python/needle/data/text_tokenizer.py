@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 LARGEST_VOCABULARY = 1 << 20  # far above what is in use: ``tokenizers`` takes room for all of it before it looks at the text
 _LONGEST_WORD = 1 << 20  # characters that are held until they can be cut
 _LONGEST_LEARNT = 1 << 15  # characters of a part that may be one word while a tokenizer is trained
-_WORD_END = re.compile(r"(?<=[^\W_])\s")
+_WORD_END = re.compile(r"(?<=[^\W_])[ \n\r\t]")
 _FILE_BYTES = 128 << 20  # the largest that are published have 35 million
 
 
@@ -64,17 +65,58 @@ class TextTokenizer:
 
     def encode_parts(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
         """The ids of one text that comes in parts, which may end anywhere; a few parts are held at a time. More than a million
-        characters with no letter before white space are cut where a part ends, and may have other ids there than the whole. So
-        may every 16,384 characters or so of a tokenizer that is not byte-level; ``prepare`` tries that.
+        characters that cannot be cut are cut where a part ends, and may have other ids there than the whole: those with no letter
+        before white space, and all where the tokenizer does not end a word there (``unchanged_by_cuts``).
         """
         rest = ""
         for part in parts:
             *whole, rest = _at_words(rest + part)
+            if whole and not self._ends_words:
+                whole, rest = [], "".join((*whole, rest))
             if len(rest) > _LONGEST_WORD:
                 whole, rest = [*whole, rest], ""
             for ids in self.encode_batch(whole):
                 yield np.array(ids, dtype=np.int64)
         yield self.encode(rest)
+
+    @cached_property
+    def _ends_words(self) -> bool:
+        """Whether text may be cut as ``_at_words`` does."""
+        return self.unchanged_by_cuts(lambda left, right: _WORD_END.match(left + right, len(left)) is not None)
+
+    def unchanged_by_cuts(self, is_place: Callable[[str, str], bool]) -> bool:
+        """Whether cutting text leaves its ids as they are, where ``is_place`` says of the text before and after that it may be cut.
+        This is tried out, around every kind of character and white space and around each special token.
+
+        The pre-tokenizer's words are compared as well as ids, since equal ids for these few texts would prove little.
+        """
+        if self.tokenizer.pre_tokenizer is None:
+            return False
+        befores = "a Z 7 12 don't . , \" ) ... - _ é ß 中 。 \u0301 👍 … &".split()
+        spaces = (" ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "\n\n  ", "\r", " \u3000")
+        afters = ("", *"a 7 's . é 中 👍".split())
+        pairs = [(f"x {b}", f"{s}{a} y") for b in befores for s in spaces for a in afters]
+        for token in self.tokenizer.get_added_tokens_decoder().values():
+            content = token.content
+            for before in ("x", "x "):  # some are found only where they are words
+                pairs += [(before + content, s + "y") for s in spaces]
+            pairs += [("x", s + content) for s in ("", *spaces)]  # "": it may itself begin with white space
+            if any(is_place(content[:i], content[i:]) for i in range(1, len(content))):
+                return False
+        pairs = [pair for pair in pairs if is_place(*pair)]
+
+        def words(text: str) -> list[str]:
+            if self.tokenizer.normalizer is not None:
+                text = self.tokenizer.normalizer.normalize_str(text)
+            return [word for word, _ in self.tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+
+        if any(words(left) + words(right) != words(left + right) for left, right in pairs):
+            return False
+        try:
+            lefts, rights, wholes = (self.encode_batch(list(t)) for t in (*zip(*pairs), [a + b for a, b in pairs]))
+        except DataError:  # it knows some words alone
+            return False
+        return all(left + right == whole for left, right, whole in zip(lefts, rights, wholes))
 
     def encode_documents(self, documents: Iterable[Iterable[str]]) -> Iterator[np.ndarray]:
         """Ids of each part of each document, and ``end_of_text`` after a document."""
