@@ -448,6 +448,26 @@ def test_ctrl_c_as_a_region_begins_or_ends_leaves_nothing_on(cpu, monkeypatch):
         assert t.peak_bytes - t.start_bytes == kept.size * 4 and memory.plan(build).peak_bytes == 400
 
 
+def test_ctrl_c_as_the_account_of_a_plan_ends(monkeypatch):
+    def build(device):
+        return lambda: ndl.ones(100, device=device)
+
+    mod = ndl.meta().require()
+    for name in ("count_with_everyones", "_count_with"):
+        works, calls = getattr(mod, name), []
+
+        def once(*args, calls=calls, works=works, at=2 if name == "_count_with" else 1):
+            calls.append(args)
+            if len(calls) == at:
+                raise KeyboardInterrupt
+            works(*args)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(mod, name, once)
+            memory.plan(build)
+        assert memory.plan(build).peak_bytes == 400
+
+
 def test_memory_that_ctrl_c_comes_between_is_given_back():
     class Interrupted(HostAllocator):
         def _put(self, *args):

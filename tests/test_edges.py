@@ -627,6 +627,28 @@ def check_names(calls):
         assert said.startswith(f"[{name}] ") and "\n" not in said, (name, said)
 
 
+def test_what_an_index_of_ones_own_raises_stays():
+    class Refused(ValueError):
+        def __init__(self):
+            super().__init__("refused")
+
+    class Index:
+        def __index__(self):
+            raise Refused
+
+    with pytest.raises(Refused, match="refused"):
+        array(np.ones(3), ndl.cpu())[Index() :]
+
+
+def test_an_addition_of_ones_own(device):
+    class Add(ops.EWiseAdd):
+        def __init__(self):
+            pass
+
+    x = leaf(np.ones(2), device)
+    assert (Add()(x, x).numpy() == 2).all() and (ops.EWiseAdd().compute(np.ones(2), 1) == 2).all()
+
+
 def test_errors_name_what_was_called(device):
     a, b, small = array(np.ones((2, 3)), device), array(np.ones(4), device), array([1, 2], device, "uint8")
     t, u = leaf(np.ones((2, 3)), device), leaf(np.ones(4), device)

@@ -685,6 +685,23 @@ def test_a_count_is_a_whole_number(make, counts, also):
                     make(**{**counts, name: wrong})
 
 
+def test_counts_in_other_forms():
+    """Arrays without axes, and the tuple that PyTorch takes, are kept as Python's numbers."""
+    layer = nn.Linear(np.array(3), np.array(4))
+    assert layer(init.ones(2, 3)).shape == (2, 4) and type(layer.out_features) is int
+    for norm in (nn.LayerNorm1d((4,)), nn.LayerNorm([np.int64(4)])):
+        assert norm(init.ones(2, 4)).shape == (2, 4) and type(norm.dim) is int
+    for wrong in ((), (4, 4), ("4",)):
+        with pytest.raises(ShapeError, match=r"\[LayerNorm\] dim is "):
+            nn.LayerNorm(wrong)
+    generation = GenerationConfig(top_k=np.uint8(2), max_new_tokens=np.uint8(120), seed=np.array(2), pad_token_id=np.int32(0))
+    assert all(type(getattr(generation, name)) is int for name in ("top_k", "max_new_tokens", "seed", "pad_token_id"))
+    narrow = nn.BlockSparseAttention("local", block=np.uint8(16), window=np.uint8(2))
+    for made in (narrow, PythiaConfig(pattern="local", block=np.uint8(16), window=np.array(2))):
+        assert type(made.block) is type(made.window) is int
+    assert narrow.layout(16 * 300).block_rows == 300
+
+
 def test_shapes_of_sequences_and_images(device):
     X = np.ones((5, 2, 3))
     for layer, wrap in ((nn.RNN, lambda h: h), (nn.LSTM, lambda h: (h, h))):

@@ -146,6 +146,30 @@ print(os.waitpid(child, 0)[1] >> 8)
     assert done.stdout == "7\n", done.stdout + done.stderr
 
 
+def test_a_child_of_a_process_whose_other_thread_records(cpu):
+    program = """
+import os, signal, threading, needle as ndl
+from needle.backend_ndarray.recording import Recording
+x, inside = ndl.ones(4).cached_data, threading.Event()
+mod = x.device.mod
+def waits():
+    inside.set()
+    threading.Event().wait()
+threading.Thread(target=Recording(x.device).record, args=(waits,), daemon=True).start()
+inside.wait()
+child = os.fork()
+if child == 0:
+    signal.alarm(30)
+    again = Recording(x.device)
+    y = again.record(lambda: x + 1)
+    again.replay()
+    os._exit(7 * (x.device.mod is mod and y.numpy()[0] == 2))
+print(os.waitpid(child, 0)[1] >> 8, x.device.mod is mod)
+"""
+    done = run(program)
+    assert done.stdout == "7 False\n", done.stdout + done.stderr
+
+
 def test_a_child_goes_on_with_what_its_own_thread_was_at(cpu):
     program = """
 import os, signal, needle as ndl

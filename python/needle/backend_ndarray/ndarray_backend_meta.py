@@ -25,6 +25,11 @@ def _count_with(allocator: HostAllocator) -> None:
     globals().update({name: getattr(allocator, name) for name in ALLOCATOR_FUNCTIONS})
 
 
+def has_own_account() -> bool:
+    """Whether an account of one's own is open."""
+    return _allocator is not _everyones
+
+
 def count_with_everyones() -> None:
     """Ends an account of one's own."""
     _everyones.allocations = _allocator.allocations
@@ -39,7 +44,7 @@ def own_account() -> Iterator[None]:
     """What is made inside has an account to itself: what was live before, as a model of an earlier plan, neither counts in it nor
     is subtracted from it when freed. raises: GraphError inside of another.
     """
-    if _allocator is not _everyones:
+    if has_own_account():
         raise GraphError("[plan] asked for by what is itself being planned (accepted: one plan after the other)")
     own = HostAllocator("meta")
     own.allocations = _everyones.allocations  # no serial number comes twice

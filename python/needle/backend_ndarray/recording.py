@@ -18,7 +18,17 @@ _NO_KERNELS = (
     "best_level", "on_read", "own_account", "device_count", "why_absent", "device_properties", "launch_counts", "launch_extents",
     "reset_launch_counts", "use_cublaslt", "cublaslt_in_use",
 )  # fmt: skip
-_swapping = process_lock()  # devices are everybody's
+_swapped: list[tuple[BackendDevice, ModuleType]] = []  # and the modules that they had
+
+
+def _put_back() -> None:
+    """In a forked child, whose parent has another thread that records."""
+    while _swapped:
+        device, mod = _swapped.pop()
+        device.mod = mod
+
+
+_swapping = process_lock(_put_back)  # devices are everybody's
 
 
 class Recording:
@@ -48,10 +58,12 @@ class Recording:
         with _swapping:
             mod = self._device.require()  # what it is now that nobody else swaps it
             try:
+                _swapped.append((self._device, mod))
                 self._device.mod = _Listener(mod, self._calls)
                 return function()
             finally:
                 self._device.mod = mod
+                del _swapped[-1:]
 
     def replay(self) -> None:
         """Makes the calls again, in their order."""

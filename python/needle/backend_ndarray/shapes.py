@@ -103,6 +103,8 @@ def slice_range(part: slice, n: int) -> range:
     try:
         return range(*part.indices(n))
     except (TypeError, ValueError) as error:
+        if type(error) not in (TypeError, ValueError):  # of a program's own __index__
+            raise
         raise type(error)(f"[getitem] {part}: {error}") from None
 
 

@@ -122,12 +122,12 @@ class peak:
         raw = _begin_anew(self.device)
         self._start = raw["live"]
         self._highest: tuple[int, list[int]] = raw["live"], raw["by_category"]
-        regions = _regions.setdefault(self.device, [])
+        self._all = _regions.setdefault(self.device, [])
         try:
-            regions.append(self)
+            self._all.append(self)
         except BaseException:  # Ctrl-C may come at any moment
-            if self in regions:
-                regions.remove(self)
+            if self in self._all:
+                self._all.remove(self)
             raise
         return self
 
@@ -135,7 +135,7 @@ class peak:
         try:
             _begin_anew(self.device)
         finally:
-            _regions[self.device].remove(self)
+            self._all.remove(self)
         self.bytes, self.by_category = self._highest[0], by_name(self._highest[1])
         self.above_start = self.bytes - self._start
 

@@ -198,6 +198,7 @@ def _alone(device: BackendDevice):
     gc.collect()
     drop_device_caches()
     stream, collecting = np.random.get_state(), gc.isenabled()
+    outermost = device == meta() and not meta().require().has_own_account()
     try:
         if collecting:
             _collecting = True
@@ -212,6 +213,8 @@ def _alone(device: BackendDevice):
         if collecting:  # first: Ctrl-C may come at any moment
             gc.enable()
             _collecting = False
+        if outermost:
+            meta().require().count_with_everyones()  # again: own_account may not have come to its end
         np.random.set_state(stream)
         sites.apply(device)
         drop_device_caches()

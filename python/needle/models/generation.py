@@ -62,16 +62,20 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.do_sample, (bool, np.bool_)):
             raise ShapeError(f"[generate] do_sample is {self.do_sample!r} (accepted: True or False)")
-        check_count("generate", "max_new_tokens", self.max_new_tokens, 1, (1 << 31) - 1)  # positions are int32
+        self._count("max_new_tokens", 1, (1 << 31) - 1)  # positions are int32
         self._check("temperature", "1e-100 to 1e100; do_sample=False takes the likeliest", lambda x: 1e-100 <= x <= 1e100)
         self._check("top_p", "above 0, at most 1", lambda x: 0 < x <= 1)
         self._check("repetition_penalty", "1e-100 to 1e100; 1 is none", lambda x: 1e-100 <= x <= 1e100)
-        check_count("generate", "seed", self.seed, 0)
+        self._count("seed", 0)
         for name in ("top_k", "pad_token_id"):
             if getattr(self, name) is not None:
-                check_count("generate", name, getattr(self, name), 0)
+                self._count(name, 0)
         if any(as_whole(i) is None or i < 0 for i in self.eos_ids):
             raise ShapeError(f"[generate] eos_token_id is {self.eos_token_id!r} (accepted: ids)")
+
+    def _count(self, name: str, least: int, most: int | None = None) -> None:
+        """As Python's int: in numpy's small ones sums wrap around."""
+        object.__setattr__(self, name, check_count("generate", name, getattr(self, name), least, most))
 
     def _check(self, name: str, accepted: str, fits: Callable[[Any], bool]) -> None:
         value = getattr(self, name)

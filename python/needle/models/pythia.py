@@ -107,6 +107,8 @@ class PythiaConfig:
             raise ShapeError(f"[pythia] width / heads is {self.head_width} (accepted: heads of at most {MAX_HEAD} features)")
         if self.pattern is not None:
             causal_pattern(self.pattern, 1, self.block, self.window)  # refuses what there is not
+            for name in ("block", "window"):
+                object.__setattr__(self, name, int(getattr(self, name)))
         counts = self.checkpoint_layers if isinstance(self.checkpoint_layers, tuple) else (self.checkpoint_layers,)
         if any(as_whole(n) is None or n < 0 for n in counts) or sum(counts) > self.layers:
             raise ShapeError(f"[pythia] checkpoint_layers is {self.checkpoint_layers!r} (accepted: 0 to {self.layers} layers)")

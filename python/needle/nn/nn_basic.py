@@ -261,10 +261,10 @@ class Linear(Module):
         self.in_features = check_count("Linear", "in_features", in_features, 0)
         self.out_features = check_count("Linear", "out_features", out_features, 0)
         kwargs = {"device": device, "dtype": dtype}
-        self.weight = Parameter(init.kaiming_uniform(in_features, out_features, **kwargs))
+        self.weight = Parameter(init.kaiming_uniform(self.in_features, self.out_features, **kwargs))
         self.bias = None
         if bias:
-            self.bias = Parameter(ops.reshape(init.kaiming_uniform(out_features, 1, **kwargs), (1, out_features)))
+            self.bias = Parameter(ops.reshape(init.kaiming_uniform(self.out_features, 1, **kwargs), (1, self.out_features)))
 
     def forward(self, X: Tensor) -> Tensor:
         return ops.linear(X, self.weight, self.bias)
@@ -402,12 +402,15 @@ class BatchNorm2d(BatchNorm1d):
 class LayerNorm1d(Module):
     """Layer normalization of (N, dim) over dim, biased variance. source: Ba et al. 2016, arXiv:1607.06450.
 
+    dim: its length, or as PyTorch has it a tuple of that.
     raises: TypeError or ValueError for an eps that is no number of at least 0.
     """
 
     def __init__(self, dim, eps=1e-5, device=None, dtype="float32"):
         super().__init__()
         check_number(type(self).__name__, "eps", eps)
+        if isinstance(dim, (tuple, list)) and len(dim) == 1:
+            (dim,) = dim
         self.dim, self.eps = check_count(type(self).__name__, "dim", dim, 0), eps
         self.weight = Parameter(init.ones(dim, device=device, dtype=dtype))
         self.bias = Parameter(init.zeros(dim, device=device, dtype=dtype))

@@ -57,6 +57,7 @@ class BlockSparseAttention(Module):
             pattern = BlockLayout(pattern, block, causal=True)
         if isinstance(pattern, str):
             causal_pattern(pattern, 1, block, window)  # so that a misspelt name fails here and not at the first call
+            block, window = int(block), int(window)
         self.pattern, self.block, self.window = pattern, block, window
 
     def layout(self, T: int) -> BlockLayout:

@@ -85,11 +85,13 @@ class _OfScalar(TensorOp):
 class EWiseAdd(_NoRead):
     """a + b, broadcasting. called: what errors name; a - b is an addition, too."""
 
+    called = "add"
+
     def __init__(self, called: str = "add"):
         self.called = called
 
     def compute(self, a, b):
-        return a._binary(b, "ewise_add", "scalar_add", op=self.called)
+        return a + b if self.called == "add" else a._binary(b, "ewise_add", "scalar_add", op=self.called)
 
     def gradient(self, out_grad, node):
         shape = out_grad.shape
