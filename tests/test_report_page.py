@@ -134,7 +134,7 @@ def test_what_is_no_row_is_passed_over(tmp_path):
 def test_a_run_that_goes_on_says_how_many_rows_are_damaged(tmp_path, capsys):
     good = [json.dumps(row(step)) for step in (1, 2, 3, 4)]
     for wrong, torn, first, said in (
-        (['{"step": 2, "lo\x00', "[1]"], "", 3, f"damaged lines of {tmp_path / page.METRICS}, left out: 2\n"),
+        (['{"step": 2, "lo\x00', "", "[1]", " "], "", 3, f"damaged lines of {tmp_path / page.METRICS}, left out: 2\n"),
         ([], '{"step": 5, "lo', 3, ""),  # as a kill leaves it
         (["x"], "", 0, ""),  # a new run
     ):

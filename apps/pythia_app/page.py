@@ -106,6 +106,8 @@ def rows(path: Path, start: int = 0) -> Iterator[tuple[dict[str, Any] | None, in
             if not line.endswith(b"\n"):
                 return
             start += len(line)
+            if line.isspace():
+                continue
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError):

@@ -197,9 +197,10 @@ class _Run:
         run, before = _read_json(
             self.folder / "run.json", lambda run: (run, [Source(Path(path), size, stamp) for path, size, stamp in run["sources"]])
         )
+        if run.get("format") != _FORMAT:
+            begun = "has an unfinished run that another version of needle began"
+            raise DataError(f"[output] {self.folder} {begun} (that version goes on with it, --restart begins again)")
         differs = next((f"--{name}" for name, value in self.settings.items() if run.get(name) != value), None)
-        if differs == "--format":
-            differs = "another version of needle began it"
         for now, then in zip(self.sources, before):
             if now.path == then.path and now != then:
                 differs = differs or f"{now.path} has changed"

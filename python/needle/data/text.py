@@ -35,7 +35,7 @@ from .text_tokenizer import (
 from .token_cache import is_as_written, read_tokens, write_checksum, write_tokens
 from .token_files import find_token_file, read_token_file, sample, tokenizer_beside, tokenizer_for
 
-_FORMAT = "6"  # part of the cache key: change it when the same input would give other tokens
+_FORMAT = "5"  # part of the cache key: change it when the same input would give other tokens
 _ORDER = 2  # part of a saved position: change it when the same seed would give another order
 _LOOKED_AT_TOKENS = 1 << 24  # of a token file, which may have more than can be read before every run
 _MOST_HELD_OUT_TOKENS = 10_000_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,10 +25,10 @@ def write_checksum(path: Path) -> None:
 
 
 def is_as_written(path: Path) -> bool:
-    """Whether a file is what it was when ``write_checksum`` was called; False if it is absent or has none."""
+    """Whether a file is what it was when ``write_checksum`` was called, or that was not done; False if it is absent."""
     try:
         check_is_file(path)
-        return parse_json(read_small(_description(path))).get("crc32") == _checksum(path)
+        return not os.path.lexists(_description(path)) or parse_json(read_small(_description(path))).get("crc32") == _checksum(path)
     except (OSError, ValueError):
         return False
 
