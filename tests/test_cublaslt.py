@@ -169,6 +169,8 @@ def test_its_lack_of_memory(device, stand_in, tmp_path, monkeypatch, refused):
     a, b = normal(device, "float32", 2, 100), normal(device, "float32", 100, 2)
     device.empty(1 << 22)
     kept = device.memory_stats()["reserved"]
+    if kept == device.memory_stats()["live"]:
+        pytest.skip("an allocator that a sanitizer watches keeps nothing")
     if refused == 1:
         check(a, b)
     else:

