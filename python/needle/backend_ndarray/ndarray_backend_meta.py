@@ -5,13 +5,11 @@ It has every function of the reference backend; a kernel here does nothing, sinc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 
 from .. import dtype as dt
-from ..errors import GraphError
 from . import ndarray_backend_numpy as _reference
 from .host_memory import ALLOCATOR_FUNCTIONS, HostAllocator, HostArray, Storage
 
@@ -25,34 +23,20 @@ def _count_with(allocator: HostAllocator) -> None:
     globals().update({name: getattr(allocator, name) for name in ALLOCATOR_FUNCTIONS})
 
 
-def has_own_account() -> bool:
-    """Whether an account of one's own is open."""
-    return _allocator is not _everyones
+def count_apart() -> None:
+    """Begins an account: what was live before, as a model of an earlier plan, neither counts in it nor is subtracted when freed."""
+    own = HostAllocator("meta")
+    own.allocations = _allocator.allocations  # no serial number comes twice
+    _count_with(own)
 
 
 def count_with_everyones() -> None:
-    """Ends an account of one's own."""
+    """Ends such an account, if there is one."""
     _everyones.allocations = _allocator.allocations
     _count_with(_everyones)
 
 
 _count_with(_everyones)
-
-
-@contextmanager
-def own_account() -> Iterator[None]:
-    """What is made inside has an account to itself: what was live before, as a model of an earlier plan, neither counts in it nor
-    is subtracted from it when freed. raises: GraphError inside of another.
-    """
-    if has_own_account():
-        raise GraphError("[plan] asked for by what is itself being planned (accepted: one plan after the other)")
-    own = HostAllocator("meta")
-    own.allocations = _everyones.allocations  # no serial number comes twice
-    try:
-        _count_with(own)
-        yield
-    finally:
-        count_with_everyones()
 
 
 class Array(HostArray):

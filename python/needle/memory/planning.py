@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -18,7 +18,7 @@ from ..amp import GradScaler
 from ..autograd import runs_in_its_call
 from ..backend_ndarray.device import BackendDevice, drop_device_caches, meta
 from ..backend_selection import as_device
-from ..errors import ShapeError, check_count, type_name
+from ..errors import GraphError, ShapeError, check_count, type_name
 from ..locks import process_lock
 from ..nn.nn_basic import Module
 from . import sites
@@ -32,6 +32,8 @@ Build = Callable[[BackendDevice], Callable[[], Any]]
 
 def _put_right() -> None:
     """In a forked child, whose parent has another thread that plans."""
+    global _runs_on_meta
+    _runs_on_meta = False
     if _collecting:
         gc.enable()
     if meta().is_loaded:
@@ -40,6 +42,7 @@ def _put_right() -> None:
 
 
 planning = process_lock(_put_right)  # the meta device has one allocator: threads plan in turns
+_runs_on_meta = False  # whether a plan does
 _collecting = False  # whether garbage is collected again after the plan that runs
 
 
@@ -194,27 +197,34 @@ def _alone(device: BackendDevice):
     """Nothing kept from before on the device, no collection of garbage in the middle, and numpy's random stream as it was. On meta
     also an account without limit and sites: reading the stack is a quarter of the time, and a trace turns that on itself.
     """
-    global _collecting
+    global _collecting, _runs_on_meta
     gc.collect()
     drop_device_caches()
     stream, collecting = np.random.get_state(), gc.isenabled()
-    outermost = device == meta() and not meta().require().has_own_account()
+    mod, on_meta = device.require(), device == meta()
+    if on_meta and _runs_on_meta:
+        raise GraphError("[plan] asked for by what is itself being planned (accepted: one plan after the other)")
     try:
         if collecting:
             _collecting = True
             gc.disable()
-        with device.require().own_account() if device == meta() else nullcontext():
-            yield
+        if on_meta:
+            _runs_on_meta = True
+            mod.count_apart()
+        yield
     except Exception as error:
-        if device == meta() and hasattr(error, "add_note"):  # from Python 3.11 on
+        if on_meta and hasattr(error, "add_note"):  # from Python 3.11 on
             error.add_note(f"[plan] this ran on {device}, which has to have every array, and where .item() and .numpy() give NaN")
         raise
     finally:
-        if collecting:  # first: Ctrl-C may come at any moment
+        # What a later plan needs comes first, and calls nothing: Ctrl-C may come at any moment.
+        if on_meta:
+            _runs_on_meta = False
+        if collecting:
             gc.enable()
             _collecting = False
-        if outermost:
-            meta().require().count_with_everyones()  # again: own_account may not have come to its end
+        if on_meta:
+            mod.count_with_everyones()
         np.random.set_state(stream)
         sites.apply(device)
         drop_device_caches()

@@ -85,7 +85,7 @@ class _OfScalar(TensorOp):
 class EWiseAdd(_NoRead):
     """a + b, broadcasting. called: what errors name; a - b is an addition, too."""
 
-    called = "add"
+    called = "add"  # also of a subclass that has an __init__ of its own
 
     def __init__(self, called: str = "add"):
         self.called = called
