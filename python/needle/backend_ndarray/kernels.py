@@ -20,6 +20,7 @@ from .shapes import as_shape
 
 COLUMN_PARTIALS = 64  # kColumnPartials in backend.h
 IGNORE_INDEX = -100
+IGNORE_NOTHING = -(1 << 63)  # as an ignore_index: infinity, as an int32, is no such number
 DEFAULT_CHUNK_BYTES = 100 << 20
 IMAGE_BYTES = 4 << 20  # of images whose channels are no last axis: a copy stays in a processor's cache
 PANEL_ROWS = 12  # of the CPU's matrix product (kRows in gemm_cpu.cc, or twice as many)
@@ -439,7 +440,9 @@ def cross_entropy_backward(logits: NDArray, targets: NDArray, lse: NDArray, dlos
 
 
 def targets_that_count(targets: NDArray, ignore_index: int, dtype: str) -> NDArray:
-    """() of ``dtype``: how many targets are not ignore_index, at least 1, since it divides sums."""
+    """() or (1,) of ``dtype``: how many targets are not ignore_index, at least 1, since it divides sums."""
+    if ignore_index == IGNORE_NOTHING:
+        return full((), max(targets.size, 1), dtype, targets._device)
     return (targets != ignore_index).astype(dtype).sum().maximum(1.0)
 
 

@@ -456,7 +456,7 @@ class NDArray:
     @property
     def T(self) -> NDArray:
         """The axes in reverse order. Shares memory."""
-        return self.permute(range(self.ndim)[::-1])
+        return self._view(self._shape[::-1], self._strides[::-1])
 
     def broadcast_to(self, new_shape) -> NDArray:
         """The array repeated along axes of length 1 and new leading axes, by stride 0. Shares memory."""

@@ -16,6 +16,7 @@ import numpy as np
 from .. import dtype as dt
 from .. import init, ops
 from ..autograd import Tensor, check_tensors, is_grad_enabled, rematerialize
+from ..backend_ndarray import kernels
 from ..backend_ndarray.host_memory import PARAMETER
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_selection import Device
@@ -344,7 +345,7 @@ class SoftmaxLoss(Module):
         check_tensors("SoftmaxLoss", logits, y)
         if logits.ndim != 2 or y.shape != logits.shape[:1]:
             raise ShapeError(f"[SoftmaxLoss] logits are {logits.shape}, y is {y.shape} (accepted: (N, C) and (N,))")
-        return ops.cross_entropy(logits, y, ignore_index=-(1 << 63))  # ignores nothing: infinity, as an int32, is no such number
+        return ops.cross_entropy(logits, y, ignore_index=kernels.IGNORE_NOTHING)
 
 
 class BatchNorm1d(Module):

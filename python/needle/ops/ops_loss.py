@@ -26,18 +26,14 @@ def _rows(op: str, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """x (..., D) as (N, D) and targets (...), or (N) already, as (N). raises: ShapeError, in the shapes that the user knows."""
     if not x.shape or targets.shape not in (x.shape[:-1], (math.prod(x.shape[:-1]),)):
         raise ShapeError(f"[{op}] rows are {x.shape}, targets {targets.shape} (accepted: (..., D), and whole numbers (...) or (N))")
-    return reshape(x, (targets.size, x.shape[-1])), reshape(targets, (targets.size,))
-
-
-def _mean_weights(targets, ignore_index: int, dtype: str):
-    """(N,) of ``dtype``: 1 / (rows that count) in every row."""
-    return (1.0 / kernels.targets_that_count(targets, ignore_index, dtype)).broadcast_to(targets.shape).compact()
+    n = targets.size
+    return x if x.ndim == 2 else reshape(x, (n, x.shape[-1])), targets if targets.ndim == 1 else reshape(targets, (n,))
 
 
 def _reference_loss(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     ids, dtype = targets.realize_cached_data(), dt.accumulator(logits.dtype)
     kept = ids != ignore_index
-    weights = _mean_weights(ids, ignore_index, dtype) * kept * -1.0
+    weights = kept * (-1.0 / kernels.targets_that_count(ids, ignore_index, dtype))
     one_hot = kernels.one_hot(ids * kept, logits.shape[1], dtype) * weights.reshape((ids.size, 1))
     return summation(logsoftmax(astype(logits, dtype)) * Tensor.make_const(one_hot))
 
@@ -58,15 +54,14 @@ class CrossEntropy(TensorTupleOp):
 
     def compute(self, logits, targets):
         losses, lse = kernels.cross_entropy(logits, targets, self.ignore_index)
-        weights = _mean_weights(targets, self.ignore_index, losses.dtype)
-        return (losses * weights).sum(), lse
+        return losses.sum() / kernels.targets_that_count(targets, self.ignore_index, losses.dtype), lse
 
     def gradient(self, out_grad, node):
         logits, targets = (v.realize_cached_data() for v in node.inputs)
         _, lse = node.realize_cached_data()
-        weights = _mean_weights(targets, self.ignore_index, lse.dtype)
         upstream = out_grad[0].realize_cached_data().astype(lse.dtype, copy=False)
-        grad = kernels.cross_entropy_backward(logits, targets, lse, weights * upstream, self.ignore_index)
+        scale = upstream / kernels.targets_that_count(targets, self.ignore_index, lse.dtype)
+        grad = kernels.cross_entropy_backward(logits, targets, lse, scale.broadcast_to(targets.shape), self.ignore_index)
         return Tensor.make_const(grad), None
 
     def reference(self, logits, targets):

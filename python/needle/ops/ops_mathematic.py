@@ -772,6 +772,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def _array_rows(x: NDArray) -> NDArray:
     """``_rows`` of an array."""
+    if x._contiguous and x.ndim == 2:
+        return x
     return (x if x._contiguous else x.copy()).reshape((math.prod(x.shape[:-1]), x.shape[-1]))
 
 
@@ -797,7 +799,7 @@ class Linear(_InputRead):
             out = _matmul(x, weight)
         except ShapeError:
             raise ShapeError(f"[linear] x is {x.shape}, weight is {weight.shape} (accepted: (..., in), (in, out))") from None
-        out.add_in_place(bias if bias.ndim == 1 else bias.compact().reshape((bias.size,)))
+        out.add_in_place(bias if bias.ndim <= out.ndim else bias.compact().reshape((bias.size,)))
         return out
 
     def accumulate_gradient(self, out_grad, node, sums):
