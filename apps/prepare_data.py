@@ -13,10 +13,10 @@ if __name__ == "__main__":
 
 import argparse
 import math
-import os
 import sys
 import time
 
+from needle import cpu
 from needle.command_line import Parser, exit_code, flag, run_program
 from needle.data.prepare import Prepared, Progress, prepare
 from needle.data.text_tokenizer import END_OF_TEXT
@@ -53,8 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="leave out lines of a .jsonl that are no such object, instead of stopping",
     )
     running = parser.add_argument_group("running")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    flag(running, "workers", type=int, default=cores, metavar="N", help="threads; the result does not depend on them")
+    flag(running, "workers", type=int, default=cpu().num_threads(), metavar="N", help="threads; the result does not depend on them")
     flag(running, "save_every", type=float, default=10.0, metavar="SECONDS", help="of work that a kill can cost")
     flag(running, "restart", action="store_true", help="drop what an unfinished run of this PREFIX has made")
     options = parser.parse_args(argv)

@@ -199,7 +199,7 @@ def train(
     def due() -> bool:
         return bool(options.save_every) and trainer.step % options.save_every == 0 and trainer.step < trainer.steps
 
-    def evaluate(saved: Path) -> tuple[float, str]:
+    def evaluate(path: Path) -> tuple[float, str]:
         """The held-out loss and, if there is a tokenizer, a sample. Done after saving: a kill meanwhile loses nothing."""
         held, prompt, sample = trainer.held_out_loss(text), "", ""
         if math.isfinite(held):
@@ -207,7 +207,7 @@ def train(
             if text.tokenizer is not None:
                 prompt, sample = sampled(trainer, text, options.seed)
                 report.record({"step": trainer.step, "prompt": prompt, "sample": sample})
-            checkpoints.mark(saved, held)
+            checkpoints.mark(path, held)
         return held, prompt + sample
 
     with Reporter(folder, about, first, tensorboard=options.tensorboard) as report:
@@ -239,7 +239,7 @@ def train(
                 if due() and not stop.asked and not report.unread:
                     saved, kept = save(), trainer.step
                     evaluate(saved)
-            if saved is None or trainer.step != kept:
+            if trainer.step != kept:
                 saved = save()
         if stop.asked:
             report.say(f"stopped after step {trainer.step}; saved {saved}\ngo on with: {command('--load_checkpoint', folder)}")
@@ -262,8 +262,8 @@ def train(
             report.say(f"lowest held-out loss so far: {best}")
     if sample:
         print(f"--- sample, after {PROMPT_TOKENS} tokens of held-out text ---\n{printable(sample)}\n---")
-    made = [name for name in (config_file.CONFIG, METRICS, PAGE) if (folder / name).is_file()]
-    print(f"in {folder}: checkpoint, {', '.join(made)}")
+    made_files = [name for name in (config_file.CONFIG, METRICS, PAGE) if (folder / name).is_file()]
+    print(f"in {folder}: checkpoint, {', '.join(made_files)}")
     return 0
 
 

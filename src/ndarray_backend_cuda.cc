@@ -207,18 +207,17 @@ class DeviceMemory : public MemorySource {
 }  // namespace
 
 cudaStream_t stream() { return device().stream; }
-// Needed for every launch; the emulated device may change it at run time.
+// Needed for every launch, so they are asked once; the emulated device may change them at run time.
 int multiprocessors() {
   return NEEDLE_EMULATED ? device().attribute(cudaDevAttrMultiProcessorCount)
                          : device().multiprocessors;
 }
-// Asked each time, which costs nothing to speak of: the emulated device may change them at run
-// time.
 int code_capability() {
   int capability = device().code_capability;
   if (NEEDLE_EMULATED) cuda_check(ask_code_capability(capability), "cudaFuncGetAttributes");
   return capability;
 }
+// Asked each time, which costs nothing to speak of.
 int64_t max_shared_bytes() { return device().attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 ErrorFlag* error_flag() { return device().flag; }
 

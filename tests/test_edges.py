@@ -733,3 +733,9 @@ def test_a_wrong_target_is_named_by_its_place_among_all(host):
     for chunk_bytes in (200, 1 << 20):
         with pytest.raises(IndexError, match=said):
             ops.linear_cross_entropy(hidden, weight, leaf(targets, host, "int32", requires_grad=False), chunk_bytes=chunk_bytes)
+
+
+def test_any_number_can_be_the_target_that_is_ignored(device):
+    for classes, ignored in ((0, 0), (0, 7), (3, 0), (3, -1)):
+        targets = leaf([ignored, ignored], device, "int32", requires_grad=False)
+        assert ops.cross_entropy(leaf(np.ones((2, classes)), device), targets, ignored).item() == 0

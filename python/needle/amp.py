@@ -18,13 +18,12 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from contextlib import ContextDecorator
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from . import dtype as dt
 from . import ops
-from .autograd import NDArray, Op, Tensor, check_runs_in_its_call, current_autocast, current_segment, is_grad_enabled, set_autocast
+from .autograd import NDArray, Op, Region, Tensor, current_autocast, current_segment, is_grad_enabled, set_autocast
 from .backend_ndarray import BackendDevice, as_device, kernels
 from .backend_ndarray.ndarray import write_stamp
 from .errors import CheckpointError, DeviceError, DTypeError, GraphError, check_count, check_state, type_name
@@ -41,7 +40,7 @@ def _device(device: str | BackendDevice) -> BackendDevice:
     return as_device(device)
 
 
-class autocast(ContextDecorator):
+class autocast(Region):
     """Context manager and decorator: products of float32 inside run in 16 bits, with the names and the meaning of PyTorch's.
 
     device_type: a device or its name; ops on other devices are left alone.
@@ -86,10 +85,6 @@ class autocast(ContextDecorator):
     def __exit__(self, *exc: object) -> None:
         region = current_autocast()
         set_autocast(region and region.outer)
-
-    def __call__(self, function: Any) -> Any:
-        check_runs_in_its_call("autocast", function)
-        return super().__call__(function)
 
 
 def is_autocast_enabled(device_type: str | BackendDevice) -> bool:

@@ -13,10 +13,9 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ContextDecorator, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
-from functools import wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
@@ -63,7 +62,15 @@ def check_runs_in_its_call(decorator: str, function: Callable) -> None:
         )
 
 
-class no_grad:
+class Region(ContextDecorator):
+    """A context manager that decorates functions, too. raises: TypeError for a generator or a coroutine."""
+
+    def __call__(self, function: Any) -> Any:
+        check_runs_in_its_call(type(self).__name__, function)
+        return super().__call__(function)
+
+
+class no_grad(Region):
     """Context manager and decorator: ops inside, in this thread, record no graph."""
 
     _enable = False
@@ -77,16 +84,6 @@ class no_grad:
             before, outer = regions
             _grad_enabled.set(before)
             _outer.set(outer)
-
-    def __call__(self, function: Callable) -> Callable:
-        check_runs_in_its_call(type(self).__name__, function)
-
-        @wraps(function)
-        def wrapped(*args, **kwargs):
-            with type(self)():
-                return function(*args, **kwargs)
-
-        return wrapped
 
 
 class enable_grad(no_grad):
@@ -105,7 +102,7 @@ def set_autocast(hook: Callable[[Op, Sequence[Any]], Sequence[Any]] | None) -> N
     _autocast.set(hook)
 
 
-class rematerialize:
+class rematerialize(Region):
     """Context manager: the graph made inside keeps no arrays of its own; backward computes them again when it needs them.
 
     Arrays that come in from outside are kept until then, and results as long as gradients outside need them. ``needle.remat`` is
@@ -170,8 +167,6 @@ class Op:
     accepts_missing_grads: bool = False
     # True: the input is a TensorTuple.
     takes_tuple: bool = False
-    # The index of the item that a tuple-selecting op gives; None for all others.
-    selected_item: int | None = None
 
     def __call__(self, *args):
         raise NotImplementedError

@@ -292,8 +292,8 @@ def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, kee
     op = node.op
     assert op is not None
     inputs = node.inputs
-    if op.selected_item is not None:
-        _add_gradient(grads, (inputs[0], op.selected_item), grad, create_graph)
+    if isinstance(op, ops.TupleGetItem):
+        _add_gradient(grads, (inputs[0], op.index), grad, create_graph)
         return
     new = op.makes_gradients
     parts: Sequence[Any]

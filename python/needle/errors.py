@@ -74,7 +74,7 @@ class _OneLine(Exception):
 
 
 class ShapeError(_OneLine, ValueError):
-    """Shapes or axes do not fit."""
+    """Shapes or axes do not fit, or a setting is none of those accepted."""
 
 
 class DTypeError(_OneLine, TypeError):

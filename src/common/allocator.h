@@ -89,7 +89,7 @@ class Allocator {
   std::vector<MemoryEvent> take_log();  // and stops it; throws bad_alloc if an event found no room
 
   // The category of what this thread allocates from now on; gives the one before.
-  int set_current_category(int category);
+  static int set_current_category(int category);
 
   MemoryStats stats() const;
   void reset_peak();

@@ -201,8 +201,7 @@ inline void bind_memory(py::module_& m) {
     allocator().empty_cache();
   });
   m.def("set_limit", [](int64_t bytes) { allocator().set_limit(bytes); });
-  m.def("set_current_category",
-        [](int category) { return allocator().set_current_category(category); });
+  m.def("set_current_category", &Allocator::set_current_category);
   // From min_bytes on, hook(nbytes) is called before an array is made, and names who makes it.
   m.def("set_site_hook", [](py::object hook, int64_t min_bytes) {
     site_hook() = hook;

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "parallel.h"
 #include "windows_cpu.h"
 
 namespace needle::cpu {
@@ -29,6 +30,22 @@ void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c);
 template <class T>
 void gemm_of_windows(const Windows<T>& a, const WindowBlock& block, int64_t n, const T* b,
                      bool accumulate, accum_t<T>* c);
+
+// out (size) = or += the sums that part(i, to) puts into `to`, for i = 0 .. parts-1 in this order:
+// a task each, added by one thread. Room: parts * size at most.
+template <int64_t Room, class T, class F>
+void add_parts(int64_t parts, int64_t size, bool accumulate, T* out, F&& part) {
+  struct Sums {
+    T of_part[Room];
+  };
+  T* const sums = of_this_thread<Sums>().of_part;
+  parallel_for(parts, [&](int64_t i) { part(i, sums + i * size); });
+  for (int64_t i = 0; i < size; ++i) {
+    T sum = accumulate ? out[i] : T(0);
+    for (int64_t at = i; at < parts * size; at += size) sum += sums[at];
+    out[i] = sum;
+  }
+}
 
 // Whether gemm_own is the faster way to a product of this size, rather than tiles on the pool.
 bool gemm_own_pays(int64_t m, int64_t n, int64_t k);

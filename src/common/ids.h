@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -21,15 +22,15 @@ inline std::string bad_id_text(BadId op, int64_t value, int64_t position, int64_
          range + " (0.." + std::to_string(limit - 1) + ")";
 }
 
-// Throws for the first id outside 0 .. limit-1 that is not `ignored`: 0, an id like any other,
-// stands for none.
+// Throws for the first id outside 0 .. limit-1 that is not `ignored`.
 template <class I>
-void check_ids(const I* ids, int64_t n, int64_t limit, BadId op, int64_t ignored = 0) {
+void check_ids(const I* ids, int64_t n, int64_t limit, BadId op,
+               std::optional<int64_t> ignored = {}) {
   int64_t bad = 0;
   for (int64_t i = 0; i < n; ++i) bad += uint64_t(ids[i]) >= uint64_t(limit);
   if (bad == 0) return;
   for (int64_t i = 0; i < n; ++i) {
-    if (uint64_t(ids[i]) < uint64_t(limit) || (ignored != 0 && ids[i] == ignored)) continue;
+    if (uint64_t(ids[i]) < uint64_t(limit) || ids[i] == ignored) continue;
     throw std::out_of_range(bad_id_text(op, ids[i], i, limit));
   }
 }

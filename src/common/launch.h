@@ -71,12 +71,8 @@ struct SharedType<T, First, Rest...> {
   type_* const name = reinterpret_cast<type_*>(needle_dynamic_shared)
 
 template <auto K, class... Args>
-void launch(const LaunchConfig& config, const Args&... args) {
-  KernelRecord& kernel = kernel_record<K>();
-  for (bool again = false;; again = true) {
-    K<<<config.grid, config.block, config.smem, config.stream>>>(args...);
-    if (check_and_count(kernel, config, again)) return;
-  }
+void start(const KernelRecord&, const LaunchConfig& config, const Args&... args) {
+  K<<<config.grid, config.block, config.smem, config.stream>>>(args...);
 }
 
 #else
@@ -89,23 +85,26 @@ void launch(const LaunchConfig& config, const Args&... args) {
 #define NEEDLE_DYNAMIC_SHARED(type_, name) \
   type_* const name = static_cast<type_*>(::needle::sim::dynamic_shared())
 
-[[gnu::noinline]] inline bool check_and_count(KernelRecord& kernel, const LaunchConfig& config,
-                                              bool again, const std::string& refused_or_fault) {
+[[gnu::noinline]] inline void check_run(const std::string& refused_or_fault) {
   if (!refused_or_fault.empty()) throw CudaError(refused_or_fault);
-  return check_and_count(kernel, config, again);
 }
+
+template <auto K, class... Args>
+void start(const KernelRecord& kernel, const LaunchConfig& config, const Args&... args) {
+  check_run(sim::launch<K>(kernel.full_name.c_str(), config.grid, config.block, config.smem,
+                           config.stream, args...));
+}
+
+#endif
 
 template <auto K, class... Args>
 void launch(const LaunchConfig& config, const Args&... args) {
   KernelRecord& kernel = kernel_record<K>();
   for (bool again = false;; again = true) {
-    const std::string refused_or_fault = sim::launch<K>(
-        kernel.full_name.c_str(), config.grid, config.block, config.smem, config.stream, args...);
-    if (check_and_count(kernel, config, again, refused_or_fault)) return;
+    start<K>(kernel, config, args...);
+    if (check_and_count(kernel, config, again)) return;
   }
 }
-
-#endif
 
 // What the hardware asks for before a launch may have more than 48 KB of dynamic shared memory.
 template <auto K>

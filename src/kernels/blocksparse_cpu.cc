@@ -30,9 +30,7 @@ struct Scratch {
 template <class From, class To>
 void copy_tile(const From* from, int64_t ld_from, int64_t rows, int64_t cols, To* to,
                int64_t ld_to) {
-  for (int64_t i = 0; i < rows; ++i, from += ld_from, to += ld_to)
-    for_vectors<accum_t<From>>(
-        cols, [&](int64_t j, auto... lanes) { store(to + j, load(from + j, lanes...), lanes...); });
+  for (int64_t i = 0; i < rows; ++i) convert_run(from + i * ld_from, cols, to + i * ld_to);
 }
 
 // A stored matrix with row stride ld, read as it is or transposed.

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(Product::kThreads)
   ptx::with_tensor_cores([&] { sparse_tiles<mode, Product>(g, tiles); });
 }
 
-template <Mode mode, class Product, bool TensorCores = false>
+template <Mode mode, class Product>
 void run(const SparseArguments<typename Product::T>& g) {
   const int64_t rows =
       mode == Mode::dds ? ceil_div(g.m, Product::kRows) : ceil_div(g.block, Product::kRows);
@@ -185,11 +185,10 @@ void run(const SparseArguments<typename Product::T>& g) {
                                             : g.n / g.block;
   const int64_t tiles = g.batch * lines * rows * cols;
   const LaunchConfig config = grid_of(blocks_for(tiles), Product::kThreads);
-  if constexpr (TensorCores) {
+  if constexpr (Product::kTensorCores)
     launch<BlockSparseMatmulKernelMma<mode, Product>>(config, g, tiles);
-  } else {
+  else
     launch<BlockSparseMatmulKernel<mode, Product>>(config, g, tiles);
-  }
 }
 
 // Of the dense operands; the blocks' rows are multiples of 16 elements.
@@ -212,9 +211,9 @@ void run_for_block(const SparseArguments<T>& g) {
       using Small = TensorCoreProduct<T, kRows16, kCols16, kRows16 / 16, kCols16 / 16>;
       using Medium = TensorCoreProduct<T, kRows32, kCols32, 2, 2>;
       using Large = TensorCoreProduct<T, 64, 64, 2, 2>;
-      if (g.block <= 16) return run<mode, Small, true>(g);
-      if (g.block <= 32) return run<mode, Medium, true>(g);
-      return run<mode, Large, true>(g);
+      if (g.block <= 16) return run<mode, Small>(g);
+      if (g.block <= 32) return run<mode, Medium>(g);
+      return run<mode, Large>(g);
     }
   }
   if (g.block <= 16) return run<mode, TileProduct<T, 16>>(g);

@@ -39,23 +39,14 @@ constexpr int64_t kPartialSums = 64 << 10;  // elements of all parts: they are a
 template <class T>
 void add_up_windows(const Windows<T>& windows, int64_t n, const T* dy, bool accumulate,
                     accum_t<T>* out) {
-  struct Sums {
-    accum_t<T> of_part[kPartialSums];
-  };
   const int64_t count = windows.count(), size = windows.elements() * n;
   const Cut parts(windows.all(), std::max(ceil_div(count, kParts), kPartWindows));
   if (parts.count() < kParts || size > kPartialSums / parts.count())
     return gemm_of_windows(windows, windows.all(), n, dy, accumulate, out);
-  accum_t<T>* const sums = of_this_thread<Sums>().of_part;
-  parallel_for(parts.count(), [&](int64_t i) {
+  add_parts<kPartialSums>(parts.count(), size, accumulate, out, [&](int64_t i, accum_t<T>* to) {
     const WindowBlock part = parts[i];
-    gemm_of_windows(windows, part, n, dy + parts.first(part) * n, false, sums + i * size);
+    gemm_of_windows(windows, part, n, dy + parts.first(part) * n, false, to);
   });
-  for (int64_t i = 0; i < size; ++i) {
-    accum_t<T> sum = accumulate ? out[i] : accum_t<T>(0);
-    for (int64_t part = 0; part < parts.count(); ++part) sum += sums[part * size + i];
-    out[i] = sum;
-  }
 }
 
 }  // namespace

@@ -307,41 +307,22 @@ void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive,
 
 // The power of a number that is known beforehand: a few exponents, and those of their gradients,
 // are worth a loop of their own.
-struct Power_cube {
-  static constexpr int kInputs = 1;
-  template <class T>
-  static T apply(T x) {
-    return x * x * x;
-  }
-};
-struct Power_half {  // pow(-inf, 1/2) is inf, pow(-0, 1/2) is 0
-  static constexpr int kInputs = 1;
-  template <class T>
-  static T apply(T x) {
-    return m_abs(x) == T(INFINITY) ? m_abs(x) : m_sqrt(x) + T(0);
-  }
-};
-struct Power_inverse_half {  // pow(-inf, -1/2) is 0, pow(-0, -1/2) is inf
-  static constexpr int kInputs = 1;
-  template <class T>
-  static T apply(T x) {
-    return m_abs(x) == T(INFINITY) ? T(0) : T(1) / (m_sqrt(x) + T(0));
-  }
-};
-struct Power_inverse_square {
-  static constexpr int kInputs = 1;
-  template <class T>
-  static T apply(T x) {
-    return T(1) / x * (T(1) / x);  // x * x ends sooner
-  }
-};
-struct Power_inverse_three_halves {
-  static constexpr int kInputs = 1;
-  template <class T>
-  static T apply(T x) {
-    return Power_inverse_half::apply(x) / m_abs(x);
-  }
-};
+#define NEEDLE_POWER(name, expression) \
+  struct Power_##name {                \
+    static constexpr int kInputs = 1;  \
+    template <class T>                 \
+    static T apply(T x) {              \
+      return expression;               \
+    }                                  \
+  };
+NEEDLE_POWER(cube, x * x * x)
+// pow(-inf, 1/2) is inf, pow(-0, 1/2) is 0
+NEEDLE_POWER(half, m_abs(x) == T(INFINITY) ? m_abs(x) : m_sqrt(x) + T(0))
+// pow(-inf, -1/2) is 0, pow(-0, -1/2) is inf
+NEEDLE_POWER(inverse_half, m_abs(x) == T(INFINITY) ? T(0) : T(1) / (m_sqrt(x) + T(0)))
+NEEDLE_POWER(inverse_square, T(1) / x * (T(1) / x))  // x * x ends sooner
+NEEDLE_POWER(inverse_three_halves, Power_inverse_half::apply(x) / m_abs(x))
+#undef NEEDLE_POWER
 template <class C>
 Row power_row(double exponent) {
   if (exponent == 2) return row_of<C>(UnaryOp::square);

@@ -151,26 +151,16 @@ int64_t parts_of(const Product& p) {
       {kParts, kPartialSums / (p.m * p.n), p.k / kPartDepth, 2 * p.m * p.n * p.k / kTaskFlops});
 }
 
-// The parts' sums are added in their order.
 template <class T>
 void multiply_by_parts(const Product& p, int64_t parts, const T* a, const T* b, T* out) {
-  struct Sums {
-    T of_part[kPartialSums];
-  };
-  T* const sums = of_this_thread<Sums>().of_part;
-  parallel_for(parts, [&](int64_t part) {
+  add_parts<kPartialSums>(parts, p.m * p.n, p.accumulate, out, [&](int64_t part, T* to) {
     const int64_t k0 = part * p.k / parts;
     Product piece = p;
     piece.k = (part + 1) * p.k / parts - k0;
     piece.accumulate = false;
-    tile(piece, a + place(p.trans_a, 0, k0, p.lda), b + place(p.trans_b, k0, 0, p.ldb),
-         sums + part * p.m * p.n, 0, p.m, 0, p.n);
+    tile(piece, a + place(p.trans_a, 0, k0, p.lda), b + place(p.trans_b, k0, 0, p.ldb), to, 0, p.m,
+         0, p.n);
   });
-  for (int64_t i = 0; i < p.m * p.n; ++i) {
-    T sum = p.accumulate ? out[i] : T(0);
-    for (int64_t part = 0; part < parts; ++part) sum += sums[part * p.m * p.n + i];
-    out[i] = sum;
-  }
 }
 
 // to[r] = dot of row r of a and b, for kAtOnce rows: their sums do not wait for each other.

@@ -23,7 +23,7 @@ from .frames import PAUSED, SUSPENDED, is_core, locals_of, running
 _DEPTH = 11  # objects between a name and a Tensor, dicts of attributes among them
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _OF_TYPES = vars(type)
-_UNTRACKED = (np.ndarray, dict, tuple)  # types of which the garbage collector does not know all objects
+_UNTRACKED = frozenset((np.ndarray, dict, tuple))  # types of which the garbage collector does not know all objects
 _NO_WAY = (type, types.ModuleType, types.FrameType, Node)  # too much leads to these, or nothing
 
 
@@ -124,14 +124,17 @@ def _unknown_to_the_collector(variables: list[tuple[str, Any]]) -> list[Any]:
 
     look(value for _, value in variables)
     look(chain.from_iterable(map(gc.get_referents, gc.get_objects())))
-    holders: dict[int, list[Any]] = {}
-    for value in row:  # which grows: tuples of tuples may be many, and deep
-        inside = [x for x in gc.get_referents(value) if type(x) in _UNTRACKED]
-        for x in inside:
-            holders.setdefault(id(x), []).append(value)
-        look(inside)
+    start = 0
+    while start < len(row):  # tuples of tuples may be many, and deep
+        start, above = len(row), row[start:]
+        look(gc.get_referents(*above))
     found: dict[int, Any] = {}
     leading = [x for x in row if type(x) is np.ndarray and x.dtype.hasobject]
+    holders: dict[int, list[Any]] = {}
+    for value in row if leading else ():
+        for x in gc.get_referents(value):
+            if type(x) in _UNTRACKED:
+                holders.setdefault(id(x), []).append(value)
     for value in leading:  # which grows
         if id(value) not in found:
             found[id(value)] = value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 from ..autograd import check_runs_in_its_call, rematerialize
@@ -34,13 +33,7 @@ def remat(function: Callable, *args: Any, **kwargs: Any) -> Any:
     if isinstance(function, Module):
         function.rematerialized = True
         return function
-
-    @wraps(function)
-    def version(*args, **kwargs):
-        with rematerialize():
-            return function(*args, **kwargs)
-
-    return version
+    return rematerialize()(function)
 
 
 __all__ = ["remat"]

@@ -103,15 +103,13 @@ def _own_array(a: Tensor) -> NDArray:
 
 def setitem_in_place(a: Tensor, index, value) -> None:
     """``a[index] = value``. With a graph the handle becomes the new value; without one the array is written."""
-    if isinstance(value, (int, float)) and not a.requires_grad:
-        indexing.assign(_own_array(a), _frozen(index), value)
-        return
-    if not isinstance(value, Tensor):
+    if not isinstance(value, (int, float, Tensor)):
         value = Tensor(value, device=a.device, dtype=a.dtype, requires_grad=False)
-    if not is_grad_enabled() or not (a.requires_grad or value.requires_grad):
-        indexing.assign(_own_array(a), _frozen(index), value.realize_cached_data())
+    is_tensor = isinstance(value, Tensor)
+    if not is_grad_enabled() or not (a.requires_grad or (is_tensor and value.requires_grad)):
+        indexing.assign(_own_array(a), _frozen(index), value.realize_cached_data() if is_tensor else value)
         return
-    before, new = a._as_node(), SetItem(index)(a, value)
+    before, new = a._as_node(), setitem(a, index, value)
     Tensor.make_const(a._data)._take_over(before)  # the old value lives on without a handle: this one moves to the new value
     a._data, a._requires_grad = new._data, new._requires_grad
     a._take_over(new._as_node())

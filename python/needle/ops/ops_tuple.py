@@ -34,7 +34,6 @@ class TupleGetItem(_NoRead):
 
     def __init__(self, index: int):
         self.index = index
-        self.selected_item = index
 
     def compute(self, a):
         return a[self.index]

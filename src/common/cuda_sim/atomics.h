@@ -44,11 +44,7 @@ __forceinline__ T atomic_update(T* address, F&& next, Site site) {
 }
 
 template <class T>
-struct Identity {
-  using type = T;
-};
-template <class T>
-using no_deduce = typename Identity<T>::type;
+using no_deduce = std::enable_if_t<true, T>;
 
 }  // namespace needle::sim
 

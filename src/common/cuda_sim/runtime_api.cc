@@ -222,9 +222,6 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   return do_or_enqueue(stream, [=] { std::memset(to, value, bytes); });
 }
-cudaError_t cudaMemset(void* to, int value, size_t bytes) {
-  return cudaMemsetAsync(to, value, bytes, nullptr);
-}
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = total_bytes();
   *free = free_bytes();

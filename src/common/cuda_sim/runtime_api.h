@@ -69,7 +69,6 @@ NEEDLE_SIM_API cudaFreeHost(void* pointer);
 NEEDLE_SIM_API cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind);
 NEEDLE_SIM_API cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
                                cudaStream_t stream = nullptr);
-NEEDLE_SIM_API cudaMemset(void* to, int value, size_t bytes);
 NEEDLE_SIM_API cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream = nullptr);
 NEEDLE_SIM_API cudaMemGetInfo(size_t* free_bytes, size_t* total_bytes);
 

@@ -30,9 +30,7 @@ float element(uint32_t word, int e) {
 template <class T, int K>
 void mma_lanes(Lanes& lanes) {
   check_whole_warp(lanes, "mma",
-                   static_cast<MmaFrame*>(
-                       lanes.frame[31] ? lanes.frame[31] : lanes.frame[__builtin_ctz(lanes.active)])
-                       ->site);
+                   static_cast<MmaFrame*>(lanes.frame[__builtin_ctz(lanes.active)])->site);
   constexpr int kPerWord = std::is_same_v<T, float> ? 1 : 2;
   float a[16][K], b[K][8], sum[16][8];
   for (int lane = 0; lane < kWarpSize; ++lane) {
