@@ -116,6 +116,8 @@ def run(options, found: checkpoint.Found | None = None, state: dict | None = Non
     longest = max(options.seq_len, read_config(began).max_seq_len if began else 0)  # training on less takes nothing from a model
     configs = [replace(budget.config, max_seq_len=longest) for budget in budgets]
     planned = 0 if options.eval_only else max(budget.peak() for budget in budgets)
+    if note := budgets[0].caution(planned):
+        print(f"note: {note}", file=sys.stderr)
     flops, known = peak_flops(where, options.precision) if folder else (0.0, "")
     reset_peak(where)
     set_limit(options.memory_limit, where)

@@ -115,7 +115,7 @@ struct Device {
     size_t free_bytes = 0;
     cuda_check(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
     try {
-      take_memory();
+      take_memory(free_bytes);
     } catch (...) {  // it is tried again at the next use
       cudaFreeHost(flag_copy), cudaFree(flag), cudaFree(scratch);
       if (stream != nullptr) cudaStreamDestroy(stream);
@@ -125,7 +125,7 @@ struct Device {
     if (NEEDLE_EMULATED) hold_across_fork();
   }
 
-  void take_memory() {
+  void take_memory(size_t free_bytes) {
     cuda_check(cudaStreamCreate(&stream), "cudaStreamCreate");
     // Freed memory stays with the driver's pool across syncs; empty_cache() gives it back.
     uint64_t keep_all = UINT64_MAX;
@@ -133,7 +133,13 @@ struct Device {
     cuda_check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep_all),
                "cudaMemPoolSetAttribute");
     // Before any array: afterwards there may be no room, and what needs it is no array's maker.
-    cuda_check(cudaMalloc(&scratch, size_t(scratch_bytes)), "cudaMalloc");
+    const cudaError_t error = cudaMalloc(&scratch, size_t(scratch_bytes));
+    if (error == cudaErrorMemoryAllocation)
+      throw CudaOutOfMemory("out of memory: the first use takes " +
+                            std::to_string(scratch_bytes >> 20) + " MiB for kernels; " +
+                            std::to_string(free_bytes >> 20) + " of " +
+                            std::to_string(total_bytes >> 20) + " MiB are free");
+    cuda_check(error, "cudaMalloc");
     cuda_check(cudaMalloc(&flag, sizeof(ErrorFlag)), "cudaMalloc");
     cuda_check(cudaMemsetAsync(flag, 0, sizeof(ErrorFlag), stream), "cudaMemsetAsync");
     void* pinned = nullptr;

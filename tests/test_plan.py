@@ -553,6 +553,20 @@ def test_devices_by_name(cpu):
     assert memory.capacity("cpu") == memory.capacity(cpu) and memory.stats("cpu").device == "cpu"
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda_sim", "cuda"])
+def test_what_is_available_does_not_depend_on_what_is_held(name):
+    device = usable(name)
+    before, there = memory.available(device), memory.capacity(device)
+    assert 0 < before <= there and (device.is_host or before <= there - (8 << 20))  # of which kernels have scratch memory
+    held = device.zeros(32 << 20)
+    assert device.is_host or abs(memory.available(device) - before) <= held.nbytes // 2
+    memory.set_limit(64 << 20, device)
+    try:
+        assert memory.available(device) == memory.capacity(device) == 64 << 20
+    finally:
+        memory.set_limit(None, device)
+
+
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_a_clipped_step_is_planned_to_the_byte(cpu, max_norm):
     def build(device):

@@ -740,10 +740,31 @@ def test_wikitext_without_a_network(text, tmp_path):
 def test_what_cannot_fit_is_refused_before_it_starts(main, monkeypatch, tmp_path):
     from needle import memory
 
-    monkeypatch.setattr(memory, "capacity", lambda device: 20 << 20)
+    for there in ("capacity", "available"):  # of the machine, and of a GPU
+        monkeypatch.setattr(memory, there, lambda device: 20 << 20)
     code, lines = main("--batch_size", 64, "--checkpoint_dir", tmp_path / "run")
-    assert code == 2 and len(lines) == 1 and f"at its peak (planned); {options.device('auto')} has 20.00 MiB; none of" in lines[0]
-    assert not (tmp_path / "run").exists()
+    assert code == 2 and len(lines) == 1 and not (tmp_path / "run").exists()
+    assert re.search(rf"at its peak \(planned\); {re.escape(str(options.device('auto')))} has 20.00 MiB( free)?; none of", lines[0])
+
+
+def test_what_kernels_take_of_a_gpu_is_no_room_for_arrays(text, tmp_path):
+    """An emulated one of 60 MiB, of which 32 are for scratch memory, and a step that needs 34."""
+    usable("cuda_sim")
+    flags = "--device", "cuda_sim", "--batch_size", 8, "--checkpoint_dir", tmp_path / "run"
+    done = outside(*command(text, *flags), env={**os.environ, "NEEDLE_SIM_MEMORY": "60"})
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not (tmp_path / "run").exists()
+    assert "cuda_sim() has 28.00 MiB free; what fits: --checkpoint_layers 1" in done.stderr
+
+
+def test_a_plan_that_leaves_little_says_so(run, monkeypatch):
+    from needle import memory
+
+    planned = run("--plan")
+    peak = int(re.search(r"\(([\d,]+) bytes\)", planned.stdout)[1].replace(",", ""))
+    for free, said in ((peak + peak // 32 + (8 << 20), ""), (peak + (1 << 20), "note: the planned peak is ")):
+        monkeypatch.setattr(memory, "available", lambda device, free=free: free)
+        done = run("--plan")
+        assert done.returncode == 0 and done.stderr[:26] == said
 
 
 def test_cuda_without_a_gpu(main):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from typing import Any
 
@@ -16,16 +17,20 @@ from pythia_app.trainer import make_config, planned_run
 class Budget:
     """The plan of a run with these options on ``device``, and the memory that is there for it.
 
-    bytes: ``--memory_limit``, or what the device has; 0: unknown. sparse: the kind of attention.
+    bytes: ``--memory_limit``, or what the machine has, or what a GPU has left; 0: unknown. sparse: the kind of attention.
     """
 
     def __init__(self, options: Namespace, vocab_size: int, device, sparse: bool):
         self.options, self.vocab_size, self.sparse = options, vocab_size, sparse
         self.config = make_config(options, vocab_size, sparse)
-        limit, there = memory.parse_bytes(options.memory_limit) if options.memory_limit else 0, memory.capacity(device)
+        limit, there = (
+            memory.parse_bytes(options.memory_limit) if options.memory_limit else 0,
+            memory.capacity(device) if device.is_host else memory.available(device),
+        )
         self.limited = 0 < limit <= (there or limit)
         self.bytes = limit if self.limited else there
-        self._there = "the limit is {}" if self.limited else f"{device} has {{}}"
+        self._free = memory.available(device)
+        self._there = "the limit is {}" if self.limited else f"{device} has {{}}" + ("" if device.is_host else " free")
         self.advice = memory.advise(self.build_for, self._changes())
 
     def build_for(self, **changes: Any) -> Build:
@@ -64,6 +69,14 @@ class Budget:
             print(self._what_fits())
         else:
             print(f"fits: {self._there.format(readable(self.bytes) if self.bytes else 'an unknown amount')}")
+            if note := self.caution(found.peak_bytes):
+                print(f"note: {note}", file=sys.stderr)
+
+    def caution(self, peak: int) -> str:
+        """A note where ``peak`` may fit, but little would be left; else "". The allocator keeps up to 1/32 and 8 MiB for reuse."""
+        if not 0 < self._free < peak + peak // 32 + (8 << 20):
+            return ""
+        return f"the planned peak is {readable(peak)} of {readable(self._free)} free now; what libraries take comes on top"
 
     def _what_fits(self) -> str:
         return "; ".join(self.advice.text(self.bytes, self._there).splitlines())

@@ -3,7 +3,7 @@ mistake.
 """
 
 from .accounting import MemoryStats, empty_cache, peak, process, reset_peak, set_limit, stats
-from .explain import advise, capacity
+from .explain import advise, available, capacity
 from .leaks import Leak, LeakCheck, LeakWarning, leaks
 from .picture import picture
 from .planning import Plan, fitting_table, largest, peak_bytes, plan, smallest
@@ -11,7 +11,7 @@ from .trace import Holder, trace
 from .units import GPUS, parse_bytes, readable
 
 __all__ = [
-    "GPUS", "Holder", "Leak", "LeakCheck", "LeakWarning", "MemoryStats", "Plan", "advise", "capacity", "empty_cache",
+    "GPUS", "Holder", "Leak", "LeakCheck", "LeakWarning", "MemoryStats", "Plan", "advise", "available", "capacity", "empty_cache",
     "fitting_table", "largest", "leaks", "parse_bytes", "peak", "peak_bytes", "picture", "plan", "process", "readable",
     "reset_peak", "set_limit", "smallest", "stats", "trace",
 ]  # fmt: skip

@@ -107,6 +107,24 @@ def capacity(device: BackendDevice) -> int:
     return min(known, default=0)
 
 
+def available(device: BackendDevice) -> int:
+    """Bytes that the device's allocator can have now: what it holds, and what no other process has, nor the driver. 0: unknown.
+
+    The code of kernels is loaded as they are first used, and comes on top on a GPU. On a CPU what others have may be swapped out:
+    Linux only, elsewhere ``capacity``. source: proc(5), MemAvailable.
+    """
+    device = as_device(device)
+    own, known = device.require().memory_stats()["reserved"], [capacity(device)]
+    if device.name in ("cuda", "cuda_sim"):
+        card = device.require().device_properties()
+        known.append(card["free_bytes"] + max(card["pool_bytes"], own))
+    else:
+        with contextlib.suppress(OSError, StopIteration):
+            line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+            known.append((int(line.split()[1]) << 10) + own)
+    return min(known)
+
+
 def _container_limits() -> Iterator[int]:
     """Bytes that this container may use. source: the kernel's documentation of control groups, versions 2 and 1."""
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -124,7 +142,8 @@ def explain(error: OutOfMemoryError, message: str) -> str:
         _explaining.set(True)
         lines.extend(_lines(device, error))  # which adds one by one: lines found before a failure stay
     except Exception as trouble:  # an explanation must never hide the failure that it explains
-        lines.append(f"(no more could be said: {type(trouble).__name__}: {trouble})")
+        if str(trouble) != message:  # the device that cannot be begun with is asked about itself
+            lines.append(f"(no more could be said: {type(trouble).__name__}: {trouble})")
     finally:
         _explaining.set(False)
         sites.remember_failure(error)  # last: the planning above asks for memory, too
@@ -146,7 +165,11 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
     if budget and error.requested_bytes > budget:
         yield f"this one request is larger than all of {device}, {readable(budget)}: no allocator setting can help"
     elif error.stats["live"] + error.requested_bytes <= budget:
-        yield f"the system gave no more of {readable(budget)}: others hold it, or this process may not have it (ulimit -v)"
+        others = capacity(device) - available(device)
+        held = "others hold it, or this process may not have it (ulimit -v)"
+        if not device.is_host:
+            held = f"{readable(others)} are other processes', the driver's, or for kernels (scratch memory)"
+        yield f"the system gave no more of {readable(budget)}: {held}"
         budget = error.stats["live"]  # all that is sure to be there
     adviser = _adviser()
     if adviser is not None:
