@@ -130,6 +130,8 @@ def run(options, found: checkpoint.Found | None = None, state: dict | None = Non
     title, facts = f"Pythia-{options.model} on {where}", described(options, trainer.config, planned)
     if began is not None:
         facts["weights"] = f"going on after step {trainer.step} from {began}" if trainer.step else f"weights of {began}"
+        if trainer.step >= trainer.steps:
+            facts["weights"] += f", of {trainer.steps} steps: nothing is left to train"
     print(f"{title}: {'; '.join(facts.values())}", flush=True)
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)

@@ -343,8 +343,9 @@ def test_accumulation_eval_only_and_comparison(run, text, tmp_path):
         for given in ([], ["--tokenizer", tmp_path / "step-000002" / "tokenizer.json"])
     ]
     assert shown[0] == shown[1] and shown[0].startswith("held-out loss")
-    table = run("--compare_dense", "--max_steps", 2)
+    table = run("--compare_dense", "--max_steps", 2, "--checkpoint_dir", tmp_path / "none")
     assert table.returncode == 0, table.stderr
+    assert table.stderr == "note: --checkpoint_dir has no effect with --compare_dense\n" and not (tmp_path / "none").exists()
     assert "attention ms/step" in table.stdout and "dense" in table.stdout and "local" in table.stdout
 
 
@@ -640,6 +641,7 @@ WRONG = [
     (("--vocab_size", "256"), "[vocab_size] too small: 256"),
     (("--lr", "-1"), "[lr]"),
     (("--batch_size", "0"), "[batch_size]"),
+    (("--batch_siz", "3"), "unrecognized arguments: --batch_siz 3"),
     (("--checkpoint_layers", "-1"), "checkpoint_layers is -1"),
     (("--checkpoint_layers", "some"), "[checkpoint_layers] not an amount of memory: 'some'"),
     (("--checkpoint_layers", "1MiB"), "[checkpoint_layers] 1.00 MiB is not enough (accepted: at least"),
@@ -745,6 +747,15 @@ def test_what_cannot_fit_is_refused_before_it_starts(main, monkeypatch, tmp_path
     code, lines = main("--batch_size", 64, "--checkpoint_dir", tmp_path / "run")
     assert code == 2 and len(lines) == 1 and not (tmp_path / "run").exists()
     assert re.search(rf"at its peak \(planned\); {re.escape(str(options.device('auto')))} has 20.00 MiB( free)?; none of", lines[0])
+
+
+def test_a_run_that_has_its_steps_says_that_nothing_is_left(run, tmp_path):
+    flags = "--max_steps", 2, "--checkpoint_dir", tmp_path
+    assert "nothing is left" not in run(*flags).stdout
+    assert (
+        f"going on after step 2 from {tmp_path / 'step-000002'}, of 2 steps: nothing is left to train"
+        in run(*flags, "--resume").stdout
+    )
 
 
 def test_what_kernels_take_of_a_gpu_is_no_room_for_arrays(text, tmp_path):

@@ -206,6 +206,11 @@ def notes(argv: list[str] | None, options: argparse.Namespace) -> list[str]:
     began, asked = options.init_from, given.init_from
     if asked is not None and not {asked, os.path.abspath(files.home(asked))} & {began, os.path.dirname(began or "")}:
         said.append(f"--init_from {asked} is not taken: a run goes on that began with {began or 'new weights'}")
+    if options.compare_dense:  # which keeps nothing
+        idle = [name for name in ("checkpoint_dir", "save_every", "keep_last", "tensorboard") if name in vars(given)]
+        said += [
+            f"--{name} has no effect with --compare_dense" for name in idle if getattr(given, name) != parser.get_default(name)
+        ]
     if not said and options.pattern != _parser().get_default("pattern") and not (options.sparse or options.compare_dense):
         said.append(f"--pattern {options.pattern} has no effect without --sparse")
     return said

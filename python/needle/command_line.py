@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that says what is wrong in one line."""
 
     def __init__(self, prog: str, description: str, **kwargs):
-        super().__init__(prog=prog, description=description, formatter_class=HelpFormatter, **kwargs)
+        super().__init__(prog=prog, description=description, formatter_class=HelpFormatter, allow_abbrev=False, **kwargs)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         sys.stdout.flush()  # of the help, here as in exit_code
