@@ -129,11 +129,10 @@ def run(options: argparse.Namespace) -> int:
 
 def say(done: Prepared, seconds: float) -> None:
     totals = done.totals
-    no_text = [*map(str, done.skipped[:1]), *["..."] * (len(done.skipped) > 1)]
     left_out = (
         (totals.empty, "empty documents"),
         (totals.invalid, "lines that are no object with a text"),
-        (len(done.skipped), f"files that are no text: {' '.join(no_text)}"),
+        (len(done.skipped), f"files that are no text: {done.skipped[0]}{' ...' * (len(done.skipped) > 1)}" if done.skipped else ""),
     )
     made = f"{totals.documents:,} documents, {totals.tokens:,} tokens of {totals.text_bytes:,} bytes"
     print(f"{done.prefix}.bin: {made} in {seconds:,.1f} s")

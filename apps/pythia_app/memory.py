@@ -23,13 +23,11 @@ class Budget:
     def __init__(self, options: Namespace, vocab_size: int, device, sparse: bool):
         self.options, self.vocab_size, self.sparse = options, vocab_size, sparse
         self.config = make_config(options, vocab_size, sparse)
-        limit, there = (
-            memory.parse_bytes(options.memory_limit) if options.memory_limit else 0,
-            memory.capacity(device) if device.is_host else memory.available(device),
-        )
+        limit = memory.parse_bytes(options.memory_limit) if options.memory_limit else 0
+        self._free = memory.available(device)
+        there = memory.capacity(device) if device.is_host else self._free
         self.limited = 0 < limit <= (there or limit)
         self.bytes = limit if self.limited else there
-        self._free = memory.available(device)
         self._there = "the limit is {}" if self.limited else f"{device} has {{}}" + ("" if device.is_host else " free")
         self.advice = memory.advise(self.build_for, self._changes())
 
