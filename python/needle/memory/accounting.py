@@ -147,7 +147,8 @@ def process(device: BackendDevice | None = None) -> dict[str, int]:
     which rest comes out too small.) libraries: code and data of files. rest: heaps, with what freed small arrays have left in
     them, stacks, numpy's arrays.
     On a GPU also device_framework (live), device_cached (by needle, and by the driver's pool, which keeps what needle gives back
-    until ``empty_cache``), device_context_and_others (what the driver counts beyond these) and device_total.
+    until ``empty_cache``), device_context_and_others (what the driver counts beyond these, the kernels' scratch memory among it)
+    and device_total.
     Linux only: elsewhere ``rss`` is 0. source: proc(5).
     """
     device = as_device(device)
