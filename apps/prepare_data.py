@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import argparse
 import math
+import os
 import sys
 import time
 
@@ -53,12 +54,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="leave out lines of a .jsonl that are no such object, instead of stopping",
     )
     running = parser.add_argument_group("running")
-    flag(running, "workers", type=int, default=cpu().num_threads(), metavar="N", help="threads; the result does not depend on them")
+    flag(running, "workers", type=int, metavar="N", help="threads; the result does not depend on them (default: a core each)")
     flag(running, "save_every", type=float, default=10.0, metavar="SECONDS", help="of work that a kill can cost")
     flag(running, "restart", action="store_true", help="drop what an unfinished run of this PREFIX has made")
     options = parser.parse_args(argv)
     if not options.save_every >= 0 or math.isinf(options.save_every):
         raise DataError(f"[save_every] is {options.save_every} (accepted: 0 or more seconds)")
+    if options.workers is None:  # a container's cores, or NEEDLE_NUM_THREADS, where needle has been compiled
+        options.workers = cpu().num_threads() if cpu().enabled() else os.cpu_count() or 1
     return options
 
 

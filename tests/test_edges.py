@@ -736,6 +736,8 @@ def test_a_wrong_target_is_named_by_its_place_among_all(host):
 
 
 def test_any_number_can_be_the_target_that_is_ignored(device):
-    for classes, ignored in ((0, 0), (0, 7), (3, 0), (3, -1)):
-        targets = leaf([ignored, ignored], device, "int32", requires_grad=False)
+    for classes, ignored in ((0, 0), (0, 7), (3, 0), (3, -1), (3, -(1 << 63))):
+        targets = leaf(np.array([ignored, ignored]), device, "int64", requires_grad=False)
         assert ops.cross_entropy(leaf(np.ones((2, classes)), device), targets, ignored).item() == 0
+    targets = leaf(np.array([ignored, 1]), device, "int64", requires_grad=False)
+    assert ops.cross_entropy(leaf(np.zeros((2, 3)), device), targets, ignored).item() == pytest.approx(np.log(3), rel=1e-6)

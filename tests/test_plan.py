@@ -553,6 +553,15 @@ def test_devices_by_name(cpu):
     assert memory.capacity("cpu") == memory.capacity(cpu) and memory.stats("cpu").device == "cpu"
 
 
+@pytest.mark.parametrize("decorated", [nn.remat(ops.matmul), ndl.enable_grad()(ops.matmul), amp.autocast("cpu")(ops.matmul)])
+def test_the_place_of_a_decorated_op_is_its_users(cpu, decorated):
+    def build(device):
+        x = ndl.Tensor(np.zeros((300, 300)), device=device)
+        return lambda: decorated(x, x).sum().backward()
+
+    assert "test_plan.py" in memory.plan(build, device=cpu).where
+
+
 @pytest.mark.parametrize("name", ["cpu", "cuda_sim", "cuda"])
 def test_what_is_available_does_not_depend_on_what_is_held(name):
     device = usable(name)

@@ -343,9 +343,12 @@ def test_accumulation_eval_only_and_comparison(run, text, tmp_path):
         for given in ([], ["--tokenizer", tmp_path / "step-000002" / "tokenizer.json"])
     ]
     assert shown[0] == shown[1] and shown[0].startswith("held-out loss")
-    table = run("--compare_dense", "--max_steps", 2, "--checkpoint_dir", tmp_path / "none")
+    (tmp_path / "flags.yaml").write_text("save_every: 3\nkeep_last: 4\n")
+    flags = "--config", tmp_path / "flags.yaml", "--keep_last", 2, "--checkpoint_dir", tmp_path / "none"
+    table = run("--compare_dense", "--max_steps", 2, *flags)
     assert table.returncode == 0, table.stderr
-    assert table.stderr == "note: --checkpoint_dir has no effect with --compare_dense\n" and not (tmp_path / "none").exists()
+    idle = [f"note: --{name} has no effect with --compare_dense" for name in ("checkpoint_dir", "save_every")]
+    assert table.stderr.splitlines() == idle and not (tmp_path / "none").exists()
     assert "attention ms/step" in table.stdout and "dense" in table.stdout and "local" in table.stdout
 
 
@@ -776,6 +779,8 @@ def test_a_plan_that_leaves_little_says_so(run, monkeypatch):
         monkeypatch.setattr(memory, "available", lambda device, free=free: free)
         done = run("--plan")
         assert done.returncode == 0 and done.stderr[:26] == said
+    done = run("--eval_only")
+    assert done.returncode == 0 and "planned peak" not in done.stderr
 
 
 def test_cuda_without_a_gpu(main):

@@ -25,10 +25,10 @@ class Budget:
         self.config = make_config(options, vocab_size, sparse)
         limit = memory.parse_bytes(options.memory_limit) if options.memory_limit else 0
         self._free = memory.available(device)
-        there = memory.capacity(device) if device.is_host else self._free
+        there = self._free if device.is_gpu else memory.capacity(device)
         self.limited = 0 < limit <= (there or limit)
         self.bytes = limit if self.limited else there
-        self._there = "the limit is {}" if self.limited else f"{device} has {{}}" + ("" if device.is_host else " free")
+        self._there = "the limit is {}" if self.limited else f"{device} has {{}}" + (" free" if device.is_gpu else "")
         self.advice = memory.advise(self.build_for, self._changes())
 
     def build_for(self, **changes: Any) -> Build:
@@ -72,7 +72,7 @@ class Budget:
 
     def caution(self, peak: int) -> str:
         """A note where ``peak`` may fit, but little would be left; else "". The allocator keeps up to 1/32 and 8 MiB for reuse."""
-        if not 0 < self._free < peak + peak // 32 + (8 << 20):
+        if not (peak and 0 < self._free < peak + peak // 32 + (8 << 20)):
             return ""
         return f"the planned peak is {readable(peak)} of {readable(self._free)} free now; what libraries take comes on top"
 

@@ -56,6 +56,7 @@ CHANGEABLE = (
     "warmup_steps", "min_lr_ratio", "betas", "eps", "weight_decay", "max_grad_norm", "dropout", "in_order", "init_from",
     "save_every", "keep_last", "tensorboard", "memory_limit", "device",
 )  # fmt: skip
+_KEEPING = ("checkpoint_dir", "save_every", "keep_last", "tensorboard")  # what a run keeps, and when
 FIXED = ("model", "vocab_size", "seq_len", "sparse", "pattern", "block_size", "window")
 
 
@@ -207,10 +208,8 @@ def notes(argv: list[str] | None, options: argparse.Namespace) -> list[str]:
     if asked is not None and not {asked, os.path.abspath(files.home(asked))} & {began, os.path.dirname(began or "")}:
         said.append(f"--init_from {asked} is not taken: a run goes on that began with {began or 'new weights'}")
     if options.compare_dense:  # which keeps nothing
-        idle = [name for name in ("checkpoint_dir", "save_every", "keep_last", "tensorboard") if name in vars(given)]
-        said += [
-            f"--{name} has no effect with --compare_dense" for name in idle if getattr(given, name) != parser.get_default(name)
-        ]
+        asked = [name for name in _KEEPING if getattr(options, name) != _parser().get_default(name)]
+        said += [f"--{name} has no effect with --compare_dense" for name in asked]
     if not said and options.pattern != _parser().get_default("pattern") and not (options.sparse or options.compare_dense):
         said.append(f"--pattern {options.pattern} has no effect without --sparse")
     return said

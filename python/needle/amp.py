@@ -62,7 +62,7 @@ class autocast(Region):
         self._device = _device(device_type)
         self.device_type = self._device.name
         if dtype is None:
-            dtype = "float16" if self.device_type.startswith("cuda") else "bfloat16"
+            dtype = "float16" if self._device.is_gpu else "bfloat16"
         self.dtype = dtype if isinstance(dtype, str) else dt.name_of(dtype)
         if self.dtype not in LOW_DTYPES:
             raise DTypeError(f"[autocast] dtype is {self.dtype} (accepted: {', '.join(LOW_DTYPES)}; enabled=False for none)")

@@ -13,9 +13,10 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ContextDecorator, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
+from functools import wraps
 from inspect import isasyncgenfunction, iscoroutinefunction, isgeneratorfunction
 from typing import Any
 
@@ -62,12 +63,24 @@ def check_runs_in_its_call(decorator: str, function: Callable) -> None:
         )
 
 
-class Region(ContextDecorator):
+class Region:
     """A context manager that decorates functions, too. raises: TypeError for a generator or a coroutine."""
 
-    def __call__(self, function: Any) -> Any:
+    def __call__(self, function: Callable) -> Callable:
         check_runs_in_its_call(type(self).__name__, function)
-        return super().__call__(function)
+
+        @wraps(function)  # contextlib's ContextDecorator would be taken for the user's code where an array is made
+        def wrapped(*args, **kwargs):
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    def __enter__(self) -> Any:
+        raise NotImplementedError
+
+    def __exit__(self, *exc: object) -> None:
+        raise NotImplementedError
 
 
 class no_grad(Region):

@@ -90,6 +90,11 @@ class BackendDevice:
         return self.name in ("cpu", "cpu_numpy")
 
     @property
+    def is_gpu(self) -> bool:
+        """Whether arrays are a GPU's memory, or that of the emulated one."""
+        return self.name in ("cuda", "cuda_sim")
+
+    @property
     def is_loaded(self) -> bool:
         """Whether the device has been used."""
         return self.__dict__.get("mod") is not None

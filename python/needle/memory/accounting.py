@@ -170,7 +170,7 @@ def process(device: BackendDevice | None = None) -> dict[str, int]:
     found["arrays"] = min(sum(s["live"] for s in host), anonymous)
     found["cached"] = min(sum(s["reserved"] - s["live"] for s in host), anonymous - found["arrays"])
     found["rest"] = anonymous - found["arrays"] - found["cached"]
-    if device.name in ("cuda", "cuda_sim") and device.mod is not None:
+    if device.is_gpu and device.mod is not None:
         raw, card = device.mod.memory_stats(), device.mod.device_properties()
         found["device_framework"] = raw["live"]
         pool = max(card["pool_bytes"], raw["reserved"])

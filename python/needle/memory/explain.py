@@ -98,8 +98,8 @@ def capacity(device: BackendDevice) -> int:
     device = as_device(device)
     limit = device.require().memory_stats()["limit"]
     known = [limit] if limit else []
-    if device.name in ("cuda", "cuda_sim"):
-        known.append(int(device.require().device_properties()["total_bytes"]))
+    if device.is_gpu:
+        known.append(_card(device)[0])
     else:
         known += _container_limits()
         with contextlib.suppress(ValueError, OSError, AttributeError):
@@ -114,15 +114,21 @@ def available(device: BackendDevice) -> int:
     Linux only, elsewhere ``capacity``. source: proc(5), MemAvailable.
     """
     device = as_device(device)
-    own, known = device.require().memory_stats()["reserved"], [capacity(device)]
-    if device.name in ("cuda", "cuda_sim"):
-        card = device.require().device_properties()
-        known.append(card["free_bytes"] + max(card["pool_bytes"], own))
+    known = [capacity(device)]
+    if device.is_gpu:
+        known.append(max(1, _card(device)[1]))
     else:
         with contextlib.suppress(OSError, StopIteration):
             line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
-            known.append((int(line.split()[1]) << 10) + own)
+            known.append((int(line.split()[1]) << 10) + device.require().memory_stats()["reserved"])
     return min(known)
+
+
+def _card(device: BackendDevice) -> tuple[int, int]:
+    """Bytes of a GPU's memory, and how many of them are free or needle's."""
+    module = device.require()
+    card = module.device_properties()
+    return card["total_bytes"], card["free_bytes"] + max(card["pool_bytes"], module.memory_stats()["reserved"])
 
 
 def _container_limits() -> Iterator[int]:
@@ -165,10 +171,10 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
     if budget and error.requested_bytes > budget:
         yield f"this one request is larger than all of {device}, {readable(budget)}: no allocator setting can help"
     elif error.stats["live"] + error.requested_bytes <= budget:
-        others = capacity(device) - available(device)
         held = "others hold it, or this process may not have it (ulimit -v)"
-        if not device.is_host:
-            held = f"{readable(others)} are other processes', the driver's, or for kernels (scratch memory)"
+        if device.is_gpu:
+            total, room = _card(device)
+            held = f"{readable(max(0, total - room))} are other processes', the driver's, or for kernels (scratch memory)"
         yield f"the system gave no more of {readable(budget)}: {held}"
         budget = error.stats["live"]  # all that is sure to be there
     adviser = _adviser()

@@ -127,7 +127,7 @@ def _unknown_to_the_collector(variables: list[tuple[str, Any]]) -> list[Any]:
     start = 0
     while start < len(row):  # tuples of tuples may be many, and deep
         start, above = len(row), row[start:]
-        look(gc.get_referents(*above))
+        look(chain.from_iterable(map(gc.get_referents, above)))
     found: dict[int, Any] = {}
     leading = [x for x in row if type(x) is np.ndarray and x.dtype.hasobject]
     holders: dict[int, list[Any]] = {}

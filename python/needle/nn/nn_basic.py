@@ -461,8 +461,8 @@ class Dropout(Module):
             return x
         if self.p == 1:
             return x * 0
-        kept = init.randb(*x.shape, p=1 - self.p, device=x.device, dtype=x.dtype)
-        return x * Tensor.make_const(kept.realize_cached_data() / (1 - self.p))  # one op for backward to go through
+        mask = init.randb(*x.shape, p=1 - self.p, device=x.device, dtype=x.dtype)
+        return x * mask / (1 - self.p)
 
 
 class SeededDropout(Dropout):
