@@ -19,7 +19,7 @@ from pathlib import Path
 
 from interleave import HERE, append_results, machine
 
-sys.path += [str(HERE.parent / "python"), str(HERE.parent / "apps")]
+sys.path[:0] = [str(HERE.parent / "python"), str(HERE.parent / "apps")]
 
 import numpy as np
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from interleave import HERE, append_results, machine
 
-sys.path.append(str(HERE.parent / "python"))
+sys.path.insert(0, str(HERE.parent / "python"))
 
 import numpy as np
 

@@ -28,7 +28,7 @@ def _case(step: Callable[[], float | None], device, **facts) -> Case:
         return {"device_peak_bytes": stats["peak"], "device_peak_reserved_bytes": stats["peak_reserved"]}
 
     versions = {"needle": "0.1.0", "numpy": np.__version__}
-    if device.name.startswith("cuda"):
+    if device.is_gpu:
         versions["device"] = device.device_properties()["name"]
         versions["cublasLt"] = str(device.cublaslt_in_use()[1] or None)
     return Case(step, versions, device.num_threads(), memory, facts, device.sync)

@@ -29,7 +29,7 @@ from pathlib import Path
 from interleave import HERE, append_results, cores, machine
 
 ROOT = HERE.parent
-sys.path += [str(ROOT / "python"), str(ROOT / "apps")]
+sys.path[:0] = [str(ROOT / "python"), str(ROOT / "apps")]
 
 
 def documents(folder: Path, characters: int = 4000) -> Iterator[str]:

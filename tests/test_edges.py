@@ -265,6 +265,15 @@ def test_comparing_integers_with_numbers_outside_their_dtype(device):
                 assert found.numpy().tolist() == [wanted, wanted]
 
 
+def test_whole_numbers_that_no_int64_holds_are_floats(device):
+    for dtype in ("float32", "bfloat16"):
+        a = full((2,), 2**70, dtype, device)
+        a[0] = -(2**80)
+        assert a.astype("float32").numpy().tolist() == [-(2.0**80), 2.0**70]
+        with pytest.raises(OverflowError, match=rf"^\[full\] a whole number of 2001 bits is outside {dtype}$"):
+            full((2,), 2**2000, dtype, device)
+
+
 def test_no_dtype_is_the_default_of_a_maker(device):
     for make in (init.arange, init.zeros, init.rand, init.randn):
         assert make(3, device=device, dtype=None).dtype == "float32"

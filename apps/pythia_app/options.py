@@ -207,10 +207,11 @@ def notes(argv: list[str] | None, options: argparse.Namespace) -> list[str]:
     began, asked = options.init_from, given.init_from
     if asked is not None and not {asked, os.path.abspath(files.home(asked))} & {began, os.path.dirname(began or "")}:
         said.append(f"--init_from {asked} is not taken: a run goes on that began with {began or 'new weights'}")
+    defaults = _parser()
     if options.compare_dense:  # which keeps nothing
-        asked = [name for name in _KEEPING if getattr(options, name) != _parser().get_default(name)]
-        said += [f"--{name} has no effect with --compare_dense" for name in asked]
-    if not said and options.pattern != _parser().get_default("pattern") and not (options.sparse or options.compare_dense):
+        idle = [name for name in _KEEPING if getattr(options, name) != defaults.get_default(name)]
+        said += [f"--{name} has no effect with --compare_dense" for name in idle]
+    if not said and options.pattern != defaults.get_default("pattern") and not (options.sparse or options.compare_dense):
         said.append(f"--pattern {options.pattern} has no effect without --sparse")
     return said
 

@@ -13,7 +13,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import wraps
@@ -63,7 +63,7 @@ def check_runs_in_its_call(decorator: str, function: Callable) -> None:
         )
 
 
-class Region:
+class Region(AbstractContextManager):
     """A context manager that decorates functions, too. raises: TypeError for a generator or a coroutine."""
 
     def __call__(self, function: Callable) -> Callable:
@@ -75,12 +75,6 @@ class Region:
                 return function(*args, **kwargs)
 
         return wrapped
-
-    def __enter__(self) -> Any:
-        raise NotImplementedError
-
-    def __exit__(self, *exc: object) -> None:
-        raise NotImplementedError
 
 
 class no_grad(Region):

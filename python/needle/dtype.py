@@ -149,4 +149,9 @@ def checked_number(op: str, value: Any, dtype: str) -> int | float:
     limits = LIMITS.get(dtype)
     if limits is not None and not limits[0] - 1 < value < limits[1] + 1:
         raise OverflowError(f"[{op}] {value} is outside {dtype} (accepted: {limits[0]} to {limits[1]})")
-    return value
+    if not is_float(dtype):
+        return value
+    try:
+        return float(value)
+    except OverflowError:
+        raise OverflowError(f"[{op}] a whole number of {int(value).bit_length()} bits is outside {dtype}") from None

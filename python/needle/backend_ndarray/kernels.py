@@ -441,7 +441,7 @@ def cross_entropy_backward(logits: NDArray, targets: NDArray, lse: NDArray, dlos
 
 def targets_that_count(targets: NDArray, ignore_index: int, dtype: str) -> NDArray:
     """() or (1,) of ``dtype``: how many targets are not ignore_index, at least 1, since it divides sums."""
-    if ignore_index == IGNORE_NOTHING and targets._dtype != "int64":
+    if ignore_index == IGNORE_NOTHING and targets._dtype != "int64":  # in which a user's targets may be that number
         return full((), max(targets.size, 1), dtype, targets._device)
     return (targets != ignore_index).astype(dtype).sum().maximum(1.0)
 

@@ -124,10 +124,7 @@ def _unknown_to_the_collector(variables: list[tuple[str, Any]]) -> list[Any]:
 
     look(value for _, value in variables)
     look(chain.from_iterable(map(gc.get_referents, gc.get_objects())))
-    start = 0
-    while start < len(row):  # tuples of tuples may be many, and deep
-        start, above = len(row), row[start:]
-        look(chain.from_iterable(map(gc.get_referents, above)))
+    look(chain.from_iterable(map(gc.get_referents, row)))  # which grows meanwhile: tuples of tuples may be many, and deep
     found: dict[int, Any] = {}
     leading = [x for x in row if type(x) is np.ndarray and x.dtype.hasobject]
     holders: dict[int, list[Any]] = {}
