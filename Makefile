@@ -5,9 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 VENV_PYTHON := $(VENV)/bin/python
 SOURCES := CMakeLists.txt pyproject.toml $(wildcard cmake/*.cmake cmake/inplace/CMakeLists.txt) \
-           $(wildcard src/*.c* src/common/*.* src/common/cuda_sim/*.* src/kernels/*.*)
+           $(wildcard src/*.c* src/common/*.* src/common/cuda_sim/*.* src/common/cuda_sim/ptx/*.* src/kernels/*.*)
 BUILT := $(VENV)/.built
-SANITIZE ?=  # --smallest: of asan and race, the kernels' smallest cases alone
+SANITIZE ?=  # --smallest: of asan, race and ptx, the kernels' smallest cases alone
 JOBS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN || echo 2)
 REQUIRED_DEVICES ?= cpu_numpy,cpu,cuda_sim
 
@@ -15,7 +15,7 @@ REQUIRED_DEVICES ?= cpu_numpy,cpu,cuda_sim
 export PIP_COMPILE ?= 0
 
 .DEFAULT_GOAL := lib
-.PHONY: lib train test gpu-check asan race tsan lint clean same-python
+.PHONY: lib train test gpu-check asan race tsan ptx lint clean same-python
 
 lib: $(BUILT)
 
@@ -44,8 +44,8 @@ gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py
 
 # The whole matrix under a sanitizer: cpu and cuda_sim under address, undefined, bounds and alignment checks; cuda_sim under
-# the race detector for kernels; cpu and its thread pool under the thread sanitizer.
-asan race tsan: $(BUILT)
+# the race detector for kernels; cpu and its thread pool under the thread sanitizer; cuda_sim with the kernels as nvcc compiles them.
+asan race tsan ptx: $(BUILT)
 	$(VENV_PYTHON) -m pip install -q cmake ninja pybind11
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" CMAKE_GENERATOR=Ninja $(VENV_PYTHON) tests/sanitize.py $@ $(SANITIZE)
 

@@ -4,6 +4,9 @@ file(GLOB cuda_kernels CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/src/kernels/*_cud
 set(cuda_module ${PROJECT_SOURCE_DIR}/src/ndarray_backend_cuda.cc ${PROJECT_SOURCE_DIR}/src/common/cublaslt.cc)
 set_source_files_properties(${cuda_module} PROPERTIES COMPILE_OPTIONS "${light};-fno-sanitize=all")  # instrumenting takes long
 
+# CMake looks for nvcc on PATH alone, where the toolkit's installer does not put it.
+set(nvcc_folders "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin" /usr/local/cuda/bin)
+
 # Compiling for GPUs takes minutes: without being asked to, only where there is one. A container may have the fourth alone.
 file(GLOB gpus /dev/nvidia[0-9]* /dev/dxg)
 if(NEEDLE_CUDA STREQUAL "AUTO" AND NOT gpus)
@@ -13,9 +16,8 @@ endif()
 if(NEEDLE_CUDA)  # neither OFF nor 0, FALSE, no
   # Set before enable_language, which would otherwise choose an architecture of its own.
   set(CMAKE_CUDA_ARCHITECTURES ${NEEDLE_CUDA_ARCHITECTURES})
-  # CMake looks on PATH alone, where the toolkit's installer does not put it.
   if(NOT CMAKE_CUDA_COMPILER AND "$ENV{CUDACXX}" STREQUAL "")
-    find_program(NEEDLE_NVCC nvcc PATHS "$ENV{CUDA_HOME}/bin" "$ENV{CUDA_PATH}/bin" /usr/local/cuda/bin)
+    find_program(NEEDLE_NVCC nvcc PATHS ${nvcc_folders})
     if(NEEDLE_NVCC)
       set(ENV{CUDACXX} "${NEEDLE_NVCC}")
     endif()
@@ -66,6 +68,33 @@ if(NEEDLE_CUDA_SIM)
   endforeach()
   needle_module(ndarray_backend_cuda_sim cuda_sim ${cuda_module} ${sim_wrappers} ${sim_sources})
   needle_host_flags(ndarray_backend_cuda_sim)
+  if(NEEDLE_PTX)
+    find_program(NEEDLE_NVCC nvcc PATHS ${nvcc_folders} REQUIRED)
+    set(translate ${PROJECT_SOURCE_DIR}/src/common/cuda_sim/ptx/translate.py)
+    # The namespace of the emulator's device gives the kernels the names that they have there.
+    set(ptx_flags -std=c++17 -O3 -DNDEBUG -DNEEDLE_DEVICE=cuda_sim --expt-relaxed-constexpr)
+    if(only_dtypes)
+      list(APPEND ptx_flags -D${only_dtypes})
+    endif()
+    foreach(source ${cuda_kernels})
+      get_filename_component(stem ${source} NAME_WE)
+      set(ptx ${CMAKE_CURRENT_BINARY_DIR}/ptx/${stem}.ptx)
+      add_custom_command(
+        OUTPUT ${ptx}
+        COMMAND ${NEEDLE_NVCC} ${ptx_flags} -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/src/common
+                -arch=compute_${NEEDLE_PTX} -ptx ${source} -o ${ptx} -MD -MF ${ptx}.d
+        DEPENDS ${source} DEPFILE ${ptx}.d VERBATIM)
+      add_custom_command(OUTPUT ${ptx}.cc COMMAND ${Python_EXECUTABLE} ${translate} ${ptx} ${ptx}.cc
+                         DEPENDS ${ptx} ${translate} VERBATIM)
+      list(APPEND translated ${ptx}.cc)
+    endforeach()
+    file(MAKE_DIRECTORY ${CMAKE_CURRENT_BINARY_DIR}/ptx)
+    target_sources(ndarray_backend_cuda_sim_objects PRIVATE ${translated} ${PROJECT_SOURCE_DIR}/src/common/cuda_sim/ptx/kernels.cc)
+    target_include_directories(ndarray_backend_cuda_sim_objects PRIVATE ${PROJECT_SOURCE_DIR}/src/common)
+    target_compile_definitions(ndarray_backend_cuda_sim_objects PUBLIC NEEDLE_PTX=1)
+    # Each instruction is rounded by itself.
+    set_source_files_properties(${translated} PROPERTIES COMPILE_OPTIONS "${light};-g0;-ffp-contract=off")
+  endif()
   # There are hundreds of kernels and each gets little work here: they are light, too, and -g1 gives the source line of a fault.
   set(sim_options "${light};$<$<NOT:$<CONFIG:Debug>>:-g1>")
   if(NEEDLE_RACE)

@@ -1,8 +1,9 @@
-"""Builds the compiled devices under a sanitizer and runs their tests: make asan, make race, make tsan.
+"""Builds the compiled devices under a sanitizer and runs their tests: make asan, make race, make tsan, make ptx.
 
     asan   cpu and cuda_sim: addresses, undefined behaviour, bounds, alignment
     race   cuda_sim: data races between the threads of a kernel and reads of shared memory before writes, by the emulator's detector
     tsan   cpu: data races between the threads of the pool
+    ptx    cuda_sim: the kernels as nvcc compiles them, inline PTX and all, in place of the C++ compiler's code
 
 With --smallest: only the kernels' smallest cases on cuda_sim, compiled for the dtypes that they use.
 The build is the preset of that name in build/KIND, beside a copy of the Python sources, so that the plain build stays as it is.
@@ -17,19 +18,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-DEVICES = {"asan": ["cpu", "cuda_sim"], "race": ["cuda_sim"], "tsan": ["cpu"]}
+DEVICES = {"asan": ["cpu", "cuda_sim"], "race": ["cuda_sim"], "tsan": ["cpu"], "ptx": ["cuda_sim"]}
 SHARED_TESTS = ["test_parity.py", "test_array.py", "test_kernels.py"]
 CUDA_TESTS = ["test_cuda_smallest.py", "test_cuda_kernels.py", "test_cublaslt.py"]
-SMALLEST = {
-    # Without optimization the address checks compile faster.
-    "asan": ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-g1", "-DNEEDLE_ONLY_DTYPES=float32;bfloat16;int32"],
-    "race": ["-DNEEDLE_ONLY_DTYPES=float32;bfloat16;int32"],
-}
+FEW = "-DNEEDLE_ONLY_DTYPES=float32;bfloat16;int32"
+UNOPTIMIZED = ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-g1"]  # compiles faster: the address checks, and what was PTX
+SMALLEST = {"asan": [FEW, *UNOPTIMIZED], "race": [FEW], "ptx": [FEW, *UNOPTIMIZED]}
 
 
 def runtime(kind: str) -> dict[str, str]:
     """The environment that a sanitizer needs: its library must be the first of the process, which is Python."""
-    if kind == "race":
+    if kind in ("race", "ptx"):
         return {}
     names = ("libasan.so", "libstdc++.so.6") if kind == "asan" else ("libtsan.so",)
     paths = [

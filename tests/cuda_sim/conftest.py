@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +15,8 @@ import pytest
 
 HERE = Path(__file__).parent
 COMMON = HERE.parents[1] / "src" / "common"
-BASE_FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{COMMON}", f"-I{HERE}"]
+SIM = COMMON / "cuda_sim"
+BASE_FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", f"-I{HERE}"]
 
 # For each way of building: the compiler, flags of runtime and programs, flags of the programs alone, flags to link.
 MODES = {
@@ -36,11 +38,12 @@ MODES = {
     # As docs/cuda.md compiles a file alone: each access has its line all the same.
     "race_unoptimized": ("g++", ["-O0", "-DNEEDLE_RACE"], ["-fsanitize=thread"], []),
     "arm64": ("aarch64-linux-gnu-g++", ["-O1"], [], ["-static"]),
+    "ptx": ("g++", ["-O1", "-DNEEDLE_PTX=1", "-fwrapv", "-ffp-contract=off"], [], []),  # the kernels as nvcc compiles them
 }
 # What a whole run needs, in the order of its tests: built ahead by two threads.
 NEEDED = [
     *[("semantics", mode) for mode in MODES if mode != "race_unoptimized"],
-    *[("tensor_cores", mode) for mode in ("plain", "asan", "race")],
+    *[("tensor_cores", mode) for mode in ("plain", "asan", "race", "ptx")],
     ("lifecycle", "plain"),
     *[("faults", mode) for mode in ("plain", "clang")],
     ("overruns", "asan"),
@@ -48,6 +51,11 @@ NEEDED = [
     ("wrong_answers", "plain"),
     *[("row_sums", mode) for mode in ("plain", "race")],
 ]
+
+
+def missing(mode: str) -> str | None:
+    """A compiler that the mode needs and that is not here."""
+    return next((name for name in (MODES[mode][0], *(["nvcc"] if mode == "ptx" else [])) if shutil.which(name) is None), None)
 
 
 def _compile(command: list[str]) -> None:
@@ -84,21 +92,32 @@ class Programs:
         """The emulator, its sources compiled as one: each alone takes most of its time for the headers that all include."""
         compiler, flags, _, _ = MODES[mode]
         out = self.folder / mode / "runtime.o"
-        sources = [word for source in sorted((COMMON / "cuda_sim").glob("*.cc")) for word in ("-include", str(source))]
-        return self.once(out, [compiler, *BASE_FLAGS, *flags, *sources, "-x", "c++", "-c", os.devnull, "-o", str(out)])
+        files = [file for pattern in ("*.cc", *(["ptx/*.cc"] if mode == "ptx" else [])) for file in sorted(SIM.glob(pattern))]
+        sources = [word for file in files for word in ("-include", str(file))]
+        return self.once(
+            out, [compiler, *BASE_FLAGS, f"-I{COMMON}", *flags, *sources, "-x", "c++", "-c", os.devnull, "-o", str(out)]
+        )
 
-    def compile(self, name: str, mode: str) -> Path | None:
+    def compile(self, name: str, mode: str, common: Path = COMMON) -> Path | None:
+        """common: a copy of src/common, beside which the program then is."""
         compiler, flags, program_flags, link_flags = MODES[mode]
-        if shutil.which(compiler) is None:
+        if missing(mode):
             return None
         runtime = self.runtime(mode)
-        program = self.folder / mode / name
-        source = ["-x", "c++", "-c", str(HERE / f"{name}.cu"), "-o", f"{program}.o"]
-        return self.once(
-            program,
-            [compiler, *BASE_FLAGS, *flags, *program_flags, *source],
-            [compiler, *flags, *link_flags, f"{program}.o", str(runtime), "-o", str(program), "-lpthread", "-ldl"],
-        )
+        program = (self.folder / mode if common == COMMON else common.parent) / name
+        flags = [*BASE_FLAGS, f"-I{common}", *flags]
+        source = str(HERE / f"{name}.cu")
+        commands = [[compiler, *flags, *program_flags, "-x", "c++", "-c", source, "-o", f"{program}.o"]]
+        objects = [f"{program}.o", str(runtime)]
+        if mode == "ptx":
+            ptx, translated = f"{program}.ptx", f"{program}.ptx.cc"
+            objects.append(f"{translated}.o")
+            commands += [
+                ["nvcc", "-std=c++17", f"-I{common}", "-arch=compute_80", "-ptx", source, "-o", ptx],
+                [sys.executable, str(SIM / "ptx" / "translate.py"), ptx, translated],
+                [compiler, *flags, "-c", translated, "-o", objects[-1]],
+            ]
+        return self.once(program, *commands, [compiler, *flags, *link_flags, *objects, "-o", str(program), "-lpthread", "-ldl"])
 
     def run(self, name: str, mode: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
         launcher = []
@@ -109,7 +128,7 @@ class Programs:
             launcher = [emulator]
         program = self.submit(name, mode).result()
         if program is None:
-            pytest.skip(f"no {MODES[mode][0]} here")
+            pytest.skip(f"no {missing(mode)} here")
         return subprocess.run(
             [*launcher, str(program), *arguments],
             capture_output=True,

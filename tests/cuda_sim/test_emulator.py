@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import platform
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -133,10 +135,35 @@ def test_meaning_in_every_order(programs, program, order):
         *[("semantics", mode) for mode in ("clang", "ucontext", "asan", "race", "arm64")],
         ("tensor_cores", "asan"),
         ("tensor_cores", "race"),
+        ("tensor_cores", "ptx"),
     ],
 )
 def test_meaning_in_every_build(programs, program, mode):
     expect_ok(programs.run(program, mode))
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ('"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', '"r"(a[0]), "r"(a[2]), "r"(a[1]), "r"(a[3])'),
+        ("{%0,%1}, [%2]", "{%1,%0}, [%2]"),
+        ("cp.async.wait_group %0", "cp.async.wait_group 2 + %0"),
+        ("[%0], [%1], 16, %2", "[%0], [%1], 16, 16"),
+    ],
+    ids=["mma", "ldmatrix", "wait_group", "source_bytes"],
+)
+def test_a_mistake_in_inline_ptx_is_found(programs, tmp_path, right, wrong):
+    """Which the emulator, that has a body of its own for each wrapper, cannot see."""
+    common = shutil.copytree(HERE.parents[1] / "src" / "common", tmp_path / "common")
+    text = (common / "ptx.h").read_text()
+    assert right in text
+    (common / "ptx.h").write_text(text.replace(right, wrong))
+    program = programs.compile("tensor_cores", "ptx", common)
+    if program is None:
+        pytest.skip("no nvcc here")
+    done = subprocess.run([program], capture_output=True, text=True, timeout=120)
+    found = done.stdout + done.stderr  # a CHECK's line, or a fault of the kernel
+    assert done.returncode != 0 and ("tensor_cores.cu:" in found or "tensor_cores.ptx:" in found), found
 
 
 def test_lazy_streams_keep_the_meaning(programs):

@@ -1,11 +1,15 @@
 // From launch<K>(config, args...) to a grid of blocks.
 #pragma once
 
+#include <cstring>
 #include <functional>
 #include <string>
 #include <tuple>
 #include <utility>
 
+#if NEEDLE_PTX
+#include "ptx/kernels.h"
+#endif
 #include "runtime_api.h"
 #include "settings.h"
 #include "thread.h"
@@ -36,10 +40,42 @@ NEEDLE_SIM_HIDDEN bool has_room_for_launch();
 NEEDLE_SIM_HIDDEN cudaError_t remember(cudaError_t error);
 NEEDLE_SIM_HIDDEN void enqueue(cudaStream_t stream, std::function<std::string()> work);
 
+#if NEEDLE_PTX
+
+template <auto K>
+const ptx::KernelOfPtx& kernel_of() {
+  static const ptx::KernelOfPtx& kernel = ptx::kernel_of(reinterpret_cast<const void*>(K));
+  return kernel;
+}
+
+// As the members of a struct lie.
+template <class... Params>
+void lay_out(char* to, const std::tuple<Params...>& values) {
+  size_t at = 0;
+  const auto add = [&](const auto& value) {
+    constexpr size_t align = alignof(decltype(value)), bytes = sizeof(value);
+    at = (at + align - 1) / align * align;
+    std::memcpy(to + at, static_cast<const void*>(&value), bytes);
+    at += bytes;
+  };
+  std::apply([&](const auto&... value) { (add(value), ...); }, values);
+}
+
+template <auto K, class... Params>
+void run_thread(void* args) {
+  alignas(16) char params[4096];  // as many as CUDA has
+  lay_out(params, *static_cast<std::tuple<Params...>*>(args));
+  ptx::run(kernel_of<K>(), params);
+}
+
+#else
+
 template <auto K, class... Params>
 void run_thread(void* args) {
   std::apply(K, *static_cast<std::tuple<Params...>*>(args));
 }
+
+#endif
 
 // What depends on the parameters' types alone stands apart from what depends on the kernel: there
 // are hundreds of kernels.
@@ -65,6 +101,9 @@ std::string launch_values(Launch launch, cudaStream_t stream, std::tuple<Params.
 template <auto K, class... Params, class... Args>
 std::string launch_as(void (*)(Params...), Launch launch, cudaStream_t stream, Args&&... args) {
   static_assert(sizeof...(Params) == sizeof...(Args), "launch: wrong number of kernel arguments");
+#if NEEDLE_PTX
+  kernel_of<K>();  // it is looked for here, where an exception can be thrown
+#endif
   launch.run = run_thread<K, Params...>;
   return launch_values(launch, stream, std::tuple<Params...>(std::forward<Args>(args)...));
 }

@@ -47,6 +47,7 @@ class Block : public BlockIndex {
   std::string place_of(uint64_t block, unsigned rank) const;
   std::string describe(const void* address) const;
   bool in_shared(const void* address) const;
+  char* arena() const { return arena_; }
 
   const Launch* launch = nullptr;
   uint64_t linear_index = 0;
