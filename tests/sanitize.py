@@ -88,7 +88,10 @@ def main() -> int:
     if "cpu" not in devices and not list((ROOT / "python" / "needle" / "backend_ndarray").glob("ndarray_backend_cpu.*.so")):
         parser.error("the plain build is missing, whose cpu device these tests use too: run make lib first")
     jobs = len(os.sched_getaffinity(0))
-    package = build(options.kind, options.smallest, devices, jobs)
+    try:
+        package = build(options.kind, options.smallest, devices, jobs)
+    except subprocess.CalledProcessError as error:  # CMake and the compiler have said why
+        return error.returncode
     files = CUDA_TESTS[:1] if options.smallest else SHARED_TESTS + (CUDA_TESTS if "cuda_sim" in devices else [])
     tests = options.tests or [f"tests/{name}" for name in files]
     command = [

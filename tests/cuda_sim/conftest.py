@@ -42,7 +42,7 @@ MODES = {
 }
 # What a whole run needs, in the order of its tests: built ahead by two threads.
 NEEDED = [
-    *[("semantics", mode) for mode in MODES if mode != "race_unoptimized"],
+    *[("semantics", mode) for mode in MODES if mode not in ("race_unoptimized", "ptx")],
     *[("tensor_cores", mode) for mode in ("plain", "asan", "race", "ptx")],
     ("lifecycle", "plain"),
     *[("faults", mode) for mode in ("plain", "clang")],

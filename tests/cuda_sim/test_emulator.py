@@ -147,7 +147,7 @@ def test_meaning_in_every_build(programs, program, mode):
     [
         ('"r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])', '"r"(a[0]), "r"(a[2]), "r"(a[1]), "r"(a[3])'),
         ("{%0,%1}, [%2]", "{%1,%0}, [%2]"),
-        ("cp.async.wait_group %0", "cp.async.wait_group 2 + %0"),
+        ('"n"(N)', '"n"(N + 2)'),
         ("[%0], [%1], 16, %2", "[%0], [%1], 16, 16"),
     ],
     ids=["mma", "ldmatrix", "wait_group", "source_bytes"],

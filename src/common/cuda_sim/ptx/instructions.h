@@ -147,14 +147,12 @@ template <class T> uint32_t op_clz(T a) {
 }
 // clang-format on
 template <class T>
-T op_shl(T a, T n) {
-  return n >= 8 * sizeof(T) ? T(0) : T(a << n);
+T op_shl(T a, uint32_t n) {
+  return n < 8 * sizeof(T) ? T(a << n) : T(0);
 }
 template <class T>
-T op_shr(T a, T n) {
-  const auto most = static_cast<Unsigned<T>>(8 * sizeof(T) - 1);
-  if (static_cast<Unsigned<T>>(n) > most) return a < T(0) ? T(-1) : T(0);
-  return T(a >> n);
+T op_shr(T a, uint32_t n) {
+  return n < 8 * sizeof(T) ? T(a >> n) : a < T(0) ? T(-1) : T(0);
 }
 // `length` bits of a into b, from bit `start` on.
 template <class T>
@@ -239,17 +237,19 @@ T op_max(T a, T b) {
     return a != a ? b : b != b ? a : a == b ? (std::signbit(a) ? b : a) : a > b ? a : b;
 }
 
-// With a carry in and out, of 32 bits.
-inline uint32_t carried(uint64_t sum, bool& carry) {
+// With a carry in and out.
+template <class T>
+T carried(uint64_t sum, bool& carry) {
+  static_assert(std::is_same_v<T, uint32_t>, "no carry of others");
   carry = sum >> 32 & 1;
   return static_cast<uint32_t>(sum);
 }
 // clang-format off
-template <class T> T op_add_cc(T a, T b, bool& carry) { return carried(uint64_t(a) + b, carry); }
-template <class T> T op_addc_cc(T a, T b, bool& carry) { return carried(uint64_t(a) + b + carry, carry); }
+template <class T> T op_add_cc(T a, T b, bool& carry) { return carried<T>(uint64_t(a) + b, carry); }
+template <class T> T op_addc_cc(T a, T b, bool& carry) { return carried<T>(uint64_t(a) + b + carry, carry); }
 template <class T> T op_addc(T a, T b, bool carry) { return a + b + carry; }
-template <class T> T op_sub_cc(T a, T b, bool& carry) { return carried(uint64_t(a) - b, carry); }
-template <class T> T op_subc_cc(T a, T b, bool& carry) { return carried(uint64_t(a) - b - carry, carry); }
+template <class T> T op_sub_cc(T a, T b, bool& carry) { return carried<T>(uint64_t(a) - b, carry); }
+template <class T> T op_subc_cc(T a, T b, bool& carry) { return carried<T>(uint64_t(a) - b - carry, carry); }
 template <class T> T op_subc(T a, T b, bool carry) { return a - b - carry; }
 template <class T> T op_mad_lo_cc(T a, T b, T c, bool& carry) { return op_add_cc(op_mul_lo(a, b), c, carry); }
 template <class T> T op_madc_lo_cc(T a, T b, T c, bool& carry) { return op_addc_cc(op_mul_lo(a, b), c, carry); }
@@ -257,17 +257,16 @@ template <class T> T op_madc_hi_cc(T a, T b, T c, bool& carry) { return op_addc_
 template <class T> T op_madc_hi(T a, T b, T c, bool carry) { return op_addc(op_mul_hi(a, b), c, carry); }
 // clang-format on
 
-// Rounded down: a double holds the product, and of the sum what it leaves out is known.
+// Rounded down: a double holds the product, and what the sum leaves out is known.
 template <class T>
 T op_fma_rm(T a, T b, T c) {
   static_assert(std::is_same_v<T, float>);
   const double product = double(a) * b, sum = product + c, back = sum - product;
   const double left_out = (product - (sum - back)) + (c - back);
+  if (sum == 0) return std::signbit(product) || std::signbit(c) ? -0.0f : 0.0f;
   const float nearest = static_cast<float>(sum);
   const bool is_above = nearest > sum || (nearest == sum && left_out < 0);
-  return is_above && std::isfinite(nearest)
-             ? std::nextafter(nearest, -std::numeric_limits<float>::infinity())
-             : nearest;
+  return is_above ? std::nextafter(nearest, -std::numeric_limits<float>::infinity()) : nearest;
 }
 
 // Approximations are within an error that their users allow for; numbers below the normal ones are
@@ -312,12 +311,13 @@ template <class T> bool op_setp_nan(T a, T b) { return unordered(a, b); }
 
 // --- conversions ---------------------------------------------------------------------------------
 
-// A float that is integral, or beyond the integers, which end at their largest and smallest; NaN is
-// 0, of 64 bits the smallest.
+// A float that is integral, or beyond the integers, which end at their largest and smallest. NaN is
+// 0, but where a side has 64 bits the highest bit alone.
 template <class To, class From>
 To to_integer(From x) {
   using Limits = std::numeric_limits<To>;
-  if (x != x) return sizeof(To) == 8 ? To(uint64_t(1) << 63) : To(0);
+  if (x != x)
+    return sizeof(To) == 8 || sizeof(From) == 8 ? To(uint64_t(1) << (8 * sizeof(To) - 1)) : To(0);
   if (x >= std::ldexp(From(1), Limits::digits)) return Limits::max();
   if (x < From(Limits::min())) return Limits::min();
   return static_cast<To>(x);
@@ -331,14 +331,20 @@ To integral(From rounded) {
 }
 // clang-format off
 template <class To, class From> To op_cvt(From x) { return static_cast<To>(x); }
-template <class To, class From> To op_cvt_rn(From x) { return static_cast<To>(x); }
+template <class To, class From> To op_cvt_rn(From x) {
+  static_assert(sizeof(To) > 2 || std::is_same_v<From, float>, "would be rounded twice");
+  return static_cast<To>(x);
+}
 template <class To, class From> To op_cvt_rn(From high, From low) { return {decltype(To::low)(low), decltype(To::high)(high)}; }
 template <class To, class From> To op_cvt_rna(From x) { return {to_tf32(x)}; }
 template <class To, class From> To op_cvt_rni(From x) { return integral<To>(std::nearbyint(x)); }
 template <class To, class From> To op_cvt_rzi(From x) { return integral<To>(std::trunc(x)); }
 template <class To, class From> To op_cvt_rmi(From x) { return integral<To>(std::floor(x)); }
 template <class To, class From> To op_cvt_rpi(From x) { return integral<To>(std::ceil(x)); }
-template <class To, class From> To op_cvt_sat(From x) { return x > 0 ? (x < 1 ? x : To(1)) : To(0); }
+template <class To, class From> To op_cvt_sat(From x) {
+  static_assert(std::is_same_v<To, From> && std::is_floating_point_v<To>);
+  return x > 0 ? (x < 1 ? x : To(1)) : To(0);
+}
 // clang-format on
 
 // --- threads -------------------------------------------------------------------------------------

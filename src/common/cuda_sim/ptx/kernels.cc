@@ -27,6 +27,7 @@ std::map<uintptr_t, std::string> names_of_functions() {
   Dl_info module;
   dladdr(reinterpret_cast<const void*>(&by_name), &module);
   std::ifstream in(module.dli_fname, std::ios::binary);
+  if (!in) in.open("/proc/self/exe", std::ios::binary);  // a program that was found on PATH
   const std::string file{std::istreambuf_iterator<char>(in), {}};
   const auto at = [&](auto& record, size_t offset) {
     if (offset + sizeof record > file.size()) throw std::runtime_error("ptx: no ELF file");
@@ -57,7 +58,10 @@ std::map<uintptr_t, std::string> names_of_functions() {
 }  // namespace
 
 bool register_kernels(const KernelOfPtx* kernels, size_t count) {
-  for (size_t i = 0; i < count; ++i) by_name()[kernels[i].name] = &kernels[i];
+  for (size_t i = 0; i < count; ++i) {
+    const auto [entry, is_new] = by_name().emplace(kernels[i].name, &kernels[i]);
+    if (!is_new && entry->first.find("_GLOBAL__N_") != std::string::npos) entry->second = nullptr;
+  }
   return true;
 }
 
@@ -70,6 +74,7 @@ const KernelOfPtx& kernel_of(const void* function) {
   const std::string wanted = name == names.end() ? "a kernel without a symbol" : name->second;
   const auto found = by_name().find(wanted);
   if (found == by_name().end()) throw std::runtime_error("ptx: nvcc has no " + wanted);
+  if (found->second == nullptr) throw std::runtime_error("ptx: two files have a " + wanted);
   return *found->second;
 }
 

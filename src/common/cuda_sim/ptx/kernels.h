@@ -14,8 +14,8 @@ struct KernelOfPtx {
   unsigned max_threads;       // of a block, by its __launch_bounds__
 };
 
-// Called as the module is loaded. Kernels of the same name, from a template that several files use,
-// are the same.
+// Called as the module is loaded. Kernels of the same name are the same, from a template that
+// several files use, but for those of anonymous namespaces, which kernel_of then refuses.
 bool register_kernels(const KernelOfPtx* kernels, size_t count);
 
 // What nvcc made of the kernel at this address. Throws std::runtime_error if there is nothing.

@@ -17,7 +17,10 @@ TYPES = {
     **{f"s{bits}": f"int{bits}_t" for bits in (8, 16, 32, 64)},
 }  # fmt: skip
 # Operands that are not of the instruction's type: their index behind the result, and what they are read as.
-OTHER_OPERANDS = {"op_selp": (2, "bool"), "op_vote_sync_ballot": (0, "bool"), "op_mad_wide": (2, "raw")}
+OTHER_OPERANDS = {
+    "op_selp": (2, "bool"), "op_vote_sync_ballot": (0, "bool"), "op_mad_wide": (2, "raw"),
+    "op_shl": (1, "uint32_t"), "op_shr": (1, "uint32_t"),
+}  # fmt: skip
 SPACES = {"global", "shared", "local", "param"}
 # nvcc's name of an anonymous namespace tells the file, and the C++ compiler's does not.
 ANONYMOUS = re.compile(r"_GLOBAL__N__[0-9a-f]{8}_\d+_\w+_([0-9a-f]{8}|main)(_\d+)?")
@@ -66,6 +69,17 @@ def statements(lines: list[str], first: int) -> Iterator[tuple[int, str]]:
                     text = text.lstrip()[1:]
 
 
+def bytes_of(text: str) -> tuple[int, int, str]:
+    """Alignment, size and name of what is declared as a .param, .local or .shared."""
+    pointer = r"(?: \.ptr(?: \.\w+)?(?: \.align \d+)?)?"
+    match = re.fullmatch(rf"\.(?:param|local|shared) (?:\.align (\d+) )?\.\w(\d+){pointer} ([\w$]+)(?:\[(\d+)\])?", text)
+    if not match:
+        raise ValueError(f"{text} is not known")
+    align, bits, name, count = match.groups()
+    size = int(bits) // 8
+    return int(align or size), size * int(count or 1), name
+
+
 class Module:
     """A .ptx file: `code` is what it becomes."""
 
@@ -77,42 +91,44 @@ class Module:
         lines = [line.split("//")[0].rstrip() for line in path.read_text().split("\n")]
         i = 0
         while i < len(lines):
-            if re.match(r"(\.visible |\.weak )?\.(entry|func)\b", lines[i]):
-                end = next(j for j in range(i, len(lines)) if lines[j] in ("{", ";"))
-                head = " ".join(lines[i:end])
-                if lines[end] == "{":
-                    close, depth = end, 1
-                    while depth > 0:
-                        close += 1
-                        depth += lines[close].count("{") - lines[close].count("}")
-                    self.function(head, lines[end + 1 : close], end + 2)
-                    end = close
-                else:
-                    self.code.append(Function(self, head).signature + ";")
-                i = end
-            elif lines[i] and not re.match(r"\.(version|target|address_size)\b", lines[i]):
-                self.variable(lines[i].rstrip(";"))
+            try:
+                if re.match(r"(\.visible |\.weak )?\.(entry|func)\b", lines[i]):
+                    i = self.function(lines, i)
+                elif lines[i] and not re.match(r"\.(version|target|address_size)\b", lines[i]):
+                    self.variable(lines[i].rstrip(";"))
+            except (ValueError, KeyError, IndexError, StopIteration) as error:
+                raise SyntaxError(f"{self.file}:{i + 1}: {lines[i]}: {error!r}") from error
             i += 1
 
     def variable(self, text: str) -> None:
         if match := re.fullmatch(r"\.(?:global|const) \.align (\d+) \.b8 ([\w$]+)\[(\d+)\] = (\{.*\})", text):
             align, name, size, values = match.groups()
-            self.code.append(f"alignas({align}) const uint8_t {cpp_name(name)}[{size}] = {values};")
+            self.code.append(f"alignas({align}) uint8_t {cpp_name(name)}[{size}] = {values};")
             self.symbols[name] = cpp_name(name)
         elif match := re.fullmatch(r"\.extern \.shared \.align \d+ \.b8 ([\w$]+)\[\]", text):
             self.symbols[match[1]] = "shared_address(needle::sim::dynamic_shared())"
-        elif match := re.fullmatch(r"\s*\.shared \.align (\d+) \.b8 ([\w$]+)\[(\d+)\]", text):
-            align, name, size = match.groups()
+        elif text.lstrip().startswith(".shared"):
+            align, size, name = bytes_of(text.strip())
             declared = f"declared_{cpp_name(name)}"
             self.code.append(f"const char {declared} = 0;")
             variable = re.sub(r".*E\d+", "", name)  # without the functions that it is in
             self.symbols[name] = f'shared_address(needle::sim::shared_memory(&{declared}, "{variable}", {size}, {align}))'
         else:
-            raise SyntaxError(f"{self.file}: {text}")
+            raise ValueError("not known")
 
-    def function(self, head: str, lines: list[str], first: int) -> None:
+    def function(self, lines: list[str], start: int) -> int:
+        """The function whose head begins at line `start`. Returns the index of its last line."""
+        end = next(i for i in range(start, len(lines)) if lines[i] in ("{", ";"))
+        head = " ".join(lines[start:end])
         function = Function(self, head)
-        for number, text in statements(lines, first):
+        if lines[end] == ";":
+            self.code.append(f"{function.signature};")
+            return end
+        close, depth = end, 1
+        while depth > 0:
+            close += 1
+            depth += lines[close].count("{") - lines[close].count("}")
+        for number, text in statements(lines[end + 1 : close], end + 2):
             try:
                 function.statement(text, f'PLACE("{self.file}", {number})')
             except (ValueError, KeyError, IndexError) as error:
@@ -121,6 +137,7 @@ class Module:
         if function.is_kernel:
             limit = re.search(r"\.maxntid (\d+)", head)
             self.kernels.append(f'{{"{mangled(function.name)}", {function.cpp_name}, {limit[1] if limit else 1024}}},')
+        return close
 
 
 class Function:
@@ -130,7 +147,7 @@ class Function:
         self.module = module
         match = re.fullmatch(r"(?:\.visible |\.weak )?\.(entry|func)\s+(?:\((.*?)\)\s*)?([\w$]+)\s*\((.*?)\)(.*)", head.strip())
         if not match:
-            raise SyntaxError(f"{module.file}: {head}")
+            raise ValueError("not known")
         kind, result, self.name, parameters, _ = match.groups()
         self.is_kernel = kind == "entry"
         self.cpp_name = f"kernel_{len(module.kernels)}" if self.is_kernel else cpp_name(self.name)
@@ -139,23 +156,13 @@ class Function:
         self.body: list[str] = []
         names, offset = [], 0
         for text in split(result or "") + split(parameters):
-            align, size, name = self.bytes_of(text)
+            align, size, name = bytes_of(text)
             offset = (offset + align - 1) // align * align
             self.symbols[name] = f"(params + {offset})" if self.is_kernel else cpp_name(name)
             offset += size
             names.append(f"[[maybe_unused]] char* {cpp_name(name)}")
         taken = "[[maybe_unused]] char* params" if self.is_kernel else ", ".join(names)
         self.signature = f"void {self.cpp_name}({taken})"
-
-    @staticmethod
-    def bytes_of(text: str) -> tuple[int, int, str]:
-        """Alignment, size and name of a .param or .local."""
-        match = re.fullmatch(r"\.(?:param|local) (?:\.align (\d+) )?\.\w(\d+) ([\w$]+)(?:\[(\d+)\])?", text)
-        if not match:
-            raise ValueError("no array of bytes")
-        align, bits, name, count = match.groups()
-        size = int(bits) // 8
-        return int(align or size), size * int(count or 1), name
 
     def statement(self, text: str, place: str) -> None:
         if text in "{}":
@@ -169,7 +176,7 @@ class Function:
         elif text.startswith(".shared"):
             self.module.variable(text)
         elif text.startswith((".local", ".param")):
-            align, size, name = self.bytes_of(text)
+            align, size, name = bytes_of(text)
             self.symbols[name] = cpp_name(name)
             self.body.append(f"alignas({align}) char {cpp_name(name)}[{size}];")
         elif not text.startswith(".pragma"):
@@ -177,7 +184,7 @@ class Function:
             if match := re.match(r"@(!?)(%\w+) ", text):
                 condition, text = f"if ({match[1]}{cpp_name(match[2])}) ", text[match.end() :]
             code = self.instruction(text, place)
-            self.body.append(condition + (f"{{ {code} }}" if code.count(";") > 1 else code))
+            self.body.append(f"{condition}{{ {code} }}" if condition or code.count(";") > 1 else code)
 
     def declare(self, kind: str, names: list[str]) -> None:
         for name in names:
@@ -201,13 +208,13 @@ class Function:
             return f"{kind}({match[1]}().{match[2]})"
         if match := re.fullmatch(r"0[fFdD]([0-9A-Fa-f]{8}|[0-9A-Fa-f]{16})", operand):
             return f"bit_cast<{kind}>(uint{4 * len(match[1])}_t(0x{match[1]}))"
-        if re.fullmatch(r"-?\d+", operand):
-            return f"{kind}({int(operand) % 2**64}u)"
+        if re.fullmatch(r"-?(\d+|0x[0-9A-Fa-f]+)U?", operand):
+            return f"{kind}({int(operand.rstrip('U'), 0) % 2**64}u)"
         return f"as<{kind}>(address_of({(self.module.symbols | self.symbols)[operand]}))"
 
     def write(self, operand: str, value: str) -> str:
-        if operand == "_":
-            return ""
+        if operand == "_":  # of no interest
+            return f"(void)({value});"
         if operand not in self.types:
             raise ValueError(f"{operand} is no register")
         return f"set({cpp_name(operand)}, {value});"
