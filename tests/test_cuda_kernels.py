@@ -549,6 +549,7 @@ def test_a_device_that_begins_without_memory(leave):
         import needle
         from needle.errors import OutOfMemoryError
         device = needle.cuda_sim()
+        os.environ["NEEDLE_SIM_SM"] = "90"  # which the 32 MiB belong to
         assert device.enabled()
         for _ in range(2):
             os.environ["NEEDLE_SIM_MEMORY"] = "16"

@@ -50,12 +50,6 @@ const ptx::KernelOfPtx& kernel_of() {
 
 // As the members of a struct lie.
 template <class... Params>
-constexpr size_t laid_out_bytes() {
-  size_t at = 0;
-  ((at = (at + alignof(Params) - 1) / alignof(Params) * alignof(Params) + sizeof(Params)), ...);
-  return at;
-}
-template <class... Params>
 void lay_out(char* to, const std::tuple<Params...>& values) {
   size_t at = 0;
   const auto add = [&](const auto& value) {
@@ -69,7 +63,7 @@ void lay_out(char* to, const std::tuple<Params...>& values) {
 
 template <auto K, class... Params>
 void run_thread(void* args) {
-  alignas(16) char params[laid_out_bytes<Params...>() + 1];
+  alignas(16) char params[((sizeof(Params) + alignof(Params)) + ... + 1)];  // as many at most
   lay_out(params, *static_cast<std::tuple<Params...>*>(args));
   ptx::run(kernel_of<K>(), params);
 }

@@ -8,7 +8,6 @@
 #include <fstream>
 #include <iterator>
 #include <map>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 

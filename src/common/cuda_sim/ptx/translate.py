@@ -295,8 +295,8 @@ class Function:
         return f"const auto loaded = {access}); {''.join(writes)}"
 
     def mma(self, modifiers: list[str], operands: list[str], kinds: list[str], place: str) -> str:
-        *ways, shape = modifiers[:3]
-        if [*ways, *modifiers[3:5]] != ["sync", "aligned", "row", "col"]:
+        *ways, shape, a_order, b_order = (modifier for modifier in modifiers if modifier not in TYPES)
+        if [*ways, a_order, b_order] != ["sync", "aligned", "row", "col"]:
             raise ValueError(f"{modifiers} are not known")
         d, a, b, c = map(self.registers, operands)
         code = f"float sums[{len(c)}] = {{{', '.join(self.read(name, 'float') for name in c)}}};"
