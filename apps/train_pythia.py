@@ -20,29 +20,23 @@ from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from needle import files
-from needle.backend_ndarray.device import drop_device_caches
 from needle.checkpoints import CheckpointFolder
 from needle.command_line import exit_code, run_program
 from needle.data.text import TextData, load_text, unigram_entropy
-from needle.errors import DataError
-from needle.memory import LeakCheck, reset_peak, set_limit, stats
+from needle.memory import reset_peak, set_limit, stats
 from needle.memory.units import table
-from needle.models import GenerationConfig, PythiaConfig
+from needle.models import PythiaConfig
 from needle.models.pretrained import read_config
-from needle.models.training import Step
 from pythia_app import checkpoint, command, config_file, printable
 from pythia_app.flops import peak_flops
 from pythia_app.loading import default_vocabulary, find_model, fit_options, tokenizer_of_run
+from pythia_app.loop import PROMPT_TOKENS, Loop
 from pythia_app.memory import Budget
-from pythia_app.options import check, check_room, device, new_folder, notes, parse, read, run_folder
+from pythia_app.options import check, device, notes, parse, read
 from pythia_app.page import METRICS, PAGE, About, mask_picture
 from pythia_app.report import Reporter, duration, mib
+from pythia_app.run_folder import RunFolder, lies_elsewhere
 from pythia_app.trainer import StopRequest, Trainer, compare_dense, evaluated
-
-PROMPT_TOKENS, SAMPLE_TOKENS = 16, 48
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -82,11 +76,6 @@ def start(argv: list[str] | None) -> int:
     return run(resumed, found, state)
 
 
-def lies_elsewhere(saved: Path, folder: str | Path | None) -> bool:
-    """Whether a folder is named for the run, and the checkpoint is not in it."""
-    return folder is not None and not (os.path.isdir(folder) and saved.parent.samefile(folder))
-
-
 def run(options, found: checkpoint.Found | None = None, state: dict | None = None, weights: Path | None = None) -> int:
     """Prepares the run that ``options`` describe and trains, evaluates, compares or plans.
 
@@ -99,14 +88,9 @@ def run(options, found: checkpoint.Found | None = None, state: dict | None = Non
         for sparse in kinds:
             Budget(options, options.vocab_size, where, sparse).show()
         return 0
-    given = folder = None
-    if not (options.compare_dense or options.eval_only):
-        given = options.checkpoint_dir or (saved and checkpoint.run_of(saved))
-        folder = run_folder(options, given, saved)
-        if saved is None:
-            check_room(options, folder)
-    is_here = folder is not None and saved is not None and not lies_elsewhere(saved, folder)
-    names = found.names if found and is_here else CheckpointFolder(folder).names() if folder else []
+    folder = None if options.compare_dense or options.eval_only else RunFolder(options, found)
+    if folder is not None and saved is None:
+        folder.check_room()
     tokenizer = tokenizer_of_run(options, weights, saved, state)
     text = load_text(options.dataset, vocab_size=options.vocab_size, tokenizer=tokenizer)
     unigram = unigram_entropy(text.train, evaluated(text, options.seq_len), text.vocab_size)
@@ -136,26 +120,22 @@ def run(options, found: checkpoint.Found | None = None, state: dict | None = Non
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
         return 0
-    if saved is not None and (trainer.step < trainer.steps or not is_here):  # else there is nothing to save
-        check_room(options, folder)
-    if given is None:
-        folder, names = new_folder(folder), []
-    per_token, mask = trainer.config.flops_per_token(options.seq_len), mask_picture(trainer.config.layout(options.seq_len))
-    facts |= {"text": about_text, "folder": str(folder)}
-    if flops:
-        facts["MFU"] = f"{per_token / 1e6:,.0f} million FLOPs per token (6 N + 12 L C T x density), of {known}"
-    about = About(f"{title}, {folder.name}", trainer.steps, options.max_grad_norm, mask, facts, per_token / flops if flops else 0.0)
-    folder.mkdir(parents=True, exist_ok=True)
-    taken = f"[checkpoint_dir] another process is training in {folder} (another folder)"
-    with files.alone_in(folder, taken), budgets[0].advice:
-        checkpoint.check_unchanged(folder, names)
+    if saved is not None and (trainer.step < trainer.steps or not folder.is_here):  # else there is nothing to save
+        folder.check_room()
+    with folder.taken() as path, budgets[0].advice:
+        facts |= {"text": about_text, "folder": str(path)}
+        per_token, mask = trainer.config.flops_per_token(options.seq_len), mask_picture(trainer.config.layout(options.seq_len))
+        if flops:
+            facts["MFU"] = f"{per_token / 1e6:,.0f} million FLOPs per token (6 N + 12 L C T x density), of {known}"
+        utilization = per_token / flops if flops else 0.0
+        about = About(f"{title}, {path.name}", trainer.steps, options.max_grad_norm, mask, facts, utilization)
         effective = Namespace(**{**vars(options), "max_steps": trainer.steps, "device": where.name})
-        config_file.keep(folder, effective, trainer.step if saved else 0)
+        config_file.keep(path, effective, trainer.step if saved else 0)
         try:
-            return train(options, trainer, text, unigram, folder, saved, is_here, about)
+            return train(options, folder, trainer, text, unigram, about)
         except KeyboardInterrupt:
-            if CheckpointFolder(folder).names():
-                raise KeyboardInterrupt(f"go on with: {command('--load_checkpoint', folder)}") from None
+            if CheckpointFolder(path).names():
+                raise KeyboardInterrupt(f"go on with: {command('--load_checkpoint', path)}") from None
             raise
 
 
@@ -183,100 +163,40 @@ def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
     return facts
 
 
-def train(
-    options, trainer: Trainer, text: TextData, unigram: float, folder: Path, saved: Path | None, is_here: bool, about: About
-) -> int:
-    """Trains, saves, evaluates and reports until the last step or a stop. Returns the exit code.
-
-    saved: the checkpoint that the run continues from. is_here: whether it is in ``folder``.
-    """
-    start, first, peak = time.perf_counter(), trainer.step, 0
-    kept = first if is_here else None  # the step that ``saved`` is of
-    checkpoints = CheckpointFolder(folder, options.keep_last)
-    if kept is not None:
-        checkpoints.go_on_from(saved)
-
-    def save() -> Path:
-        report.flush()
-        return checkpoint.save(checkpoints, trainer.model, trainer.optimizer, trainer.state(), text.tokenizer)
-
-    def due() -> bool:
-        return bool(options.save_every) and trainer.step % options.save_every == 0 and trainer.step < trainer.steps
-
-    def evaluate(path: Path) -> tuple[float, str]:
-        """The held-out loss and, if there is a tokenizer, a sample. Done after saving: a kill meanwhile loses nothing."""
-        held, prompt, sample = trainer.held_out_loss(text), "", ""
-        if math.isfinite(held):
-            report.record({"step": trainer.step, "held_out_loss": held, "unigram_entropy": unigram})
-            if text.tokenizer is not None:
-                prompt, sample = sampled(trainer, text, options.seed)
-                report.record({"step": trainer.step, "prompt": prompt, "sample": sample})
-            checkpoints.mark(path, held)
-        return held, prompt + sample
-
-    with Reporter(folder, about, first, tensorboard=options.tensorboard) as report:
-        with StopRequest() as stop, LeakCheck() as leaks:
-            if kept is not None and due() and checkpoints.held_out_loss(saved) is None:
-                evaluate(saved)  # it was saved, and then the run was killed
-            while trainer.step < trainer.steps and not stop.asked and not report.unread:
-                reset_peak(trainer.device)
-                before = time.perf_counter()
-                skipped = trainer.scaler.skipped_steps
-                try:
-                    made = trainer.train_step()
-                except DataError:
-                    if trainer.step not in (first, kept):
-                        report.say(f"stopped after step {trainer.step}; saved {save()}")
-                    raise
-                except FloatingPointError as error:
-                    report.say(f"step {trainer.step + 1}: {error}; stopped, nothing saved")
-                    return 1
-                leaks.step()
-                wrong = not_finite(made, trainer.scaler.skipped_steps > skipped)
-                if wrong:
-                    report.say(f"step {trainer.step}: {wrong}; stopped, nothing saved (a lower --lr may help)")
-                    return 1
-                now = time.perf_counter()
-                row = trainer.row(made, now - before)
-                peak = max(peak, row["peak_bytes"])
-                report.step(row, (now - start) / (trainer.step - first) * (trainer.steps - trainer.step))
-                if due() and not stop.asked and not report.unread:
-                    saved, kept = save(), trainer.step
-                    evaluate(saved)
-            if trainer.step != kept:
-                saved = save()
+def train(options, folder: RunFolder, trainer: Trainer, text: TextData, unigram: float, about: About) -> int:
+    """Trains, saves, evaluates and reports until the last step or a stop. Returns the exit code."""
+    with Reporter(folder.path, about, trainer.step, tensorboard=options.tensorboard) as report:
+        loop = Loop(options, folder, trainer, text, unigram, report)
+        with StopRequest() as stop:
+            wrong = loop.run(stop)
+        if wrong:
+            report.say(wrong)
+            return 1
         if stop.asked:
-            report.say(f"stopped after step {trainer.step}; saved {saved}\ngo on with: {command('--load_checkpoint', folder)}")
+            go_on = command("--load_checkpoint", folder.path)
+            report.say(f"stopped after step {trainer.step}; saved {loop.saved}\ngo on with: {go_on}")
             return stop.exit_code
         if report.unread:
             return 1
-        held, sample = evaluate(saved)
+        held, sample = loop.evaluate()
         if not math.isfinite(held):
             report.say(f"the held-out loss is {held}; the last step went too far (a lower --lr may help)")
             return 1
         say_held_out(report.say, held, unigram)
-        seconds = time.perf_counter() - start
-        done = (trainer.step - first) * trainer.step_tokens
+        seconds = time.perf_counter() - loop.started
+        done = (trainer.step - loop.first) * trainer.step_tokens
         report.say(
             f"{done:,} tokens in {duration(seconds)}, {done / max(seconds, 1e-9):,.0f} tokens/s with evaluation; "
-            f"peak memory {mib(max(peak, stats(trainer.device).peak))}"
+            f"peak memory {mib(max(loop.peak, stats(trainer.device).peak))}"
         )
-        best = checkpoints.best()
-        if best is not None and best != saved:
+        best = loop.checkpoints.best()
+        if best is not None and best != loop.saved:
             report.say(f"lowest held-out loss so far: {best}")
     if sample:
         print(f"--- sample, after {PROMPT_TOKENS} tokens of held-out text ---\n{printable(sample)}\n---")
-    made_files = [name for name in (config_file.CONFIG, METRICS, PAGE) if (folder / name).is_file()]
-    print(f"in {folder}: checkpoint, {', '.join(made_files)}")
+    made_files = [name for name in (config_file.CONFIG, METRICS, PAGE) if (folder.path / name).is_file()]
+    print(f"in {folder.path}: checkpoint, {', '.join(made_files)}")
     return 0
-
-
-def not_finite(made: Step, skipped: bool) -> str:
-    """Which of a step's figures is no number, "" if all are. Of a norm that is none, clipping makes NaN of all gradients; but where
-    the update was ``skipped``, that is the loss scale's affair.
-    """
-    figures = {"loss": made.loss} if skipped else {"loss": made.loss, "norm of the gradients": made.grad_norm}
-    return next((f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)), "")
 
 
 def say_text(text: TextData, unigram: float) -> str:
@@ -297,18 +217,6 @@ def say_held_out(say, held: float, unigram: float) -> None:
         f"held-out loss {held:.3f} nats, perplexity {math.exp(min(held, 50)):,.1f}; "
         f"{abs(unigram - held):.3f} {'below' if held <= unigram else 'above'} token frequencies alone ({unigram:.3f})"
     )
-
-
-def sampled(trainer: Trainer, text: TextData, seed: int) -> tuple[str, str]:
-    """The start of the held-out text and how the model continues it. Frees what it cached on the device: the plan has none."""
-    prompt = [int(i) for i in text.held_out[:PROMPT_TOKENS]]
-    config = GenerationConfig(SAMPLE_TOKENS, do_sample=True, temperature=0.8, top_k=40, seed=seed)
-    try:
-        out = trainer.model.generate([prompt], config)[0]
-    except FloatingPointError:  # the run may still recover
-        out = np.array(prompt)
-    drop_device_caches()
-    return text.tokenizer.decode(prompt), text.tokenizer.decode(out[len(prompt) :])
 
 
 if __name__ == "__main__":

@@ -55,14 +55,6 @@ def run_of(path: Path) -> Path | None:
     return path.parent if path.name in CheckpointFolder(path.parent).names() else None
 
 
-def check_unchanged(folder: Path, names: list[str]) -> None:
-    """raises: CheckpointError if the run has others than ``names`` by now: another process has trained there, and ended."""
-    if CheckpointFolder(folder).names() != names:
-        raise CheckpointError(
-            f"[checkpoint_dir] another process has trained in {folder} meanwhile (this command again, or another folder)"
-        )
-
-
 def check_newest(saved: Path, asked: Path) -> None:
     """raises: CheckpointError if ``saved`` is just what was asked for, and its run has newer ones, which would be replaced."""
     newest = CheckpointFolder(saved.parent).names()[-1:] if run_of(saved) is not None else []

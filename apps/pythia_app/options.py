@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
-import itertools
 import os
-import shutil
-import time
-from pathlib import Path
 
 import needle as ndl
 from needle import files
 from needle.amp import PRECISIONS
 from needle.backend_ndarray.block_layout import BLOCK_SIZES
 from needle.backend_selection import BACKEND
-from needle.checkpoints import CheckpointFolder
 from needle.command_line import Parser, flag
 from needle.data.text_corpus import CORPORA
 from needle.data.text_tokenizer import DEFAULT_VOCABULARY, LARGEST_VOCABULARY
 from needle.data.token_files import find_token_file
 from needle.dtype import to_numpy
 from needle.errors import DataError, DeviceError, DTypeError, ShapeError
-from needle.memory import parse_bytes, readable
-from needle.models import SIZES, PythiaConfig, check_blocks, layers_or_bytes, size_name
+from needle.memory import parse_bytes
+from needle.models import SIZES, check_blocks, layers_or_bytes, size_name
 from needle.nn import PATTERNS
 from pythia_app import config_file
 from pythia_app.loading import MODEL_HELP
@@ -290,49 +284,3 @@ def device(name: str):
     chosen = ndl.as_device(name)
     chosen.require()
     return chosen
-
-
-def run_folder(options: argparse.Namespace, given: str | Path | None, saved: Path | None) -> Path:
-    """The folder that the run will write into, tried out without leaving a trace.
-
-    given: the folder, if one was named. saved: the checkpoint that the run continues from.
-    raises: DataError if nothing can be written there, if it holds another run or is a checkpoint of one, or without the package
-    that writes config.yaml.
-    """
-    config_file.yaml_package()
-    path = Path(given or f"runs/pythia-{options.model}-{time.strftime('%Y%m%d-%H%M%S')}")
-    try:
-        files.try_folder(path)
-        taken = any(path.glob("step-*")) and not (saved and path.samefile(saved.parent))
-        real = Path(os.path.realpath(path))
-        is_checkpoint = real.name.startswith("step-") and real.name in CheckpointFolder(real.parent).names()
-    except (OSError, ValueError) as error:  # ValueError: no path at all
-        reason = files.reason(error)
-        raise DataError(f"[checkpoint_dir] cannot write into {path}: {reason} (a folder that can be written)") from error
-    if taken and given:
-        raise DataError(f"[checkpoint_dir] {path} holds a run (another folder, or --load_checkpoint {path} to go on with it)")
-    if is_checkpoint:
-        raise DataError(f"[checkpoint_dir] {path} is a checkpoint, which its run will remove (the run's folder, or another)")
-    return path
-
-
-def check_room(options: argparse.Namespace, path: Path) -> None:
-    """raises: DataError if there is none for a checkpoint in ``path``, which may have to be made."""
-    disk = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists()))
-    # Weights and AdamW's two averages, in float32. A file system may not know how large it is.
-    needed = 3 * 4 * PythiaConfig.named(options.model, vocab_size=options.vocab_size).parameter_count()
-    if disk.free < needed and disk.total:
-        raise DataError(
-            f"[checkpoint_dir] a checkpoint takes {readable(needed)}, and {path} has {readable(disk.free)} left (more room, or a "
-            "folder on another disk)"
-        )
-
-
-def new_folder(path: Path) -> Path:
-    """Makes ``path``, or, where runs began in the same second or a clock was set back, path-2, path-3 and so on."""
-    names = itertools.chain([path.name], (f"{path.name}-{n}" for n in itertools.count(2)))
-    while True:
-        made = path.with_name(next(names))
-        with contextlib.suppress(FileExistsError):
-            made.mkdir(parents=True)
-            return made
