@@ -111,11 +111,7 @@ def run(options, found: checkpoint.Found | None = None, state: dict | None = Non
     if saved is not None and state is not None and not options.eval_only:
         checkpoint.load_optimizer(saved, trainer.model, trainer.optimizer)
         trainer.load_state(state)
-    title, facts = f"Pythia-{options.model} on {where}", described(options, trainer.config, planned)
-    if began is not None:
-        facts["weights"] = f"going on after step {trainer.step} from {began}" if trainer.step else f"weights of {began}"
-        if trainer.step >= trainer.steps:
-            facts["weights"] += f", of {trainer.steps} steps: nothing is left to train"
+    title, facts = f"Pythia-{options.model} on {where}", described(trainer, began, planned)
     print(f"{title}: {'; '.join(facts.values())}", flush=True)
     if folder is None:
         say_held_out(print, trainer.held_out_loss(text), unigram)
@@ -124,11 +120,7 @@ def run(options, found: checkpoint.Found | None = None, state: dict | None = Non
         folder.check_room()
     with folder.taken() as path, budgets[0].advice:
         facts |= {"text": about_text, "folder": str(path)}
-        per_token, mask = trainer.config.flops_per_token(options.seq_len), mask_picture(trainer.config.layout(options.seq_len))
-        if flops:
-            facts["MFU"] = f"{per_token / 1e6:,.0f} million FLOPs per token (6 N + 12 L C T x density), of {known}"
-        utilization = per_token / flops if flops else 0.0
-        about = About(f"{title}, {path.name}", trainer.steps, options.max_grad_norm, mask, facts, utilization)
+        about = about_run(trainer, f"{title}, {path.name}", facts, flops, known)
         effective = Namespace(**{**vars(options), "max_steps": trainer.steps, "device": where.name})
         config_file.keep(path, effective, trainer.step if saved else 0)
         try:
@@ -147,8 +139,9 @@ def compare(options, configs: list[PythiaConfig], text: TextData, where, weights
     return stop.exit_code if stop.asked else 0
 
 
-def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
-    """What is trained, in words: the parts of the first line by name."""
+def described(trainer: Trainer, began: Path | None, planned: int) -> dict[str, str]:
+    """What is trained, in words: the parts of the first line by name. began: the folder of the weights that it begins with."""
+    options, config = trainer.options, trainer.config
     kind, layout = config.pattern or "dense", config.layout(options.seq_len)
     tokens = f"micro-batches of {options.batch_size} x {options.seq_len} tokens"
     facts = {
@@ -160,7 +153,21 @@ def described(options, config: PythiaConfig, planned: int) -> dict[str, str]:
         facts["layers"] = f"{again} of {config.layers} layers computed again in backward"
     if planned:
         facts["memory"] = f"planned peak memory {mib(planned)}"
+    if began is not None:
+        facts["weights"] = f"going on after step {trainer.step} from {began}" if trainer.step else f"weights of {began}"
+        if trainer.step >= trainer.steps:
+            facts["weights"] += f", of {trainer.steps} steps: nothing is left to train"
     return facts
+
+
+def about_run(trainer: Trainer, title: str, facts: dict[str, str], flops: float, known: str) -> About:
+    """What the run's page says beside its metrics. flops, known: those of ``peak_flops``."""
+    options, config = trainer.options, trainer.config
+    per_token = config.flops_per_token(options.seq_len)
+    if flops:
+        facts = {**facts, "MFU": f"{per_token / 1e6:,.0f} million FLOPs per token (6 N + 12 L C T x density), of {known}"}
+    mask = mask_picture(config.layout(options.seq_len))
+    return About(title, trainer.steps, options.max_grad_norm, mask, facts, per_token / flops if flops else 0.0)
 
 
 def train(options, folder: RunFolder, trainer: Trainer, text: TextData, unigram: float, about: About) -> int:
