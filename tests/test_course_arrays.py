@@ -150,6 +150,8 @@ def test_why_there_is_no_gpu(monkeypatch):
         monkeypatch.setitem(sys.modules, "needle.backend_ndarray.absent", module)
         device = nd.BackendDevice("cuda", "absent")
         assert not device.enabled() and device.why_absent() == f"no usable GPU was found: {said}"
+        with pytest.raises(AttributeError, match=f"has no attribute 'matmul': no usable GPU was found: {said}"):
+            device.matmul  # noqa: B018
 
 
 def test_what_a_device_makes(device):

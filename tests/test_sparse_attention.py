@@ -192,6 +192,8 @@ def test_layouts_say_what_is_wrong(host):
     for too_many in (lambda: causal_pattern("local", 62_500, 16), lambda: dense_layout(10**6, 10**6, 16)):
         with pytest.raises(ShapeError, match=r"62,500 x 62,500 blocks of 16 positions are too many .* or 131,072 positions"):
             too_many()
+    with pytest.raises(ShapeError, match=r"block size 0 \(accepted: multiples of 16"):
+        dense_layout(32, 32, 0)
     column = np.arange(7)
     wanted = [(column % 3 == 0) & (column < i) | (column == i) for i in range(7)]
     np.testing.assert_array_equal(causal_pattern("global", 7, 16, stride=3).mask[0], wanted)

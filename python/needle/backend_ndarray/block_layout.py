@@ -154,6 +154,7 @@ def check_size(rows: int, cols: int, block: int) -> None:
 @device_cache(maxsize=64)
 def dense_layout(rows: int, cols: int, block: int = 64, causal: bool = True, q_start: int = 0) -> BlockLayout:
     """Every block of a (rows, cols) matrix in elements, tails included; causal drops the future."""
+    block = check_block(block)
     shape = -(-rows // block), -(-cols // block)
     check_size(*shape, block)
     mask = np.ones(shape, bool)

@@ -123,9 +123,11 @@ class BackendDevice:
         return mod
 
     def __getattr__(self, name: str) -> Any:
-        mod = None if name.startswith("__") and name not in ("__tile_size__", "__device_name__") else self.mod
+        is_kernels = not name.startswith("__") or name in ("__tile_size__", "__device_name__")
+        mod = self.mod if is_kernels else None
         if mod is None:
-            raise AttributeError(f"device {self._label} has no attribute {name!r}")
+            absent = f": {self._why_absent}" if is_kernels else ""
+            raise AttributeError(f"device {self._label} has no attribute {name!r}{absent}")
         return getattr(mod, name)
 
     def enabled(self) -> bool:
