@@ -127,6 +127,8 @@ def test_a_module_and_its_optimizer_are_copied(host):
     for copying in (copy.copy, copy.deepcopy):
         with pytest.raises(GraphError, match="leaves"):
             copying(leaf([1.0], host) * 2)
+        with pytest.raises(GraphError, match="leaves"):
+            copying(ops.split(leaf([1.0], host) * 2, 0))
     with pytest.raises(TypeError, match="Tensors are not pickled"):
         pickle.dumps(model)
 
@@ -252,6 +254,34 @@ def test_gradient_of_a_gradient(host):
     (x * x).backward(y, create_graph=True)
     x.grad.backward()  # 2 x y
     assert x.grad.item() == 0 and y.grad.item() == 12
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_gradient_that_other_graphs_have_used_can_be_differentiated(host, monkeypatch, lazy):
+    monkeypatch.setattr(autograd, "LAZY_MODE", lazy)
+    x, w = leaf([1.0, 2.0], host), leaf([1.0, 1.0], host)
+    y = (x * x * x).sum()
+    y.backward()
+    gradient = x.grad
+    (gradient * w).sum().backward()
+    assert w.grad.numpy().tolist() == [3, 12]
+    gradient.backward()
+    assert x.grad.numpy().tolist() == [6, 12]
+
+
+@pytest.mark.parametrize("accumulate, expected", [(False, [6.0, 8.0]), (True, [9.0, 11.0])])
+def test_the_gradient_of_a_gradient_leaves_retained_ones_alone(host, accumulate, expected):
+    """Its history is a backward made once more, whose gradients nobody has asked for."""
+    x, y = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host)
+    h, untouched = ops.tanh(x).retain_grad(), (x * 1).retain_grad()
+    first = (h * y * y + untouched * 0).sum()
+    first.backward()
+    gradient = y.grad  # 2 h y
+    (h * 3).sum().backward()
+    untouched.grad = None
+    gradient.backward(accumulate=accumulate)
+    np.testing.assert_allclose(h.grad.numpy(), expected, rtol=1e-6)
+    assert untouched.grad is None
 
 
 def test_derivatives_of_any_order(host):

@@ -486,7 +486,7 @@ def test_whole_numbers_that_int64_does_not_have(device):
 def test_a_scalar_is_one_number(device):
     x = leaf([1, 2], device)
     for op in (ops.add_scalar, ops.mul_scalar, ops.divide_scalar, ops.power_scalar):
-        for wrong in (x, x.realize_cached_data(), np.ones((4, 1, 2))):
+        for wrong in (x, x.realize_cached_data(), np.ones((4, 1, 2)), [2.0], (2.0,)):
             with pytest.raises(DTypeError, match=r"the scalar is of type .* \(accepted: one number\)"):
                 op(x, wrong)
         assert op(x, np.float32(2)).shape == op(x, np.array([2.0])).shape == (2,)

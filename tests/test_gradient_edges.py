@@ -430,6 +430,14 @@ def test_views_without_elements(device):
     assert x.grad.shape == (0, 1, 2, 2) and nothing.compact().size == 0
 
 
+def test_attention_to_large_scores_that_are_alike(device):
+    """Their weights sum to 1, though the scores have no digits for what tells them apart."""
+    rng = np.random.default_rng(0)
+    q, k = leaf(np.full((1, 1, 4, 2), 1e6), device), leaf(1 + rng.uniform(0, 1e-6, (1, 1, 24, 2)), device)
+    v = leaf(np.ones((1, 1, 24, 2)), device)
+    np.testing.assert_allclose(ops.attention(q, k, v, causal=False).numpy(), 1, rtol=1e-6)
+
+
 def test_attention_to_nothing(device):
     q, k = leaf(np.ones((1, 2, 3, 4)), device), leaf(np.ones((1, 2, 0, 4)), device)
     out = ops.attention(q, k, k, causal=False)

@@ -5,6 +5,7 @@ import gc
 import gzip
 import pickle
 import struct
+import weakref
 
 import numpy as np
 import pytest
@@ -313,6 +314,22 @@ def test_what_is_assigned_in_the_place_of_a_parameter(device):
     norm = nn.BatchNorm1d(2, device=device)
     with pytest.raises(TypeError, match=r"\[BatchNorm1d\] running_mean would be .* in place of a Buffer"):
         norm.running_mean = np.zeros(2)
+
+
+def test_a_module_is_no_part_of_itself():
+    """Its parameters would have no end."""
+
+    class Block(nn.Module):
+        def __init__(self, whole):
+            self.whole = whole
+            self.weight = nn.Parameter([1.0])
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    for value in (model, Block(model), [nn.Identity(), {"inner": Block(model)}], nn.Sequential(Block(model))):
+        with pytest.raises(TypeError, match=r"\[Sequential\] block would hold the module that it is part of"):
+            model.block = value
+    model.block = Block(weakref.ref(model))
+    assert len(model.parameters()) == 3
 
 
 def test_a_state_has_running_statistics(device):

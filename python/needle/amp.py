@@ -26,7 +26,7 @@ from . import ops
 from .autograd import NDArray, Op, Region, Tensor, current_autocast, current_segment, is_grad_enabled, set_autocast
 from .backend_ndarray import BackendDevice, as_device, kernels
 from .backend_ndarray.ndarray import write_stamp
-from .errors import CheckpointError, DeviceError, DTypeError, GraphError, check_count, check_state, type_name
+from .errors import CheckpointError, DeviceError, DTypeError, GraphError, check_count, check_state, shown, type_name
 
 __all__ = ["PRECISIONS", "GradScaler", "SkippedStepWarning", "autocast", "get_autocast_dtype", "is_autocast_enabled"]
 
@@ -192,7 +192,7 @@ class GradScaler:
             ("backoff_factor", backoff_factor, 0.0, 1.0), ("min_scale", min_scale, 0.0, math.inf),
         ):  # fmt: skip
             if not isinstance(value, (int, float)) or not (least <= value < most and value > 0):
-                raise ValueError(f"[GradScaler] {name} is {value!r} (accepted: from {least:g} to below {most:g}, not 0)")
+                raise ValueError(f"[GradScaler] {name} is {shown(value)} (accepted: from {least:g} to below {most:g}, not 0)")
         self.growth_interval = check_count("GradScaler", "growth_interval", growth_interval, error=ValueError)
         self.hysteresis = check_count("GradScaler", "hysteresis", hysteresis, error=ValueError)
         self.growth_factor, self.backoff_factor, self.min_scale, self.enabled = growth_factor, backoff_factor, min_scale, enabled

@@ -263,6 +263,24 @@ class Value:
         self._node = node
         node.live_handle = weakref.ref(self)
 
+    def __copy__(self):
+        """A leaf of the same kind on the same array. raises: GraphError for no leaf."""
+        return self._copied(self._data)
+
+    def __deepcopy__(self, memo: dict):
+        """The same on a copy of the array: for ``copy.deepcopy`` of modules."""
+        return self._copied(deepcopy(self._data, memo))
+
+    def _copied(self, data):
+        if self.op is not None:
+            raise GraphError("[copy] this tensor was made by an op (accepted: leaves; detach() gives one)")
+        copy = type(self).__new__(type(self))
+        copy._setup(data, self._requires_grad)
+        return copy
+
+    def __reduce__(self):
+        raise TypeError("[pickle] Tensors are not pickled (accepted: .numpy(); files: needle.checkpoints)")
+
     def _as_node(self) -> Node:
         """This value's node; a leaf gets one when a graph first needs it."""
         if self._node is None:
@@ -643,24 +661,16 @@ class Tensor(Value):
         return format(self.item() if spec else str(self), spec)
 
     def __copy__(self) -> Tensor:
-        """A leaf of the same kind on the same array. raises: GraphError for no leaf."""
-        return self._copied(self._data, self._grad)
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        """The same on a copy of the array: for ``copy.deepcopy`` of modules."""
-        grad = self._grad and self._grad.detach()  # of its history there can be no copy
-        return self._copied(deepcopy(self._data, memo), deepcopy(grad, memo))
-
-    def _copied(self, data, grad: Tensor | None) -> Tensor:
-        if self.op is not None:
-            raise GraphError("[copy] this tensor was made by an op (accepted: leaves; detach() gives one)")
-        copy = type(self).__new__(type(self))
-        copy._setup(data, self._requires_grad)
-        copy._grad = grad
+        """As of any value, with the same ``.grad``."""
+        copy = super().__copy__()
+        copy._grad = self._grad
         return copy
 
-    def __reduce__(self):
-        raise TypeError("[pickle] Tensors are not pickled (accepted: .numpy(); files: needle.checkpoints)")
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        """As of any value, with a copy of ``.grad``, whose history there can be no copy of."""
+        copy = super().__deepcopy__(memo)
+        copy._grad = deepcopy(self._grad and self._grad.detach(), memo)
+        return copy
 
     def to(self, device: Device | str) -> Tensor:
         """These values on ``device``, without history; itself if it is there."""
@@ -689,7 +699,7 @@ class Tensor(Value):
         the sum. create_graph: give the gradients a history of their own.
         raises: GraphError if nothing here requires a gradient, or a changed parameter would be needed again.
         """
-        source = self._source if self._node is None else None  # of a gradient without a history
+        source = self._source if self.op is None else None  # of a gradient without a history
         root = self if source is None else source.rebuild()
         if not root._requires_grad:
             raise GraphError("[backward] this tensor has no history: no input required a gradient, or it was detached")

@@ -25,7 +25,7 @@ def set_gradients(
 ) -> None:
     """Sets or adds to ``.grad`` of the leaves under ``tensor``: what ``Tensor.backward`` does. source: what rebuilt ``tensor``."""
     root = tensor._as_node()
-    found = run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate)
+    found = run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate, retained=True)
     call = _Call(root, out_grad, source)
     # Memory that a leaf has been given already; 0 is borrowed memory, which has no number of its own.
     given = {0} if out_grad is None else {0, out_grad.realize_cached_data().serial}
@@ -176,18 +176,25 @@ def run_backward(
     create_graph: bool,
     stop: frozenset[Node] = frozenset(),
     accumulate: bool = False,
+    retained: bool = False,
 ) -> dict[Node, Tensor]:
-    """Gradients of the leaves (and of ``stop`` nodes) under ``root``. Sets ``.grad`` where retain_grad() asked for it.
+    """Gradients of the leaves (and of ``stop`` nodes) under ``root``.
 
     accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then; ``.grad`` of
-    others is replaced by the sum.
+    others is replaced by the sum. retained: set ``.grad`` where retain_grad() asked for it.
     """
     # In a context of its own, which ends wherever Ctrl-C falls: one as a ``with`` begins or ends would leave what it had set.
-    return copy_context().run(_run_backward, root, out_grad, retain_graph, create_graph, stop, accumulate)
+    return copy_context().run(_run_backward, root, out_grad, retain_graph, create_graph, stop, accumulate, retained)
 
 
 def _run_backward(
-    root: Node, out_grad: Tensor | None, retain_graph: bool, create_graph: bool, stop: frozenset[Node], accumulate: bool
+    root: Node,
+    out_grad: Tensor | None,
+    retain_graph: bool,
+    create_graph: bool,
+    stop: frozenset[Node],
+    accumulate: bool,
+    retained: bool,
 ) -> dict[Node, Tensor]:
     order = differentiable_order([root], stop)
     segments = _made_ready(root, order, stop)
@@ -216,7 +223,7 @@ def _run_backward(
                 continue
             if grad is not None:
                 handle = node.live_handle()
-                if isinstance(handle, Tensor) and handle._retains_grad:
+                if retained and isinstance(handle, Tensor) and handle._retains_grad:
                     kept = grad if grad.requires_grad else Tensor.make_const(grad.realize_cached_data().copy())
                     handle._grad = handle._grad + kept if accumulate and handle._grad is not None else kept
                 if segments:

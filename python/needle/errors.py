@@ -60,7 +60,7 @@ def check_count(
 def check_flag(op: str, name: str, value: Any) -> None:
     """raises: TypeError for what is neither True nor False: by place, another library's argument."""
     if not isinstance(value, bool):
-        raise TypeError(f"[{op}] {name} is {value!r} (accepted: True or False)")
+        raise TypeError(f"[{op}] {name} is {shown(value)} (accepted: True or False)")
 
 
 class _OneLine(Exception):

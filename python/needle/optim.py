@@ -16,7 +16,7 @@ from .autograd import Tensor
 from .backend_ndarray import NDArray, kernels
 from .backend_ndarray.host_memory import OPTIMIZER_STATE
 from .backend_ndarray.ndarray import check_one_device, full
-from .errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_count, check_number, check_state, type_name
+from .errors import CheckpointError, DeviceError, DTypeError, ShapeError, check_count, check_number, check_state, shown, type_name
 
 _Update = tuple[dict[str, Any], Tensor, NDArray, NDArray]
 
@@ -149,7 +149,7 @@ class Optimizer:
         norm: with one below 0 steps would lead upwards.
         """
         if not isinstance(max_norm, Real) or not float(max_norm) >= 0:
-            raise ValueError(f"[clip_grad_norm] max_norm is {max_norm!r} (accepted: a number of at least 0)")
+            raise ValueError(f"[clip_grad_norm] max_norm is {shown(max_norm)} (accepted: a number of at least 0)")
         sums = [kernels.sumsq(p.grad.realize_cached_data()) for p in self.params if p.grad is not None]
         return reduce(operator.add, sums) if sums else full((1,), 0, "float32", self.params[0].device)
 
@@ -331,7 +331,7 @@ class AdamW(_Moments):
         try:
             beta1, beta2 = betas
         except (TypeError, ValueError):
-            raise ValueError(f"[AdamW] betas is {betas!r} (accepted: two numbers)") from None
+            raise ValueError(f"[AdamW] betas is {shown(betas)} (accepted: two numbers)") from None
         super().__init__(params, lr, weight_decay, beta1, beta2, eps)
         self.betas: tuple[float, float] = (beta1, beta2)
         self._scale: NDArray | None = None

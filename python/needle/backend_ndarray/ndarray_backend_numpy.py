@@ -608,8 +608,9 @@ def _attention_probabilities(q, k, mask, H, scale):
     seen = np.resize(mask, (H,) + mask.shape[1:])
     scores = np.where(seen, scores, -np.inf)
     B, H, T, S = scores.shape
-    lse = _lse(scores.reshape(B * H * T, S)).reshape(B, H, T, 1)
-    return np.where(np.isneginf(lse), 0, np.exp(scores - lse)).astype(q.dtype), lse[..., 0]
+    shift, log_sum = (part.reshape(B, H, T, 1) for part in _lse_parts(scores.reshape(B * H * T, S)))
+    p = np.where(np.isneginf(log_sum), 0, np.exp(scores - shift - log_sum)).astype(q.dtype)
+    return p, (shift + log_sum)[..., 0]
 
 
 def attention_forward(q, q_strides, k, k_strides, v, v_strides, out, out_strides, lse, row_ptr, col_idx, partial,
@@ -664,8 +665,8 @@ def attention_decode(q, q_strides, k, k_strides, v, v_strides, key_cache, value_
             seen = seen[seen <= at]
             x = _up(query[b, h])
             scores = _up(keys[b, h, seen]) @ x * x.dtype.type(scale)
-            lse = _lse(scores[None])[0]
-            p = np.where(np.isneginf(lse), 0, np.exp(scores - lse))
+            shift, log_sum = (part[0] for part in _lse_parts(scores[None]))
+            p = np.where(np.isneginf(log_sum), 0, np.exp(scores - shift - log_sum))
             target[b, h] = (p @ _up(values[b, h, seen])).astype(target.dtype)
 
 

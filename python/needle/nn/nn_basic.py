@@ -132,8 +132,12 @@ class Module:
         it then; an optimizer that was made before has the old one. A Parameter requires a gradient if that Tensor did.
 
         raises: TypeError in the place of either for what is no Tensor, None or Module; in that of a Parameter for what an op made,
-        whose history would be lost (after ``del`` it can be assigned, and is no parameter then).
+        whose history would be lost (after ``del`` it can be assigned, and is no parameter then); and for what holds this module,
+        whose parts there would be no end of.
         """
+        if isinstance(value, (Module, dict, list, tuple)) and self in _child_modules(value):
+            name = f"[{type(self).__name__}] {name}"
+            raise TypeError(f"{name} would hold the module that it is part of (accepted: modules that do not know theirs)")
         before = self.__dict__.get(name)
         if isinstance(before, (Parameter, Buffer)) and not isinstance(value, (Parameter, Buffer, Module, NoneType)):
             value = _in_place_of(before, value, f"[{type(self).__name__}] {name}")

@@ -33,7 +33,7 @@ from ..backend_ndarray.ndarray import matmul as _matmul
 from ..backend_ndarray.ndarray import where as _where
 from ..backend_ndarray.shapes import frozen, normalize_axes, reduced_shape
 from ..backend_selection import Device
-from ..errors import DTypeError, ShapeError, type_name
+from ..errors import DTypeError, ShapeError, shown, type_name
 from ._reads import _InputRead, _NoRead, _OutputRead
 from .ops_shape import reshape, transpose
 
@@ -76,7 +76,9 @@ class _OfScalar(TensorOp):
 
     def __init__(self, scalar):
         if not isinstance(scalar, (int, float)) and (
-            isinstance(scalar, (Tensor, NDArray)) or np.size(scalar) != 1 or np.asarray(scalar).dtype.kind not in "biufV"
+            isinstance(scalar, (Tensor, NDArray, list, tuple))
+            or np.size(scalar) != 1
+            or np.asarray(scalar).dtype.kind not in "biufV"
         ):
             raise DTypeError(f"[{type(self).__name__}] the scalar is of type {type_name(scalar)} (accepted: one number)")
         self.scalar = scalar
@@ -478,7 +480,7 @@ class GELU(_InputRead):
 
     def __init__(self, approximate: str = "none"):
         if approximate not in ("none", "tanh"):
-            raise ValueError(f"[gelu] approximate is {approximate!r} (accepted: none, tanh)")
+            raise ValueError(f"[gelu] approximate is {shown(approximate)} (accepted: none, tanh)")
         self.row = "gelu_erf" if approximate == "none" else "gelu_tanh"
 
     def compute(self, a):
