@@ -714,8 +714,16 @@ def test_leftovers_of_a_killed_process_go_with_the_next_save(two):
         shutil.copytree(two.path / "step-000002", two.path / f".step-{step:06}.partial")
     (two.path / "checkpoints.json.123-456.tmp").touch()
     assert value(two.newest()[0]) == 222222
-    two.save(3, write(3))
+    names = [".step-000003.partial", ".step-000010.partial", "step-000009"]
+    assert sorted(two.abandoned()) == [two.path / name for name in names]
+
+    def write_three(path):
+        assert two.abandoned() == [path]  # the others have made room
+        write(3)(path)
+
+    two.save(3, write_three)
     assert sorted(path.name for path in two.path.iterdir()) == ["checkpoints.json", "step-000002", "step-000003"]
+    assert two.abandoned() == []
 
 
 SAVE_FOR_EVER = """

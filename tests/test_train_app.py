@@ -468,6 +468,26 @@ def test_a_run_goes_on_from_another_directory(app, text, tmp_path, monkeypatch):
         shutil.rmtree(second)
 
 
+def test_a_run_on_a_token_file_keeps_its_tokenizer(run, text, tmp_path):
+    """Beside the file it may be gone, or be another one by now."""
+    prepare([text], tmp_path / "ids", vocab_size=300)
+    beside, kept = tmp_path / "ids.tokenizer.json", "tokenizer.json"
+    flags = ("--dataset", tmp_path / "ids", "--checkpoint_dir", tmp_path / "run", "--resume", "--max_steps")
+    assert run(*flags, 1).returncode == 0
+    its_own = beside.read_bytes()
+    beside.unlink()
+    done = run(*flags, 2)
+    assert done.returncode == 0 and not done.stderr and "--- sample" in done.stdout
+    saved = [tmp_path / "run" / name / kept for name in ("step-000001", "step-000002")]
+    assert saved[0].read_bytes() == saved[1].read_bytes()
+    other = json.loads(its_own)
+    vocab = other["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    beside.write_text(json.dumps(other))
+    done = run(*flags, 3)
+    assert done.returncode == 2 and "[ids.bin] its ids are those of ids.tokenizer.json, not of " in done.stderr
+
+
 def test_a_tokenizer_that_was_kept_as_a_relative_path(tmp_path):
     (tmp_path / "tokenizer.json").touch()
     options = parse(["--tokenizer", "gone.json"])
@@ -659,6 +679,9 @@ WRONG = [
     (("--epochs", "nan"), "[epochs]"),
     (("--seed", "-1"), "[seed]"),
     (("--block_size", "40", "--sparse"), "[block_size]"),
+    (("--block_size", "129"), "[block_size] is 129 (accepted: multiples of 16 up to 128)"),
+    (("--eps", "1e-46"), "[eps] is 1e-46 (accepted: 1.2e-38 to 1)"),
+    (("--eps", "nan"), "[eps] is nan"),
     (("--max_steps", "0"), "[max_steps]"),
     (("--resume",), "--checkpoint_dir"),
     (("--compare_dense", "--resume", "--checkpoint_dir", "no-such-run"), "trains from the start; resume was given"),
@@ -1212,6 +1235,10 @@ def test_a_disk_without_room_for_a_checkpoint_is_seen_before(main, tmp_path, mon
         f"train_pythia.py: error: [checkpoint_dir] {full.replace('run', 'other')} (more room, or a folder on another disk)"
     ]
     changed = {name for name, content in contents(tmp_path / "run").items() if content != before.get(name)}
+    left = tmp_path / "run" / ".step-000002.partial"  # of a process that was killed; the next checkpoint takes its room
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"x")
+    assert main("--checkpoint_dir", tmp_path / "run", "--resume", "--max_steps", 2)[0] == 0 and not left.exists()
     assert changed <= {"metrics.jsonl", "report.html", "config-from-step-1.yaml"} and not (tmp_path / "other").exists()
 
 

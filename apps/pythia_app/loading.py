@@ -102,5 +102,6 @@ def tokenizer_of_run(options: argparse.Namespace, weights: Path | None, saved: P
         kept = state and state["options"].get("tokenizer")  # an older one may be relative
         its_own = kept and options.tokenizer == os.path.abspath(files.home(str(kept)))
     else:
-        its_own = options.init_from or options.eval_only  # else the text is the one that it was made of
+        # Else the text is the one that it was made of.
+        its_own = options.init_from or options.eval_only or find_token_file(options.dataset) is not None
     return folder / TOKENIZER if its_own else given

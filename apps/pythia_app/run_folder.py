@@ -50,13 +50,14 @@ class RunFolder:
         self._names = found.names if found and self.is_here else CheckpointFolder(path).names()
 
     def check_room(self) -> None:
-        """raises: DataError if there is none for a checkpoint."""
+        """raises: DataError if there is none for a checkpoint, after what killed processes left in the folder has been removed."""
         disk = shutil.disk_usage(next(folder for folder in (self.path, *self.path.parents) if folder.exists()))
+        free = disk.free + sum(map(nbytes, CheckpointFolder(self.path).abandoned()))
         # Weights and AdamW's two averages, in float32. A file system may not know how large it is.
         options = self.options
         needed = 3 * 4 * PythiaConfig.named(options.model, vocab_size=options.vocab_size).parameter_count()
-        if disk.free < needed and disk.total:
-            there = f"{self.path} has {readable(disk.free)} left"
+        if free < needed and disk.total:
+            there = f"{self.path} has {readable(free)} left"
             raise DataError(
                 f"[checkpoint_dir] a checkpoint takes {readable(needed)}, and {there} (more room, or a folder on another disk)"
             )
@@ -80,6 +81,15 @@ class RunFolder:
 def lies_elsewhere(saved: Path, folder: str | Path | None) -> bool:
     """Whether a folder is named for the run, and the checkpoint is not in it."""
     return folder is not None and not (os.path.isdir(folder) and saved.parent.samefile(folder))
+
+
+def nbytes(folder: Path) -> int:
+    """Of the files in ``folder``, which another process may be removing."""
+    total = 0
+    for file in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def new_folder(path: Path) -> Path:

@@ -15,6 +15,7 @@ import numpy as np
 
 import needle as ndl
 from needle import amp, ops
+from needle.backend_ndarray.device import drop_device_caches
 from needle.checkpoints import random_state, read_folder, set_random_state
 from needle.command_line import ending_signals
 from needle.data.prefetch import Prefetch
@@ -266,4 +267,5 @@ def compare_dense(
             }
         )
         del trainer
+        drop_device_caches()  # the next plan has none
     return rows

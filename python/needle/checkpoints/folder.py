@@ -46,7 +46,8 @@ class CheckpointFolder:
         target = next(self.path / name for name in names if not os.path.lexists(self.path / name))
         partial = self.path / f".{target.name}.partial"
         try:
-            _remove(partial)
+            for left in self.abandoned():  # its room may be needed
+                _remove(left)
             partial.mkdir(parents=True)
             write(partial)
             _seal(partial)
@@ -59,7 +60,8 @@ class CheckpointFolder:
                 f"[checkpoint] cannot write {target}: {files.reason(error)} (room in a writable folder)"
             ) from error
         finally:  # after Ctrl-C, too
-            self._tidy(partial, indexed)
+            for left in self.abandoned() if indexed else [partial]:  # what a new index does not name may be somebody else's
+                _remove(left)
         return target
 
     def mark(self, checkpoint: Path, held_out_loss: float) -> None:
@@ -79,7 +81,8 @@ class CheckpointFolder:
             self._write_index(entries)
         except OSError as error:
             raise CheckpointError(f"[checkpoint] cannot write {self.path / INDEX}: {files.reason(error)}") from error
-        self._tidy(None, True)
+        for left in self.abandoned():
+            _remove(left)
 
     def held_out_loss(self, checkpoint: Path) -> float | None:
         """The loss that ``mark`` has recorded, or None."""
@@ -109,6 +112,15 @@ class CheckpointFolder:
         names = self.names()
         later = names[names.index(checkpoint.name) + 1 :] if checkpoint.name in names else []
         self._damaged = {name for name in later if _is_damaged(self.path / name)}
+
+    def abandoned(self) -> list[Path]:
+        """What the next ``save`` removes: half-written checkpoints of processes that were killed, and those that checkpoints.json,
+        if there is one, does not name any more.
+        """
+        found = list(self.path.glob(".step-*.partial"))
+        if (self.path / INDEX).is_file():
+            found += [self.path / name for name in set(self._folders()) - set(self.names())]
+        return found
 
     def names(self) -> list[str]:
         """The names of all checkpoints, whole or not, the newest last."""
@@ -149,17 +161,6 @@ class CheckpointFolder:
         text = json.dumps({"checkpoints": [entry for entry in entries if entry["name"] in kept]}, indent=2, allow_nan=False)
         with files.write_atomically(self.path / INDEX) as file:
             file.write(text.encode())
-
-    def _tidy(self, partial: Path | None, indexed: bool) -> None:
-        """Removes what is half-written, and, unless the index is new, the checkpoints that it does not name any more."""
-        if partial is not None:
-            _remove(partial)
-        if not indexed:
-            return
-        for path in self.path.glob(".step-*.partial"):  # of a process that was killed
-            _remove(path)
-        for name in set(self._folders()) - {entry["name"] for entry in self._entries()}:
-            _remove(self.path / name)
 
 
 def _is_entry(entry: object) -> bool:

@@ -39,7 +39,7 @@ def parse_bytes(text: int | str, name: str = "memory") -> int:
             found = int(min(float(match[1]) * _UNITS[match[2]], 2.0**63))
         else:
             raise ShapeError(
-                f"[{name}] not an amount of memory: {text!r} (accepted: 16GiB, or 16G for the same, 500MB, a number of bytes, or "
+                f"[{name}] not an amount of memory: {text!r} (accepted: 16GiB, or 16G for the same, 500MB, 1000000 bytes, or "
                 f"{', '.join(GPUS)})"
             )
     if not 0 < found < 1 << 63:
