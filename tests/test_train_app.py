@@ -529,6 +529,14 @@ def test_weights_that_no_run_can_begin_with(main, tmp_path, monkeypatch):
     assert code == 2 and f"[init_from] {tmp_path / 'mute'}: [checkpoint] cannot read" in lines[-1], lines
 
 
+def test_the_second_of_two_compared_runs_has_the_memory_of_its_plan(text):
+    flags = ("--compare_dense", "--block_size", 16, "--max_steps", 2)
+    planned = re.findall(r"^peak .* \(([\d,]+) bytes\)", outside(*command(text, *flags, "--plan")).stdout, re.M)
+    assert len(planned) == 2
+    done = outside(*command(text, *flags, "--memory_limit", max(int(peak.replace(",", "")) for peak in planned)))
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_comparison_that_is_interrupted_has_no_row_of_what_was_not_trained(interrupted):
     done = interrupted("--compare_dense", "--max_steps", 4)
     assert done.returncode == 130 and "\ndense" in done.stdout and "\nlocal" not in done.stdout, done.stdout
