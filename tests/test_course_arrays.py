@@ -139,7 +139,7 @@ def test_devices():
     absent = nd.BackendDevice(name="cuda", mod=None)
     assert not absent.enabled() and absent == nd.cuda() and not hasattr(absent, "matmul")
     for missing in ("__name__", "no_such_function"):
-        with pytest.raises(AttributeError):
+        with pytest.raises(AttributeError, match=rf"device cpu\(\) has no attribute '{missing}'"):
             getattr(nd.cpu(), missing)
 
 

@@ -177,8 +177,8 @@ def test_layouts_say_what_is_wrong(host):
     with pytest.raises(ShapeError, match="accepted: local, global, mixed"):
         causal_pattern("diagonal", 4, 16)
     # Where it is written, not in forward.
-    for wrong in ({"pattern": "diagonal"}, {"block": 0}, {"block": 20}, {"window": 0}, {"window": 1.5}):
-        for make in (nn.BlockSparseAttention, PythiaConfig().with_sparse):
+    for wrong in ({"pattern": "diagonal"}, {"block": 0}, {"block": 20}, {"window": 0}, {"window": 1.5}, {"stride": 0}):
+        for make in (nn.BlockSparseAttention, *([] if "stride" in wrong else [PythiaConfig().with_sparse])):
             with pytest.raises(ShapeError, match="accepted: "):
                 make(**wrong)
     with pytest.raises(ShapeError, match=r"\[BlockSparseAttention\] q is \(100, 8\) \(accepted: \(batch, heads"):
@@ -194,8 +194,23 @@ def test_layouts_say_what_is_wrong(host):
             too_many()
     with pytest.raises(ShapeError, match=r"block size 0 \(accepted: multiples of 16"):
         dense_layout(32, 32, 0)
-    column = np.arange(7)
-    wanted = [(column % 3 == 0) & (column < i) | (column == i) for i in range(7)]
-    np.testing.assert_array_equal(causal_pattern("global", 7, 16, stride=3).mask[0], wanted)
+
+
+PATTERN_BLOCKS = {  # of 7, with a window of 2 and a stride of 3: the blocks that each sees
+    "local": [[0], [0, 1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6]],
+    "global": [[0], [0, 1], [0, 2], [0, 3], [0, 3, 4], [0, 3, 5], [0, 3, 6]],
+    "mixed": [[0], [0, 1], [0, 1, 2], [0, 2, 3], [0, 3, 4], [0, 3, 4, 5], [0, 3, 5, 6]],
+}
+
+
+@pytest.mark.parametrize("pattern", nn.PATTERNS)
+def test_which_blocks_a_pattern_has(pattern):
+    layout = causal_pattern(pattern, 7, 16, window=2, stride=3)
+    assert [np.flatnonzero(row).tolist() for row in layout.mask[0]] == PATTERN_BLOCKS[pattern]
+    layer = nn.BlockSparseAttention(pattern, 16, window=2, stride=3)
+    np.testing.assert_array_equal(layer.layout(7 * 16).mask, layout.mask)
+
+
+def test_patterns_of_every_size():
     assert causal_pattern("local", 3, 16, window=10**30).density == 1
     assert causal_pattern("local", 8, 64).density == 15 / 36 and causal_pattern("global", 4, 16, stride=1).density == 1

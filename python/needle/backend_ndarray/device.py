@@ -128,6 +128,8 @@ class BackendDevice:
         if mod is None:
             absent = f": {self._why_absent}" if is_kernels else ""
             raise AttributeError(f"device {self._label} has no attribute {name!r}{absent}")
+        if not hasattr(mod, name):
+            raise AttributeError(f"device {self._label} has no attribute {name!r} (a new kernel is there after make lib)")
         return getattr(mod, name)
 
     def enabled(self) -> bool:

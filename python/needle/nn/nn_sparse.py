@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from .. import init, ops
@@ -11,7 +13,13 @@ from ..backend_ndarray.device import device_cache
 from ..errors import DTypeError, ShapeError, check_count, type_name
 from .nn_basic import Module, Parameter
 
-PATTERNS = ("local", "global", "mixed")
+# Which blocks ``col`` of the past a block ``row`` sees beside itself.
+_SEEN: dict[str, Callable[[np.ndarray, np.ndarray, int, int], np.ndarray]] = {
+    "local": lambda row, col, window, stride: col > row - window,
+    "global": lambda row, col, window, stride: col % stride == 0,
+    "mixed": lambda row, col, window, stride: (col > row - window) | (col % stride == 0),
+}
+PATTERNS = tuple(_SEEN)
 
 
 def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, stride: int = 4) -> BlockLayout:
@@ -34,37 +42,34 @@ def causal_pattern(pattern: str, blocks: int, block: int, window: int = 2, strid
 @device_cache(maxsize=64)
 def _causal_pattern(pattern: str, blocks: int, block: int, window: int, stride: int) -> BlockLayout:
     row, col = np.arange(blocks)[:, None], np.arange(blocks)[None, :]
-    mask = row == col
-    if pattern in ("local", "mixed"):
-        mask |= col > row - min(window, blocks)
-    if pattern in ("global", "mixed"):
-        mask |= col % stride == 0
+    mask = (row == col) | _SEEN[pattern](row, col, min(window, blocks), stride)
     return BlockLayout(mask, block, causal=True)  # which has no block of the future
 
 
 class BlockSparseAttention(Module):
     """Causal attention over a pattern: q, k, v (B, H, T, D) -> (B, H, T, D).
 
-    pattern: a name of PATTERNS; or the blocks that take part, as a BlockLayout or its mask, of which the future is left out.
+    pattern: a name of PATTERNS, with ``window`` and ``stride`` as ``causal_pattern`` has them; or the blocks that take part, as a
+    BlockLayout or its mask, of which the future is left out.
     raises: ShapeError as ``causal_pattern`` and BlockLayout do; DTypeError for what is no Tensor.
     """
 
-    def __init__(self, pattern="local", block: int = 64, window: int = 2):
+    def __init__(self, pattern="local", block: int = 64, window: int = 2, stride: int = 4):
         super().__init__()
         if isinstance(pattern, BlockLayout) and not pattern.causal:
             pattern, block = pattern.mask, pattern.block
         if not isinstance(pattern, (str, BlockLayout)):
             pattern = BlockLayout(pattern, block, causal=True)
         if isinstance(pattern, str):
-            causal_pattern(pattern, 1, block, window)  # so that a misspelt name fails here and not at the first call
-            block, window = int(block), int(window)
-        self.pattern, self.block, self.window = pattern, block, window
+            causal_pattern(pattern, 1, block, window, stride)  # so that a misspelt name fails here and not at the first call
+            block, window, stride = int(block), int(window), int(stride)
+        self.pattern, self.block, self.window, self.stride = pattern, block, window, stride
 
     def layout(self, T: int) -> BlockLayout:
         """The blocks for T positions."""
         if isinstance(self.pattern, BlockLayout):
             return self.pattern
-        return causal_pattern(self.pattern, -(-T // self.block), self.block, self.window)
+        return causal_pattern(self.pattern, -(-T // self.block), self.block, self.window, self.stride)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         check_tensors("BlockSparseAttention", q, k, v)
