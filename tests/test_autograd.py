@@ -20,7 +20,7 @@ from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.nn.nn_basic import no_dropout
 from needle.optim import SGD, Adam, AdamW
-from op_cases import CASES
+from op_cases import CASES, tables
 
 
 def test_backward_overwrites_and_accumulate_adds(host):
@@ -48,6 +48,14 @@ def test_backward_overwrites_and_accumulate_adds(host):
         (lambda x: ops.embedding(x, ndl.Tensor([0], device=x.device)), 0),
         (lambda x: ops.fused_add_scalars(x, 1.0, 2.0)[0], 0),
         (lambda x: ops.linear_cross_entropy(x[:2], x, ndl.Tensor([0, 1], device=x.device)), 1),  # the gradient of the weight
+        (lambda x: ops.linear(x, x + 1, x[0]), 2),  # what was multiplied
+        (lambda x: x @ (x + 1), 2),
+        (lambda x: ops.conv(ops.reshape(x, (1, 128, 128, 1)), ops.reshape(x[:3, :3], (3, 3, 1, 1))), 1),  # the image
+        (lambda x: ops.dropout(x, 0.5, seed=1), 0),  # its mask is made again
+        (lambda x: ops.layer_norm(x, x[0], x[1]), 1),
+        (lambda x: ops.batch_norm(x, x[0], x[1])[0], 1),
+        (lambda x: ops.rotary_qkv(ops.reshape(ops.stack([x, x, x], 0), (1, 128, 2, 3, 64)), *tables(128, x.device))[0], 0),
+        (lambda x: ops.attention(*[ops.reshape(x + i, (1, 1, 128, 128)) for i in range(3)]), 3),  # queries, keys and values
     ],
 )
 def test_what_a_graph_keeps_beside_its_result(host, op, kept):
@@ -57,6 +65,30 @@ def test_what_a_graph_keeps_beside_its_result(host, op, kept):
     y = op(x * 2)
     assert round((host.memory_stats()["live"] - before - y.cached_data.nbytes) / 65_536) == 1 + kept
     y.backward()
+
+
+# What the formula of an op's gradient has in it: its inputs, a, b .. in their order, and y, its result, a tuple as a whole.
+READ = {
+    "": "AddScalar AsType BroadcastTo Concatenate Dilate DivScalar Dropout EWiseAdd Flip FusedAddScalars GetItem MakeTensorTuple Mean "
+    "MulScalar Negate Pad Permute Reshape Rotary RotaryQKV SetItem Split Stack Summation Transpose TupleGetItem UnDilate",
+    "a": "Abs Clip Cos Erf GELU Log PowerScalar ReLU SiLU Sin Where",
+    "b": "Embedding",
+    "ab": "Conv DDS DSD EWiseDiv EWiseMul EWisePow Linear MatMul Maximum Minimum SDD",
+    "y": "Exp LinearCrossEntropy LogSoftmax Sigmoid Softmax Sqrt Tanh",
+    "ay": "LogSumExp Max RDivScalar",
+    "aby": "BatchNorm CrossEntropy LayerNorm",
+    "abcy": "Attention",
+    "abcdey": "LSTM",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_graph_keeps_what_the_formulas_of_its_gradients_have_in_them(host, case):
+    read = {name: letters for letters, names in READ.items() for name in names.split()}
+    root = case.run(*[leaf(x, host) + 1 for x in case.inputs()])._as_node()  # no handle holds what goes in and what comes out
+    nodes = [n for n in graph.differentiable_order([root]) if n.op is not None]
+    named = [(n.op.name, letter, of) for n in nodes for letter, of in [*zip("abcdef", n.inputs), ("y", n)]]
+    assert {n for n in nodes if n.array is not None} == {of for op, letter, of in named if letter in read[op] and of.op is not None}
 
 
 def test_an_op_keeps_the_axes_it_was_given(host):

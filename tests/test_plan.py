@@ -26,7 +26,7 @@ from needle.errors import GraphError, ShapeError
 from needle.memory.trace import holders
 from needle.models import SIZES, Pythia, PythiaConfig, checkpointed, plannable
 from needle.optim import SGD, Adam
-from tiny_pythia import TINY
+from tiny_pythia import TINY, tokens
 
 SPARSE = TINY.with_sparse("local", 16, 2)
 CONFIGURATIONS = [
@@ -107,6 +107,30 @@ def test_batch_norm_keeps_its_input_and_nothing_else_of_that_size():
         return lambda: model(x).sum().backward()
 
     assert memory.peak_bytes(build) < 7.3 * 4 * 64_000  # x, four that are kept, and what the gradients of one take
+
+
+@pytest.mark.parametrize(
+    "config",
+    [TINY, SPARSE, replace(TINY, dropout=0.1), PythiaConfig(layers=3, width=48, heads=3, feed_forward=96, vocab_size=300)],
+)
+def test_a_pythia_keeps_what_its_gradients_read_and_no_more(config):
+    B, T, L, V, C, F = 3, 64, config.layers, config.vocab_size, config.width, config.feed_forward
+
+    def build(device):
+        model, ids = Pythia(config, device=device), tokens(device, B, T)
+        return lambda: model.loss(ids, ids).backward()
+
+    # Numbers per token of a layer. Dropout makes its mask again, gelu its result; the rotation reads nothing.
+    norms = C + 2 * (C + 2)  # the input of both, and for each its result, which is multiplied next, a mean and a deviation
+    attention = 3 * C + C + config.heads  # q, k, v, the result, which is multiplied next, and a log-sum-exp for each head
+    per_token = L * (norms + attention + F) + 2 * C + 2  # F: what goes into gelu; after the layers the input and result of a norm
+    plan = memory.plan(build)
+    found = plan.by_category
+    assert plan.peak_module == "embed_out" and found["parameter"] == 4 * config.parameter_count()
+    assert found["gradient"] == found["parameter"] + 4 * C * (B * T + V)  # of the step before, and what the loss makes
+    assert found["workspace"] == 4 * B * T * V  # the logits
+    of_the_loss = found["activation"] - 4 * B * T * per_token
+    assert 0 <= of_the_loss < 4 * 5 * B * T  # per token its loss, its weight, and a log-sum-exp in two parts
 
 
 @pytest.mark.usefixtures("few_objects")

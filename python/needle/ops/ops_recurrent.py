@@ -37,6 +37,7 @@ class LSTM(TensorTupleOp):
 
     autocast = "lower"
     makes_gradients = True
+    reads_inputs = (0, 1, 2, 3, 4)
     accepts_missing_grads = True
 
     def compute(self, x, h, c, w_ih, w_hh, bias):
@@ -50,7 +51,7 @@ class LSTM(TensorTupleOp):
         y, _, cells, gates = output
         dy, dc = (None if g is None else g.realize_cached_data() for g in out_grad[:2])
         wanted = [v.requires_grad for v in node.inputs]
-        x, h, c, w_ih, w_hh, _ = (v.realize_cached_data() for v in node.inputs)
+        x, h, c, w_ih, w_hh = (v.realize_cached_data() for v in node.inputs[:5])
         dh, dc = kernels.lstm_backward(dy, dc, c, w_hh, cells, gates)
         T, B, H = y.shape
         rows = gates.reshape((T * B, 4 * H))
