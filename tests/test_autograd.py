@@ -267,12 +267,13 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(host):
     np.testing.assert_allclose(w.grad.numpy(), whole, rtol=1e-5, atol=1e-6)
 
 
-def test_two_leaves_never_share_a_gradient_array(host):
+@pytest.mark.parametrize("factor", [1, 2])  # 1: the array is the seed's too
+def test_two_leaves_never_share_a_gradient_array(host, factor):
     a, b = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host)
-    seed = leaf([1.0, 1.0], host, requires_grad=False)
-    (a + b).backward(seed)
+    seed, total = leaf([1.0, 1.0], host, requires_grad=False), a + b
+    (total if factor == 1 else total * factor).backward(seed)
     a.grad.realize_cached_data()[0] = 9.0
-    np.testing.assert_array_equal(b.grad.numpy(), [1, 1])
+    np.testing.assert_array_equal(b.grad.numpy(), [factor, factor])
     np.testing.assert_array_equal(seed.numpy(), [1, 1])
 
 
