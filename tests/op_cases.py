@@ -167,6 +167,8 @@ CASES = [
     OpCase("conv", lambda a, b: ops.conv(a, b, 1, 1), [(2, 5, 4, 3), (3, 3, 3, 2)], ["Conv"], looser=8, reason="sums of 27"),
     OpCase("conv_oblong", lambda a, b: ops.conv(a, b, 1, 1), [(2, 5, 4, 3), (2, 3, 3, 2)], ["Conv"], looser=8, reason="sums of 18"),
     OpCase("conv_stride", lambda a, b: ops.conv(a, b, 2, 1), [(1, 6, 5, 2), (3, 3, 2, 2)], ["Conv"], looser=8, reason="sums"),
+    OpCase("conv_planes", lambda a, b: ops.conv(ops.permute(a, (0, 2, 3, 1)), b), [(2, 3, 5, 4), (3, 3, 3, 2)], ["Conv", "Permute"],
+           looser=8, reason="sums of 27"),
     OpCase("getitem", lambda a: a[1, :, ::-2], [(2, 3, 5)], ["GetItem", "_Embed"], lambda a: a[1, :, ::-2]),
     OpCase("getitem_arrays", lambda a: a[[2, 0, 2], :, [[1], [-1]]], [(3, 2, 4)], ["GetItem", "_Embed"],
            lambda a: a[[2, 0, 2], :, [[1], [-1]]]),

@@ -10,12 +10,13 @@ import pytest
 import needle as ndl
 from devices import usable
 from needle import amp, memory, nn, ops
-from needle.backend_ndarray.host_memory import DATA, HostAllocator, Storage
+from needle.backend_ndarray.host_memory import DATA, FREED, HostAllocator, Storage
 from needle.backend_ndarray.ndarray import empty
 from needle.errors import GraphError, ShapeError
 from needle.memory import accounting, sites
 from needle.models import Pythia, train_step
 from needle.optim import SGD, Adam, AdamW
+from op_cases import CASES
 from tiny_pythia import TINY, tokens
 
 
@@ -107,6 +108,28 @@ def test_reading_a_scalar_takes_no_memory(device):
     with memory.peak(device) as peak:
         assert x[1:, 2].item() == 5 and x[:1].numpy().shape == (1, 3)
     assert peak.above_start == 0
+
+
+WORKSPACE = {  # of the shapes in op_cases.py: the bytes that an op takes for itself, forward and backward, one after the other
+    "batch_norm": [4 * 64 * 2 * 6] * 2,  # two sums of each column, in 64 parts
+    "layer_norm": [4 * 64 * 2 * 37],
+    "conv_planes": [4 * 2 * 5 * 4 * 3] * 2,  # the image with its channels last
+    "embedding": [4 * (4 + 5 + 1)],  # the positions by id, and where each id's begin
+    "getitem_arrays": [4 * (12 + 24 + 1)],
+    "linear_cross_entropy": [4 * 2 * 7],  # two rows of logits
+    "attention": [4 * 2 * 70],  # a number for each query
+    "attention_sparse": [4 * 2 * 41],
+    "attention_per_head": [4 * 4 * 20],
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_an_op_takes_for_itself_counts_as_workspace(device, case):
+    inputs = [ndl.Tensor(x, device=device) for x in case.inputs()]
+    with memory.trace(device) as trace:
+        case.run(*inputs).backward()
+    freed = [h.nbytes for kind, h in trace.events if kind == FREED and h.category == "workspace"]
+    assert freed == WORKSPACE.get(case.name, [])
 
 
 def test_each_thread_has_its_own_category(host):
