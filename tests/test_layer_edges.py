@@ -452,6 +452,39 @@ def test_an_optimizer_of_ones_own_needs_no_states(cpu):
     optimizer.load_state_dict({})
 
 
+def test_an_optimizer_of_ones_own_makes_states_that_count_as_such(device):
+    class Momentum(Optimizer):
+        STATES = ("m",)
+
+        def __init__(self, params):
+            super().__init__(params)
+            self.m = {}
+
+        def step(self):
+            self.make_states(p for p in self.params if p.grad is not None)
+            for p in self.m:
+                self.m[p][:] = 0.5 * self.m[p] + p.grad.realize_cached_data()
+                p.data = p.data - ndl.Tensor(self.m[p].numpy(), device=device, requires_grad=False)
+
+    class Misspelt(Momentum):
+        STATES = ("mm",)
+
+    w, unused = (nn.Parameter(leaf([1.0, -1.0], device)) for _ in range(2))
+    before = memory.stats(device).by_category["optimizer state"]
+    optimizer = Momentum([w, unused])
+    for expected in ([0, 0], [-1.5, 1.5]):
+        (w * ndl.Tensor([1.0, -1.0], device=device, requires_grad=False)).sum().backward()
+        optimizer.step()
+        assert w.numpy().tolist() == expected and list(optimizer.named_states()) == ["m.0"]
+        assert memory.stats(device).by_category["optimizer state"] - before == w.cached_data.nbytes
+    with pytest.raises(TypeError, match=r"\[optim\] params is of type Parameter"):
+        optimizer.make_states(w)
+    wrong = Misspelt([w])
+    for use in (wrong.step, wrong.state_dict, wrong.named_states, lambda: wrong.load_state_dict({})):
+        with pytest.raises(TypeError, match=r"\[Misspelt\] mm, which STATES names, is absent \(accepted: a dict\)"):
+            use()
+
+
 def test_what_an_optimizer_takes(device):
     p, q = (nn.Parameter(leaf([1, 2], device)) for _ in range(2))
     for kind in (SGD, Adam, AdamW):

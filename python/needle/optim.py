@@ -38,7 +38,8 @@ class Optimizer:
     raises: TypeError for what is no Tensor; ValueError for no parameter at all, one that is there twice, and the result of an op.
     """
 
-    STATES: tuple[str, ...] = ()  # a subclass names its attributes that are dicts of arrays by parameter
+    # A subclass names its attributes that are dicts of arrays by parameter: ``make_states`` fills them, a checkpoint has them.
+    STATES: tuple[str, ...] = ()
 
     def __init__(self, params: Iterable[Tensor]):
         self.params: list[Tensor] = _several(params)
@@ -65,16 +66,20 @@ class Optimizer:
     def skip_step(self) -> None:
         """Called where ``step`` would be, for gradients that are not to be used."""
 
-    def _make_states(self, updates: Iterable[_Update]) -> None:
-        """Makes the states that are missing: zeros in float32 (float64 for float64). All are made before the first update, which
-        allocates nothing, so a step that runs out of memory has changed nothing.
+    def make_states(self, params: Iterable[Tensor]) -> None:
+        """Makes those STATES that ``params`` have none of: zeros in float32 (float64 for float64), which count as optimizer state
+        as long as they are changed in place (``m[:] = ..``). All are made at once: a ``step`` that calls this before its first
+        update, and runs out of memory, has changed nothing.
 
-        raises: ShapeError for a state of another shape than its parameter has by now, DeviceError for one on another device.
+        raises: ShapeError for a state of another shape than its parameter has by now, DeviceError for one on another device,
+        TypeError for a name in STATES that is no dict's, and for a single Tensor.
         """
-        made: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in self.STATES}
-        for _, p, w, _ in updates:
-            for kind in self.STATES:
-                have = getattr(self, kind).get(p)
+        states = self._states()
+        made: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in states}
+        for p in _several(params):
+            w = p.realize_cached_data()
+            for kind, of in states.items():
+                have = of.get(p)
                 if have is not None:
                     if have.shape != w.shape:
                         raise ShapeError(f"[optim] a state is {have.shape}, its parameter is {w.shape} (a new optimizer)")
@@ -82,16 +87,25 @@ class Optimizer:
                 else:
                     state = made[kind][p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
                     state.category = OPTIMIZER_STATE
-        for kind, states in made.items():
-            getattr(self, kind).update(states)
+        for kind, of in states.items():
+            of.update(made[kind])
+
+    def _states(self) -> dict[str, dict[Tensor, NDArray]]:
+        """The dict of each of STATES. raises: TypeError for what is none."""
+        states = {kind: getattr(self, kind, None) for kind in self.STATES}
+        for kind, of in states.items():
+            if not isinstance(of, dict):
+                found = "absent" if of is None else f"of type {type_name(of)}"
+                raise TypeError(f"[{type(self).__name__}] {kind}, which STATES names, is {found} (accepted: a dict)")
+        return states  # type: ignore[return-value]
 
     def named_states(self, names: Sequence[str] | None = None) -> dict[str, NDArray]:
         """The state arrays themselves, which the next step changes, by name: ``m.0`` is the ``m`` of the first parameter.
 
         names: of ``params``, in their order, instead of numbers. raises: ValueError for another count of names.
         """
-        kinds = [(kind, getattr(self, kind)) for kind in self.STATES]
-        return {f"{kind}.{name}": of[p] for kind, of in kinds for name, p in self._by_name(names).items() if p in of}
+        by_name = self._by_name(names)
+        return {f"{kind}.{name}": of[p] for kind, of in self._states().items() for name, p in by_name.items() if p in of}
 
     def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         """A copy of ``named_states`` in numpy; of Adam and AdamW also ``t``, the count of steps, and ``t.0`` where the first
@@ -111,7 +125,7 @@ class Optimizer:
         extra = sorted(map(str, set(state) - {f"{kind}.{name}" for kind in self.STATES for name in by_name}))
         if extra:
             raise CheckpointError(f"[load_state_dict] unexpected names: {', '.join(extra[:5])}")
-        loaded: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in self.STATES}
+        loaded: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in self._states()}
         for name, p in by_name.items():
             any_of_it = any(f"{kind}.{name}" in state for kind in self.STATES)
             for kind in self.STATES if any_of_it else ():
@@ -247,7 +261,7 @@ class SGD(_Grouped):
     def step(self) -> None:
         updates = self._updates()
         if self.momentum:
-            self._make_states(updates)
+            self.make_states(p for _, p, _, _ in updates)
         for group, p, w, g in updates:
             kernels.sgd_step(w, g, self.u[p] if self.momentum else None, group["lr"], self.momentum, group["weight_decay"])
 
@@ -278,7 +292,7 @@ class _Moments(_Grouped):
             scale = full((1,), 1, "float32", self.params[0].device)
         for _, _, w, _ in updates:
             check_one_device("optim", scale, w)
-        self._make_states(updates)
+        self.make_states(p for _, p, _, _ in updates)
         self.t += 1
         for group, p, w, g in updates:
             decay = group["weight_decay"]

@@ -166,7 +166,7 @@ _TELLING: dict[int, _Tell] = {
         (graph.recompute, _from_node("recompute")),
         (backward.set_gradients, _from_backward),
         (Module.__call__, _from_module),
-        *((f, _from_optimizer) for f in (SGD.step, _Moments._update, Optimizer._make_states, Optimizer.clip_grad_norm)),
+        *((f, _from_optimizer) for f in (SGD.step, _Moments._update, Optimizer.make_states, Optimizer.clip_grad_norm)),
     )
 }
 
