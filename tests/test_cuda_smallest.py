@@ -66,6 +66,11 @@ def copies(dtype):
     turned = backend.Array(wide.size, dtype)
     backend.compact(put(backend, wide, dtype), turned, (40, 33), (1, 40), 0)
     np.testing.assert_array_equal(get(backend, turned).reshape(40, 33), wide.T)
+    rows = normal(33, 72).astype(dt.to_numpy(dtype))
+    for kind in ("float32", "bfloat16"):  # a copy and a conversion, 16 bytes at a time
+        part = backend.Array(33 * 64, kind)
+        backend.compact(put(backend, rows, dtype), part, (33, 64), (72, 1), 0)
+        np.testing.assert_array_equal(get(backend, part).reshape(33, 64), rows[:, :64].astype(dt.to_numpy(kind)))
 
 
 def elementwise(dtype):
@@ -160,21 +165,24 @@ def lstm(dtype):
 
 
 def rotary(dtype):
-    B, H, T, D, rot = 1, 3, 33, 10, 6
-    angle = np.arange(T)[:, None] / 10.0 ** np.arange(rot // 2)
-    strides = (H * T * D, T * D, D, 1)
-    check("rotary", dtype, In(normal(B, H, T, D)), strides, 0, np.cos(angle).astype(np.float32),
-          np.sin(angle).astype(np.float32), Out((B, H, T, D)), strides, B, H, T, D, rot, False)  # fmt: skip
+    B, H, T = 1, 4, 33
+    for D, rot in ((10, 6), (24, 16)):  # elements, vectors of 16 bytes
+        angle = np.arange(T)[:, None] / 10.0 ** np.arange(rot // 2)
+        strides = (H * T * D, T * D, D, 1)
+        check("rotary", dtype, In(normal(B, H, T, D)), strides, 0, np.cos(angle).astype(np.float32),
+              np.sin(angle).astype(np.float32), Out((B, H, T, D)), strides, B, H, T, D, rot, False)  # fmt: skip
 
 
 def embedding(dtype):
     n = vocab = ELEMENTS
     ids = RNG.integers(0, vocab, n).astype(np.int32)
-    check("embedding_forward", dtype, In(normal(vocab, 5)), ids, Out((n, 5)), n, vocab, 5)
     check("embedding_backward", dtype, In(normal(n, 5)), ids, Out((vocab, 5)), np.zeros(n + vocab + 1, np.int32),
           n, vocab, 5, False, looser=2)  # fmt: skip
     places = np.where(np.arange(n) % 3, np.arange(n)[::-1], -1).astype(np.int32)
-    check("embedding_put", dtype, In(normal(n, 5)), places, Out((vocab, 5), values=normal(vocab, 5)), n, vocab, 5)
+    for dim in (5, 8):  # elements, vectors of 16 bytes
+        check("embedding_forward", dtype, In(normal(vocab, dim)), ids, Out((n, dim)), n, vocab, dim)
+        values = normal(vocab, dim)
+        check("embedding_put", dtype, In(normal(n, dim)), places, Out((vocab, dim), values=values), n, vocab, dim)
     out = backend.Array(11 * COLS, dtype)
     backend.one_hot(put(backend, ids[:11] % COLS, "int32"), out, 11, COLS)
     np.testing.assert_array_equal(get(backend, out).reshape(11, COLS), np.eye(COLS)[ids[:11] % COLS])
