@@ -408,18 +408,6 @@ def test_a_row_of_one_large_number_has_a_slope(device, n):
     np.testing.assert_allclose(x.grad.numpy()[0], (np.arange(n) - (n - 1) / 2) / np.sqrt(1e-5), rtol=1e-4)
 
 
-def test_operands_that_begin_within_16_bytes(device):
-    """Kernels that move 16 bytes at a time must not here: a GPU would fault, and the address checks of the emulator."""
-    rng = np.random.default_rng(0)
-    wide, table = rng.standard_normal((1, 2, 4, 12)), rng.standard_normal(41)
-    cos, sin = (array(rng.standard_normal((4, 4)), device) for _ in range(2))
-    part, whole = array(wide, device)[:, :, :, 1:9], array(wide[:, :, :, 1:9], device)
-    np.testing.assert_array_equal(*(kernels.rotary(x, cos, sin).numpy() for x in (part, whole)))
-    ids = array([3, 0, 4], device, "int32")
-    rows = array(table, device)[1:].reshape((5, 8)), array(table[1:].reshape(5, 8), device)
-    np.testing.assert_array_equal(*(kernels.embedding(weight, ids).numpy() for weight in rows))
-
-
 def test_views_without_elements(device):
     backward = leaf(np.zeros((1, 4)), device)[0:0, ::-1]
     assert [ops.softmax(column).shape for column in ops.split(backward, 1)] == [(0,)] * 4

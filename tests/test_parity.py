@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
+from making import array
 from needle import nn, ops
 from needle.autograd import TensorOp
 from needle.backend_ndarray import BackendDevice, kernels, ndarray_backend_cpu, ndarray_backend_numpy
@@ -321,6 +322,26 @@ def test_views_permuted_sliced_broadcast(device):
         assert_close(view.sum(axis=(0, 2)).numpy(), expected.sum((0, 2)), 1e-5, name)
         assert_close(ops.softmax(ndl.Tensor.make_const(view)).numpy(),
                      np.exp(expected) / np.exp(expected).sum(-1, keepdims=True), 2e-6, name)  # fmt: skip
+
+
+def test_operands_that_begin_within_16_bytes(device):
+    """Kernels that move 16 bytes at a time must not here: a GPU would fault, and the address checks of the emulator."""
+    rng = np.random.default_rng(0)
+    wide, table, cos, sin = (rng.standard_normal(shape) for shape in ((1, 2, 4, 12), (5, 8), (4, 4), (4, 4)))
+
+    def both(values):
+        return array(values, device), array(np.append(0, values), device)[1:].reshape(values.shape)
+
+    (x, _), (cos, odd_cos), (sin, odd_sin), rows = (both(values) for values in (wide[:, :, :, 1:9], cos, sin, table))
+    part, out = array(wide, device)[:, :, :, 1:9], array(wide, device)[:, :, :, 1:9]
+    wanted = kernels.rotary(x, cos, sin).numpy()
+    for operands in ((part, cos, sin), (x, odd_cos, sin), (x, cos, odd_sin), (x, cos, sin, False, out)):
+        np.testing.assert_array_equal(kernels.rotary(*operands).numpy(), wanted)
+    ids = array([3, 0, 4], device, "int32")
+    np.testing.assert_array_equal(*(kernels.embedding(weight, ids).numpy() for weight in rows))
+    np.testing.assert_array_equal(part.compact().numpy(), x.numpy())
+    out[:] = x + 1
+    np.testing.assert_array_equal(out.numpy(), x.numpy() + 1)
 
 
 @pytest.mark.parametrize("name", ["embedding", "one_hot", "cross_entropy"])
