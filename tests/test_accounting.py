@@ -112,7 +112,9 @@ def test_reading_a_scalar_takes_no_memory(device):
 
 WORKSPACE = {  # of the shapes in op_cases.py: the bytes that an op takes for itself, forward and backward, one after the other
     "batch_norm": [4 * 64 * 2 * 6] * 2,  # two sums of each column, in 64 parts
+    "batch_norm_rows": [4 * 64 * 2 * 3] * 2,
     "layer_norm": [4 * 64 * 2 * 37],
+    "layer_norm_rows": [4 * 64 * 2 * 3],
     "conv_planes": [4 * 2 * 5 * 4 * 3] * 2,  # the image with its channels last
     "embedding": [4 * (4 + 5 + 1)],  # the positions by id, and where each id's begin
     "getitem_arrays": [4 * (12 + 24 + 1)],
