@@ -300,6 +300,9 @@ def test_a_gradient_that_other_graphs_have_used_can_be_differentiated(host, monk
     assert w.grad.numpy().tolist() == [3, 12]
     gradient.backward()
     assert x.grad.numpy().tolist() == [6, 12]
+    gradient.requires_grad = True  # a leaf like any other
+    gradient.backward()
+    assert gradient.grad.numpy().tolist() == [1, 1] and x.grad.numpy().tolist() == [6, 12]
 
 
 @pytest.mark.parametrize("accumulate, expected", [(False, [6.0, 8.0]), (True, [9.0, 11.0])])

@@ -11,6 +11,7 @@ import numpy as np
 import needle as ndl
 from needle import files
 from needle.amp import PRECISIONS
+from needle.backend_ndarray.block_layout import BLOCK_SIZES
 from needle.backend_selection import BACKEND
 from needle.command_line import Parser, flag
 from needle.data.text_corpus import CORPORA
@@ -29,12 +30,13 @@ PRECISION_HELP = f"what the model is kept and computed in: {', '.join(PRECISIONS
 DEVICE_HELP = f"auto (cuda if there is one, else cpu), {', '.join(DEVICES)}"
 MOST_TOKENS = 1 << 22  # in a micro-batch
 HUGE = (1 << 63) - 1
-SMALLEST = float(np.finfo(np.float32).smallest_normal)
+SMALLEST = float(np.finfo(np.float32).smallest_subnormal)
 STEPS = 200  # with which the default run ends more than a nat below token frequencies alone, on any Python's library
 # What a whole number may be; far above what runs, so that planning and tokenizing never meet a number they cannot hold.
 RANGES = {
     "vocab_size": (1, LARGEST_VOCABULARY),
     "seed": (0, HUGE),
+    "block_size": (1, BLOCK_SIZES[-1]),
     "window": (1, 1 << 20),
     "max_tokens": (1, HUGE),
     "max_steps": (1, HUGE),
@@ -213,6 +215,8 @@ def notes(argv: list[str] | None, options: argparse.Namespace) -> list[str]:
 
 def check(options: argparse.Namespace) -> None:
     """raises: ShapeError, DataError or DeviceError in one line for what cannot work."""
+    if options.sparse or options.compare_dense:
+        check_blocks(options.seq_len, options.block_size)
     for name, (low, high) in RANGES.items():
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
@@ -248,7 +252,6 @@ def check(options: argparse.Namespace) -> None:
     check_precision(options.precision)
     if options.pattern not in PATTERNS:
         raise ShapeError(f"[pattern] unknown pattern: {options.pattern} (accepted: {', '.join(PATTERNS)})")
-    check_blocks(options.seq_len if options.sparse or options.compare_dense else 0, options.block_size)
     if options.load_checkpoint is not None and not os.path.isdir(options.load_checkpoint):
         raise DataError(f"[load_checkpoint] no such folder: {options.load_checkpoint} (a run's folder or a checkpoint in it)")
     if options.tensorboard and importlib.util.find_spec("tensorboardX") is None:

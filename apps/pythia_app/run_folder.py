@@ -25,7 +25,7 @@ class RunFolder:
     path: ``--checkpoint_dir``, else the folder of ``saved``'s run, else a new one by model and time. saved: the checkpoint that the
     run continues from, if any. is_here: whether that is in ``path``.
     raises: DataError if nothing can be written there, if it holds another run or is a checkpoint of one, or without the package
-    that writes config.yaml.
+    that writes config.yaml; CheckpointError if its list of checkpoints cannot be read.
     """
 
     def __init__(self, options: argparse.Namespace, found: checkpoint.Found | None):
@@ -86,9 +86,10 @@ def lies_elsewhere(saved: Path, folder: str | Path | None) -> bool:
 def nbytes(folder: Path) -> int:
     """Of the files in ``folder``, which another process may be removing."""
     total = 0
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += file.stat().st_size
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(path, name)).st_size
     return total
 
 

@@ -699,7 +699,8 @@ class Tensor(Value):
         the sum. create_graph: give the gradients a history of their own.
         raises: GraphError if nothing here requires a gradient, or a changed parameter would be needed again.
         """
-        source = self._source if self.op is None else None  # of a gradient without a history
+        # Of a gradient without a history, unless it was made a leaf that has one of its own.
+        source = self._source if self.op is None and not self._requires_grad else None
         root = self if source is None else source.rebuild()
         if not root._requires_grad:
             raise GraphError("[backward] this tensor has no history: no input required a gradient, or it was detached")

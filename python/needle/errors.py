@@ -41,8 +41,8 @@ def as_whole(value: Any) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """``value`` in an error: of an array its type, not its numbers."""
-    return f"of type {type_name(value)}" if hasattr(value, "shape") else repr(value)
+    """``value`` in an error: of an array with axes its type, not its numbers."""
+    return f"of type {type_name(value)}" if getattr(value, "shape", ()) != () else repr(value)
 
 
 def check_count(

@@ -79,6 +79,8 @@ class BackendDevice:
         """The module of kernels, or None where the device is absent (``why_absent()`` says why)."""
         mod = self._load()
         if mod is not None:
+            if not hasattr(mod, "Array"):
+                raise DeviceError(f"[device] the module of {self._label} has no Array (accepted: a module of kernels)")
             self.mod, self.Array = mod, mod.Array
             if when_loaded is not None:
                 when_loaded(self)
@@ -129,7 +131,7 @@ class BackendDevice:
             absent = f": {self._why_absent}" if is_kernels else ""
             raise AttributeError(f"device {self._label} has no attribute {name!r}{absent}")
         if not hasattr(mod, name):
-            raise AttributeError(f"device {self._label} has no attribute {name!r} (a new kernel is there after make lib)")
+            raise AttributeError(f"device {self._label} has no attribute {name!r} (if it is a new kernel: make lib)")
         return getattr(mod, name)
 
     def enabled(self) -> bool:

@@ -27,7 +27,7 @@ class CheckpointFolder:
 
     A checkpoint is written under a hidden name, with a checksum of each file, waited for until it is on the disk, and then
     renamed; after that checkpoints.json names it, and only then are older ones removed. A folder without checkpoints.json holds
-    what its subfolders' names say.
+    what its subfolders' names say. One process at a time saves.
     """
 
     def __init__(self, path: str | Path, keep_last: int = 2):
@@ -60,7 +60,8 @@ class CheckpointFolder:
                 f"[checkpoint] cannot write {target}: {files.reason(error)} (room in a writable folder)"
             ) from error
         finally:  # after Ctrl-C, too
-            for left in self.abandoned() if indexed else [partial]:  # what a new index does not name may be somebody else's
+            _remove(partial)
+            for left in self.abandoned() if indexed else ():  # what a new index does not name may be somebody else's
                 _remove(left)
         return target
 
@@ -115,7 +116,7 @@ class CheckpointFolder:
 
     def abandoned(self) -> list[Path]:
         """What the next ``save`` removes: half-written checkpoints of processes that were killed, and those that checkpoints.json,
-        if there is one, does not name any more.
+        if there is one, does not name any more. raises: CheckpointError if that cannot be read.
         """
         found = list(self.path.glob(".step-*.partial"))
         if (self.path / INDEX).is_file():
