@@ -610,6 +610,15 @@ def test_the_scale_follows_megatron():
     assert (scaler.steps, scaler.skipped_steps) == (12, 5)
 
 
+def test_the_schedule_is_by_default_the_one_that_pythia_was_trained_with():
+    scaler = amp.GradScaler()
+    assert schedule(scaler, [False, False]) == [4096, 2048]
+    scaler.load_state_dict({**scaler.state_dict(), "good_steps": 998})
+    assert schedule(scaler, [True, True, False, False]) == [2048, 4096, 4096, 2048]
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 1.5})
+    assert schedule(scaler, [False]) == [1]
+
+
 def test_the_scale_does_not_grow_beyond_what_float32_holds():
     scaler = amp.GradScaler(init_scale=2.0**126, growth_interval=1)
     assert schedule(scaler, [True, True, True, False, False, True]) == [2.0**n for n in (127, 127, 127, 127, 126, 127)]
