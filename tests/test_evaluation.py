@@ -88,6 +88,16 @@ def test_endings_by_hand(model):
         assert score.perplexity == pytest.approx(math.exp(nats / 5), rel=1e-4)
 
 
+def test_a_model_in_training_drops_nothing(host):
+    config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=VOCABULARY, max_seq_len=16, dropout=0.5)
+    model, ids = Pythia(config, device=host), np.arange(40)
+    examples = [(ids[:5], ids[5:7]), (ids[9:20], ids[20:21])]
+    found = score_text(model, ids), score_endings(model, examples)
+    assert model.training and model.dropout.drawn == 0
+    model.eval()
+    assert found == (score_text(model, ids), score_endings(model, examples))
+
+
 def test_no_graph_is_kept(model):
     before = model.device.memory_stats()["live"]
     ids = np.arange(60) % VOCABULARY
