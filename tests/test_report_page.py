@@ -71,6 +71,17 @@ def test_every_figure_of_a_run(tmp_path):
     assert "Pythia &lt;14m&gt;" in html and "runs/&lt;b&gt;x" in html and "<b>x" not in html
 
 
+def test_what_a_glance_is_for(tmp_path):
+    """The peak is of the whole run, speeds are of its last hundred steps, and the perplexity is that of text held out."""
+    early = [row(1, peak_bytes=900 << 20), *(row(s, tokens_per_second=1.0, mfu=0.01) for s in range(2, 101))]
+    late = [row(s, tokens_per_second=700.0, loss=2.0) for s in range(101, 201)]
+    html, _ = written(tmp_path, [*early, {"step": 100, "held_out_loss": 4.0}, *late, {"step": 200, "held_out_loss": 3.0}])
+    found = {name: value for value, name in re.findall("<div><b>([^<]*)</b><span>([^<]*)</span></div>", html)}
+    assert found == {
+        "loss": "2.000", "held-out loss": "3.000", "perplexity": "20.1", "tokens/s": "700", "MFU": "25.0%", "peak memory": "900 MiB",
+    }  # fmt: skip
+
+
 def test_nothing_is_fetched(tmp_path):
     html, _ = written(tmp_path, a_run(100))
     assert not re.search(r"<script[^>]*\ssrc=|<link [^>]*href=\"(?!data:)|@import|url\(", html.partition("<script>/**")[0])
@@ -147,6 +158,8 @@ def test_a_run_that_goes_on_says_how_many_rows_are_damaged(tmp_path, capsys):
 def test_what_comes_later_wins(tmp_path):
     """A run was killed after step 300 and went on from step 150."""
     more = [row(step, loss=1.0) for step in range(151, 161)] + [{"step": 160, "held_out_loss": 4.0}, {"step": 160, "sample": "new"}]
+    html, charts = written(tmp_path, [*a_run(300), *more[:10]])
+    assert charts["loss"]["lines"][1]["x"] == [100] and "a time 100" in html and "a time 200" not in html
     html, charts = written(tmp_path, [*a_run(300), *more])
     loss, held = charts["loss"]["lines"]
     assert loss["x"] == list(range(1, 161)) and loss["y"][149] > 2 and loss["y"][150:] == [1.0] * 10
@@ -187,6 +200,7 @@ def test_long_runs_are_thinned(tmp_path):
     assert len(line["x"]) == len(line["y"]) == len(line["low"]) <= page.MOST_POINTS and line["x"][-1] == steps
     assert max(line["high"]) == most and min(line["low"]) == 2 and line["y"][0] == pytest.approx(2.5, abs=0.05)
     assert "mean of 21 steps" in html and len(html) < 5_500_000
+    assert all({"low", "high"} <= charts[name]["lines"][0].keys() for name in ("loss", "norm", "speed"))
 
 
 def test_many_samples_are_thinned(tmp_path):
@@ -242,6 +256,13 @@ def test_a_peak_that_is_measured(host):
         assert peak > 0 and f"{precision} products of 1024 x 1024" in known
         assert (stats["live"], stats["peak"]) == (before, before + 2 * 1024**2 * itemsize)
     assert flops.peak_flops(ndl.meta(), "fp32") == (0.0, "")
+
+
+def test_a_product_is_as_many_multiplications_as_additions(monkeypatch):
+    """Of the products the first is slow: it starts the threads."""
+    ends = iter(np.cumsum([0.0, 8.0, 0.0, 2.0, 0.0, 1.0, 0.0, 2.0, 0.0, 4.0, 0.0, 2.0]))
+    monkeypatch.setattr(flops.time, "perf_counter", lambda: next(ends))
+    assert flops.peak_flops(ndl.cpu_numpy(), "fp32")[0] == 2 * 1024**3
 
 
 @pytest.fixture(scope="module")
