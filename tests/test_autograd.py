@@ -176,6 +176,20 @@ def test_a_copied_leaf_has_its_own_gradient(host):
     assert z.grad.item() == 6.0 and z.grad.op is None and z.grad.cached_data.category == GRADIENT
 
 
+def test_a_tensor_on_another_device_requires_a_gradient_if_it_did(cpu):
+    for wanted in (True, False):
+        x = leaf([3.0, 4.0], cpu)
+        x.requires_grad = wanted
+        there = x.to("cpu_numpy")
+        assert x.to(cpu) is x.to("cpu") is x and there.is_leaf()
+        assert (there.device.name, there.dtype, there.requires_grad, there.numpy().tolist()) == (
+            "cpu_numpy",
+            "float32",
+            wanted,
+            [3, 4],
+        )
+
+
 def test_what_is_no_tensor_is_named(host):
     x = leaf(np.eye(2), host)
     with pytest.raises(DTypeError, match=r"\[MatMul\] input 1 is of type list \(accepted: a Tensor\)"):

@@ -57,6 +57,19 @@ def test_a_parameter_on_another_device_than_its_gradient_or_the_others(cpu, kind
     assert np.all(first.numpy() == 1) and np.all(second.numpy() == 1) and getattr(optimizer, "t", 0) == 0
 
 
+def test_a_state_on_another_device_than_its_parameter(cpu):
+    first, second = (nn.Parameter(leaf(np.ones(2), cpu)) for _ in range(2))
+    optimizer = SGD([first, second], momentum=0.5)
+    (first.sum() + second.sum()).backward()
+    optimizer.step()
+    before = first.numpy(), second.numpy(), optimizer.u[first].numpy()
+    second.data = second.data.to("cpu_numpy")
+    second.grad = second.grad.to("cpu_numpy")
+    with pytest.raises(DeviceError, match=r"\[optim\] .*different devices"):
+        optimizer.step()
+    np.testing.assert_equal((first.numpy(), second.numpy(), optimizer.u[first].numpy()), before)
+
+
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 1), (6,)])
 def test_a_parameter_of_another_shape_than_its_gradient(device, kind, shape):
@@ -408,6 +421,15 @@ def test_batch_norm_of_sums_and_squares_beyond_float16(device, spread, weight_dt
     np.testing.assert_allclose(y.numpy(), (x - x.mean(axis=0)) / x.std(axis=0), rtol=0.01, atol=0.01)
     np.testing.assert_allclose(norm.running_var.numpy(), 0.9 + 0.1 * x.var(axis=0), rtol=0.01)
     assert norm.eval()(leaf(x, device, "float16")).dtype == weight_dtype
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.25, 1.0])
+def test_what_a_batch_counts_in_running_statistics(device, momentum):
+    x = np.random.default_rng(0).standard_normal((8, 3))
+    norm = nn.BatchNorm1d(3, momentum=momentum, device=device)
+    norm(leaf(x, device))
+    np.testing.assert_allclose(norm.running_mean.numpy(), momentum * x.mean(axis=0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(norm.running_var.numpy(), 1 - momentum + momentum * x.var(axis=0), rtol=1e-4)
 
 
 def test_batch_norms_statistics_of_many_rows_that_are_one(device):

@@ -93,6 +93,8 @@ def test_block_sparse_attention(host):
     both_ways = layout.mask[0] | layout.mask[0].T  # the module leaves the future out
     for pattern in ("local", layout, both_ways, BlockLayout(both_ways, 16)):
         np.testing.assert_array_equal(nn.BlockSparseAttention(pattern, block=16)(q, k, v).numpy(), expected)
+    for pattern in (layout, BlockLayout(both_ways, 16)):  # which says the size of its blocks itself
+        np.testing.assert_array_equal(nn.BlockSparseAttention(pattern)(q, k, v).numpy(), expected)
     expected = ops.attention(q, k, v, causal_pattern("local", 4, 16, window=3)).numpy()
     np.testing.assert_array_equal(nn.BlockSparseAttention("local", block=16, window=3)(q, k, v).numpy(), expected)
 
@@ -120,6 +122,8 @@ def test_block_sparse_linear(host):
     y.backward()
     np.testing.assert_allclose(x.grad.numpy(), np.ones((3, 5, 48)) @ dense.T, rtol=1e-4, atol=1e-5)
     assert layer.weight.grad.shape == layer.weight.shape
+    bound = np.sqrt(6 / (64 * mask.mean()))  # of the inputs that an output has on average
+    assert 0.99 * bound < np.abs(layer.weight.numpy()).max() <= bound and not layer.bias.numpy().any()
     layer.bias.data = random(48, host)
     np.testing.assert_allclose(layer(x).numpy(), y.numpy() + layer.bias.numpy(), rtol=1e-4, atol=1e-5)
     assert nn.BlockSparseLinear(64, 48, BlockLayout(mask, 16), bias=False, device=host).bias is None
