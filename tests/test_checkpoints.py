@@ -240,6 +240,11 @@ def test_random_numbers_go_on():
     other = Two()
     set_random_state(other, state)
     np.testing.assert_array_equal([other(x).numpy() for _ in range(3)], expected)
+    np.random.randn(3)  # which are drawn two at a time, so that one waits
+    state = json.loads(json.dumps(random_state(model)))
+    expected = np.random.randn(4)
+    set_random_state(other, state)
+    np.testing.assert_array_equal(np.random.randn(4), expected)
     model.eval()
     np.testing.assert_array_equal(model.a(x).numpy(), x.numpy())
     beyond = {**state["numpy"], "state": {**state["numpy"]["state"], "pos": 625}}  # of 624 numbers

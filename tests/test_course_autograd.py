@@ -330,6 +330,11 @@ def test_init(device):
         init.zeros(2, 3, **kwargs),
         init.kaiming_uniform(2, 3, **kwargs),
         init.ones_like(init.ones(2, 3), **kwargs),
+        init.randn(2, 3, **kwargs),
+        init.randb(2, 3, dtype="float32", **kwargs),
+        init.constant(2, 3, c=0.5, **kwargs),
+        init.one_hot(3, Tensor([2, 0], device=device), **kwargs),
+        init.kaiming_normal(2, 3, **kwargs),
     ):
         assert (made.shape, made.dtype, made.device, made.requires_grad) == ((2, 3), "float32", device, True)
     assert init.rand(2).device == ndl.cpu() and not init.rand(2).requires_grad

@@ -415,6 +415,11 @@ def test_integer_powers(device):
     for power in (-1, np.int64(-1)):  # a number that is negative makes floats
         found = array([2, -4], device, "int32") ** power
         assert found.dtype == device.default_float and found.numpy().tolist() == [0.5, -0.25]
+    for of in (array, leaf):  # as does a number that is no whole one under them
+        x = of([2, 1], device, "int32")
+        for base, dtype in ((3, "int32"), (2.5, device.default_float), (np.float32(2.5), device.default_float)):
+            found = base**x
+            assert found.dtype == dtype and found.numpy().tolist() == [base**2, base]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])

@@ -86,6 +86,15 @@ def test_folder_holds_out_whole_files_and_never_a_copy_of_one(folder, tmp_path):
     assert contents[1] and not contents[0] & contents[1]
 
 
+def test_a_folder_that_has_moved_holds_out_the_same_files(folder, tmp_path):
+    before = load_corpus(str(folder), cache_dir=tmp_path)
+    moved = folder.rename(tmp_path / "elsewhere")
+    after = load_corpus(str(moved), cache_dir=tmp_path)
+    for then, now in ((before.train, after.train), (before.held_out, after.held_out)):
+        assert [piece.path.relative_to(folder) for piece in then] == [piece.path.relative_to(moved) for piece in now]
+    assert after.key == before.key
+
+
 def test_a_name_that_is_no_utf8(folder, tmp_path):
     named = (folder / "1.txt").rename(folder / os.fsdecode(b"caf\xe9.txt"))
     corpus = load_corpus(str(folder), cache_dir=tmp_path)
