@@ -192,6 +192,16 @@ def test_a_folder_has_one_model(tmp_path, sizes):
         assert all((values == 0).all() for values in read_folder(tmp_path).values())
 
 
+@pytest.mark.parametrize(("most", "files"), [(48, 1), (47, 2), (32, 2), (31, 3), (1, 3)])
+def test_as_many_tensors_as_fit_are_in_a_file(tmp_path, most, files):
+    tensors = {name: np.full(4, value, "float32") for value, name in enumerate("abc")}  # of 16 bytes each
+    ndl.checkpoints.write_folder(tmp_path, tensors, most)
+    assert len(list(tmp_path.glob("*.safetensors"))) == files
+    np.testing.assert_equal(read_folder(tmp_path), tensors)
+    if files > 1:
+        assert json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]["total_size"] == 48
+
+
 @pytest.mark.parametrize("dtype", [">f4", ">f8", ">f2", ">i4", ">i8"])
 def test_bytes_in_another_order_are_the_same_numbers(tmp_path, dtype):
     values = np.arange(6).astype(dtype).reshape(2, 3)

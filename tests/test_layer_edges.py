@@ -677,6 +677,10 @@ def test_dropout_of_everything(device):
     np.testing.assert_array_equal(nn.Dropout(1.0)(x).numpy(), [0, 0])
     with nn.nn_basic.no_dropout():
         np.testing.assert_array_equal(nn.Dropout(1.0)(x).numpy(), [1, 2])
+        with nn.nn_basic.no_dropout():
+            pass
+        np.testing.assert_array_equal(nn.Dropout(1.0)(x).numpy(), [1, 2])
+    np.testing.assert_array_equal(nn.Dropout(1.0)(x).numpy(), [0, 0])
     model = nn.Sequential(nn.Residual(nn.Sequential(nn.Dropout(1.0))))
     for mode, wanted in ((True, [1, 2]), (False, [2, 4]), (True, [1, 2])):
         np.testing.assert_array_equal(model.train(mode)(x).numpy(), wanted)

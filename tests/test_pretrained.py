@@ -383,6 +383,8 @@ def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
         saved = json.loads((tmp_path / "model" / "config.json").read_text())
         assert saved["eos_token_id"] == saved["bos_token_id"] == end
         assert tokenizer_of(tmp_path / "model").end_of_text == end
+        named = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+        assert named.get("unk_token") == ("<|endoftext|>" if end == 1 else None)  # as GPT-NeoX's says, and no other
     (tmp_path / "tokenizer_config.json").write_text("{")
     assert load_tokenizer(tmp_path / "tokenizer.json").end_of_text == 1
 
@@ -448,6 +450,9 @@ def test_a_name_on_the_hub(monkeypatch, tmp_path, folder):
     assert Pythia.from_pretrained("EleutherAI/pythia", revision="step1000").config == TINY
     assert asked == [("EleutherAI/pythia", "step1000")]
     assert Pythia.from_pretrained(snapshot).config == TINY
+    elsewhere = snapshot.parent.rename(snapshot.parent.with_name("others")) / snapshot.name  # not the Hub's cache
+    with pytest.raises(CheckpointError, match=r"'config.json' is a link out of the folder, to .*blobs.blob"):
+        Pythia.from_pretrained(elsewhere)
 
 
 @pytest.fixture

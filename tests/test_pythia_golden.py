@@ -129,6 +129,12 @@ def test_biases_of_a_head_do_not_decay():
     assert len(decay) == 7 and set(decay) | set(rest) == set(model.parameters())
 
 
+def test_models_of_other_seeds_drop_other_elements():
+    config, x = PythiaConfig(layers=1, width=32, heads=2, feed_forward=64, vocab_size=61, dropout=0.5), ndl.ones(64)
+    first, again, other = (Pythia(config, seed=seed).dropout(x).numpy() for seed in (1, 1, 2))
+    assert np.array_equal(first, again) and not np.array_equal(first, other)
+
+
 def test_the_scale_of_the_first_weights():
     """GPT-NeoX's small_init and wang_init."""
     model = Pythia(PythiaConfig(layers=3, width=64, heads=2, feed_forward=256, vocab_size=500, max_seq_len=8), device=ndl.cpu())
