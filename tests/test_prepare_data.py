@@ -241,6 +241,28 @@ def test_a_tokenizer_that_knows_some_words_alone(tmp_path):
         load_tokenizer(tmp_path / "words.json").encode("c")
 
 
+def test_a_sample_is_of_all_the_text(tmp_path, tokenizer, small, monkeypatch):
+    monkeypatch.setattr(text_blocks, "_SAMPLE_BYTES", 1000)
+    texts = [f"{i:02}".ljust(100, "x") for i in range(40)]
+    for text in texts:
+        (tmp_path / f"{text[:2]}.txt").write_text(text)
+    sources, _ = text_blocks.find_sources([tmp_path / f"{text[:2]}.txt" for text in texts], [])
+    assert list(text_blocks.sample_text(sources, set(), "text", False, 4000)) == texts[::4]
+    assert list(text_blocks.sample_text(sources[:10], set(), "text", False, 1000)) == texts[:10]
+
+
+@pytest.mark.parametrize("before", [None, "true"])
+def test_the_threads_of_others_are_left_alone(tmp_path, tokenizer, monkeypatch, before):
+    """``tokenizers`` reads from the environment whether it may start threads."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM") if before is None else monkeypatch.setenv("TOKENIZERS_PARALLELISM", before)
+    meanwhile = []
+    report = lambda now: meanwhile.append(os.environ["TOKENIZERS_PARALLELISM"])  # noqa: E731
+    write_inputs(tmp_path / "in")
+    prepare([tmp_path / "in"], tmp_path / "out", tokenizer=tokenizer, report=report)
+    assert set(meanwhile) == {"false"} and os.environ.get("TOKENIZERS_PARALLELISM") == before
+
+
 def test_a_tokenizer_is_trained_on_a_sample(tmp_path, monkeypatch):
     (tmp_path / "x.txt").write_text(make_text(0, 3000))
     (tmp_path / "y.jsonl").write_text(json.dumps({"text": make_text(1, 300)}) + "\nno json\n")
