@@ -332,6 +332,12 @@ def test_the_penalty_counts_the_prompt(host):
         assert other not in pair
 
 
+def test_the_penalty_counts_what_was_made(host):
+    model = small(device=host)
+    plain, penalized = (model.generate([[3], [17]], max_new_tokens=8, repetition_penalty=by) for by in (1.0, 1e9))
+    assert any(len(set(row)) < 9 for row in plain.tolist()) and all(len(set(row)) == 9 for row in penalized.tolist())
+
+
 @pytest.mark.filterwarnings("error")
 def test_the_largest_and_the_smallest_values_overflow_nothing():
     logits = np.array([1e38, -1e38, 3.0, -4.0], np.float32)

@@ -1025,6 +1025,9 @@ def test_a_loader_is_its_own_iterator():
         [[0, 1], [4, 5], [7, 8]],
         [[2], [6], [9]],
     ]
+    for given in (None, ndl.cpu_numpy()):
+        for part in next(iter(data.DataLoader(mixed, 2, device=given))):
+            assert (part.dtype, part.device, part.requires_grad) == ("float32", given or ndl.cpu(), False)
     loader = data.DataLoader(data.NDArrayDataset(np.arange(5)), 2, shuffle=True)
     np.random.seed(0)
     assert iter(loader) is loader

@@ -90,6 +90,8 @@ def test_block_sparse_attention(host):
     q, k, v = (random((1, 2, 60, 8), host, i) for i in range(3))
     layout = causal_pattern("local", 4, 16)
     expected = ops.attention(q, k, v, layout).numpy()
+    assert nn.BlockSparseAttention().layout(200) == causal_pattern("local", 4, 64, window=2)
+    assert nn.BlockSparseAttention("global").layout(400) == causal_pattern("global", 7, 64, stride=4)
     both_ways = layout.mask[0] | layout.mask[0].T  # the module leaves the future out
     for pattern in ("local", layout, both_ways, BlockLayout(both_ways, 16)):
         np.testing.assert_array_equal(nn.BlockSparseAttention(pattern, block=16)(q, k, v).numpy(), expected)
