@@ -21,7 +21,7 @@ import pytest
 
 import needle as ndl
 from devices import usable
-from needle import files, nn
+from needle import amp, files, nn
 from needle.backend_ndarray.host_memory import OPTIMIZER_STATE
 from needle.checkpoints import CheckpointFolder, random_state, read_folder, read_tensors, set_random_state, verify, write_tensors
 from needle.checkpoints import folder as checkpoint_folder
@@ -62,13 +62,15 @@ def trainer():
     return make_trainer()
 
 
+TOKENS = np.random.default_rng(0).integers(0, 40, 400).astype(np.uint16)
+TEXT = TextData("toy", TOKENS[:300], TOKENS[300:], 40, None, None)
+
+
 def make_trainer(*flags):
     """Makes the app's own, with a model that takes milliseconds."""
-    tokens = np.random.default_rng(0).integers(0, 40, 400).astype(np.uint16)
-    text = TextData("toy", tokens[:300], tokens[300:], 40, None, None)
     sizes = ["--batch_size", "2", "--seq_len", "8", "--accumulation_steps", "2", "--vocab_size", "40"]
     options = parse(["--max_steps", "100", *sizes, *flags])
-    return lambda device: Trainer(options, CONFIG, text, device)
+    return lambda device: Trainer(options, CONFIG, TEXT, device)
 
 
 def load(path, model, optimizer):
@@ -119,6 +121,21 @@ def test_50_and_50_steps_are_100(name, precision, tmp_path):
     assert second.metrics["tokens"] == whole.metrics["tokens"] == 100 * 2 * 2 * 8
     scale = 2.0 ** (12 + 3) if precision == "fp16" else 1
     assert second.scaler.get_scale() == whole.scaler.get_scale() == scale and whole.scaler.skipped_steps == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_held_out_loss_is_of_the_precision_that_is_trained_in(cpu, precision):
+    run = make_trainer("--precision", precision)(cpu)
+    found, said = run.held_out_loss(TEXT), {}
+    assert run.model.training and run.model.dropout.drawn == 0
+    ids, targets = (
+        ndl.Tensor(TEXT.held_out[i : i + 96].reshape(12, 8), device=cpu, dtype="int32", requires_grad=False) for i in (0, 1)
+    )
+    run.model.eval()
+    for each in ("fp32", "bf16", "fp16"):
+        with amp.autocast.named(each, cpu):
+            said[each] = run.model.loss(ids, targets).item()
+    assert min(said, key=lambda each: abs(said[each] - found)) == precision and found == pytest.approx(said[precision], rel=1e-6)
 
 
 def test_a_checkpoint_is_a_model_that_loads(trainer, tmp_path, cpu):

@@ -2,7 +2,7 @@
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -426,6 +426,13 @@ def test_bad_values_are_one_clear_line(cpu, options, said):
 
 
 @pytest.mark.filterwarnings("error")
+def test_what_is_made_by_default():
+    """Names and values are those of transformers."""
+    values = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "repetition_penalty": 1.0, "eos_token_id": None}
+    assert asdict(GenerationConfig()) == {"max_new_tokens": 20, **values, "pad_token_id": None, "seed": 0}
+    assert small().generate([[1]]).shape == (1, 21)
+
+
 def test_numbers_of_numpy_are_numbers():
     """numpy casts what a float32 is compared with, and warned that 1e100 overflows."""
     config = GenerationConfig(temperature=np.float32(0.5), top_p=np.float16(0.5), repetition_penalty=np.float16(2))
