@@ -514,6 +514,21 @@ def test_a_build_that_is_none(plan, cpu):
         plan(generator)
 
 
+def test_a_plan_draws_no_numbers():
+    """A planned run draws its own first ones: nn.Linear its weights, Dropout its mask."""
+    np.random.seed(7)
+    expected = np.random.rand(3)
+
+    def build(device):
+        layer, dropout = nn.Linear(4, 5, device=device), nn.Dropout()
+        return lambda: dropout(layer(ndl.ones(2, 4, device=device))).sum().backward()
+
+    for measured in (memory.plan, memory.peak_bytes):
+        np.random.seed(7)
+        measured(build)
+        np.testing.assert_array_equal(np.random.rand(3), expected)
+
+
 def test_a_plan_of_a_large_model_allocates_nothing(cpu):
     before, random = memory.stats(cpu).allocations, np.random.get_state()[2]
     rss = memory.process(cpu)["rss"]

@@ -13,6 +13,7 @@ import tracemalloc
 import types
 import unicodedata
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import numpy as np
@@ -352,12 +353,13 @@ def test_without_a_generation_config_a_sequence_ends_as_config_json_says(folder,
 
 def test_the_tokenizer_goes_along(tmp_path):
     tokenizer = train_tokenizer(tmp_path / "tokenizer.json", [TEXT * 3], 300, "text")
-    Pythia(TINY).save_pretrained(tmp_path / "model", tokenizer)
+    Pythia(replace(TINY, max_seq_len=96)).save_pretrained(tmp_path / "model", tokenizer)
     again = load_tokenizer(tmp_path / "model" / "tokenizer.json")
     np.testing.assert_array_equal(again.encode(TEXT), tokenizer.encode(TEXT))
     assert again.decode(again.encode(TEXT)) == TEXT
     about = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     assert about["eos_token"] == "<|endoftext|>" and about["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert about["model_max_length"] == 96
 
 
 def test_the_end_of_a_text_is_what_the_files_say(tmp_path):
@@ -440,10 +442,14 @@ def test_a_name_on_the_hub(monkeypatch, tmp_path, folder):
         path.rename(blobs / f"blob{i}")
         (snapshot / path.name).symlink_to(Path("..", "..", "blobs", f"blob{i}"))
     asked = []
+    wanted = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+    wanted += ("model-00001-of-00002.safetensors", "model.safetensors.index.json")
 
     def download(name, revision, allow_patterns):
         asked.append((name, revision))
         assert not any("bin" in pattern or pattern == "*" for pattern in allow_patterns)
+        for name in wanted:
+            assert any(fnmatch(name, pattern) for pattern in allow_patterns), name
         return str(snapshot)
 
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=download))
