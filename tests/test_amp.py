@@ -600,6 +600,20 @@ def test_gradients_with_a_graph_are_unscaled_once_and_their_graph_is_not(host):
     np.testing.assert_array_equal(c.grad.numpy(), [2 * (8 * 27) * (8 * 18)] * 2)
 
 
+def test_a_scaler_that_is_not_enabled_changes_nothing(host):
+    scaler = amp.GradScaler(init_scale=64, enabled=False)
+    loss = ndl.Tensor([3.0], device=host)
+    assert scaler.scale(loss) is loss and scaler.get_scale() == 1 and not scaler.is_enabled() and scaler.state_dict() == {}
+    scaler.load_state_dict(amp.GradScaler().state_dict())
+    opt, params, fill = with_gradients(host, [[np.inf, 1.0]])
+    fill(scaler)
+    scaler.unscale_(opt)
+    scaler.step(opt)
+    scaler.update()
+    np.testing.assert_array_equal(params[0].numpy(), [-np.inf, 0.5])
+    assert (scaler.get_scale(), scaler.steps, scaler.skipped_steps) == (1, 0, 0)
+
+
 def test_the_scale_follows_megatron():
     """Growth after an interval of good steps; the first overflow is forgiven, later ones are not until the scale has grown."""
     scaler = amp.GradScaler(init_scale=16, growth_interval=3, hysteresis=2)

@@ -580,6 +580,21 @@ def test_no_grad_detach_and_retain_grad(host):
     assert x.grad.item() == 1
 
 
+def test_regions_of_gradients_nest(host):
+    x = leaf([2.0], host)
+    records = lambda: (x * x).op is not None  # noqa: E731
+    with ndl.no_grad():
+        for inner, inside in ((ndl.no_grad, False), (ndl.enable_grad, True)):
+            with inner():
+                assert records() is inside
+            assert not records()
+        with ndl.enable_grad():
+            with ndl.no_grad():
+                pass
+            assert records()
+    assert records()
+
+
 def test_a_decorated_function_takes_and_gives_all_that_it_did(host):
     def affine(x, scale, *, shift=0.0):
         return x * scale + shift

@@ -123,6 +123,15 @@ def test_50_and_50_steps_are_100(name, precision, tmp_path):
     assert second.scaler.get_scale() == whole.scaler.get_scale() == scale and whole.scaler.skipped_steps == 0
 
 
+def test_a_run_that_goes_on_has_its_steps_unless_others_are_asked_for(trainer, cpu):
+    state = trainer(cpu).state()
+    for steps, epochs, expected in ((None, None, 100), (7, None, 7), (None, 2.0, 7)):
+        run = trainer(cpu)
+        run.options.max_steps, run.options.epochs, run.steps = steps, epochs, 7
+        run.load_state(state)
+        assert run.steps == expected
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_held_out_loss_is_of_the_precision_that_is_trained_in(cpu, precision):
     run = make_trainer("--precision", precision)(cpu)

@@ -67,6 +67,16 @@ def test_the_plan_of_a_config(capsys):
     assert not said.out and "unknown data set: 'no/such/tokens'" in said.err
 
 
+def test_what_is_advised_changes_no_step():
+    options = parse(["--batch_size", "6", "--accumulation_steps", "5", "--seq_len", "64", "--model", "14m"])
+    changes = [change for _, change in Budget(options, 300, ndl.meta(), False).advice.changes]
+    assert {"checkpoint_layers": 1} in changes and len(changes) == 7
+    smaller = [(change["batch_size"], change["accumulation_steps"]) for change in changes if "batch_size" in change]
+    assert smaller == [(3, 10), (2, 15), (1, 30)] * 2
+    options.checkpoint_layers = 1
+    assert len(Budget(options, 300, ndl.meta(), False).advice.changes) == 3
+
+
 def test_flags_override_what_a_file_says(file):
     path = file("sparse: true\nlr: 3e-4\nmax_steps: 12\nbetas: [0, 0.5]\ndevice: cpu\ncheckpoint_layers: 2\nmemory_limit: 1GiB\n")
     options = from_config(path)

@@ -57,6 +57,15 @@ def test_a_parameter_on_another_device_than_its_gradient_or_the_others(cpu, kind
     assert np.all(first.numpy() == 1) and np.all(second.numpy() == 1) and getattr(optimizer, "t", 0) == 0
 
 
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_the_norm_of_no_gradients(device, kind):
+    optimizer = kind([nn.Parameter(leaf([1.0, 2.0], device))])
+    norm = optimizer.clip_grad_norm(1.0)
+    optimizer.step()
+    assert float(norm) == 0 and optimizer.params[0].numpy().tolist() == [1, 2]
+    assert kind is not AdamW or (norm.device, norm.shape) == (device, (1,))
+
+
 def test_a_state_on_another_device_than_its_parameter(cpu):
     first, second = (nn.Parameter(leaf(np.ones(2), cpu)) for _ in range(2))
     optimizer = SGD([first, second], momentum=0.5)

@@ -3,6 +3,7 @@
 import errno
 import functools
 import gc
+import itertools
 import math
 import os
 import re
@@ -515,7 +516,7 @@ def test_a_build_that_is_none(plan, cpu):
 
 
 def test_a_plan_draws_no_numbers():
-    """A planned run draws its own first ones: nn.Linear its weights, Dropout its mask."""
+    """None that a run which follows would have had; on a device the plan's model draws its weights, and Dropout its mask."""
     np.random.seed(7)
     expected = np.random.rand(3)
 
@@ -523,9 +524,9 @@ def test_a_plan_draws_no_numbers():
         layer, dropout = nn.Linear(4, 5, device=device), nn.Dropout()
         return lambda: dropout(layer(ndl.ones(2, 4, device=device))).sum().backward()
 
-    for measured in (memory.plan, memory.peak_bytes):
+    for measured, device in itertools.product((memory.plan, memory.peak_bytes), (None, ndl.cpu_numpy())):
         np.random.seed(7)
-        measured(build)
+        measured(build, device=device)
         np.testing.assert_array_equal(np.random.rand(3), expected)
 
 
