@@ -27,7 +27,7 @@ from needle.checkpoints import CheckpointFolder, random_state, read_folder, read
 from needle.checkpoints import folder as checkpoint_folder
 from needle.data.text import TextData
 from needle.errors import CheckpointError
-from needle.models import Pythia, PythiaConfig, load_published
+from needle.models import GenerationConfig, Pythia, PythiaConfig, load_published
 from needle.optim import SGD, Adam, AdamW
 from pythia_app import checkpoint
 from pythia_app.options import CHANGEABLE, FIXED, parse
@@ -70,7 +70,7 @@ def make_trainer(*flags):
     """Makes the app's own, with a model that takes milliseconds."""
     sizes = ["--batch_size", "2", "--seq_len", "8", "--accumulation_steps", "2", "--vocab_size", "40"]
     options = parse(["--max_steps", "100", *sizes, *flags])
-    return lambda device: Trainer(options, CONFIG, TEXT, device)
+    return lambda device, weights=None: Trainer(options, CONFIG, TEXT, device, weights)
 
 
 def load(path, model, optimizer):
@@ -130,6 +130,13 @@ def test_a_run_that_goes_on_has_its_steps_unless_others_are_asked_for(trainer, c
         run.options.max_steps, run.options.epochs, run.steps = steps, epochs, 7
         run.load_state(state)
         assert run.steps == expected
+
+
+def test_the_end_of_a_text_that_weights_were_trained_on_is_not_that_of_the_run(trainer, tmp_path, cpu):
+    """config.json has the id that the tokenizer of these weights ends a text with; another's id may be any word."""
+    Pythia(CONFIG).save_pretrained(tmp_path)
+    assert Pythia.from_pretrained(tmp_path).generation_config.eos_token_id == 0
+    assert trainer(cpu, tmp_path).model.generation_config == GenerationConfig()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

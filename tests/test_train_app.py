@@ -30,6 +30,7 @@ from needle.data.text import load_text, unigram_entropy
 from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
 from needle.data.token_files import TokenWriter
 from needle.models import GenerationConfig, Pythia, PythiaConfig, pretrained, pythia
+from pythia_app import events as events_module
 from pythia_app import options
 from pythia_app.config_file import STARTED
 from pythia_app.flops import published
@@ -1318,6 +1319,20 @@ def test_tensorboard_reads_the_events(run, tmp_path, monkeypatch):
         assert [(event.step, event.value) for event in events.Scalars(name)] == expected, name
     assert [event.step for event in events.Scalars("peak_bytes/activation")] == [1, 2, 3, 4, 5]
     assert {2, 5} <= {event.step for event in events.Tensors("sample/text_summary")}  # this reader purges scalars alone
+
+
+def test_events_come_as_the_run_goes_and_none_of_what_is_no_number(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboardX")
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    clock = SimpleNamespace(time=time.time, time_ns=time.time_ns, monotonic=lambda: 100.0)
+    monkeypatch.setattr(events_module, "time", clock)
+    events = events_module.Events(tmp_path, 0)
+    for step, now, seen in ((1, 100.0, 1), (2, 105.0, 1), (3, 111.0, 3)):
+        clock.monotonic = lambda now=now: now
+        events.add({"step": step, "loss": 2.0, "grad_norm": None})
+        found = reader.EventAccumulator(str(tmp_path)).Reload()
+        assert found.Tags()["scalars"] == ["loss"] and len(found.Scalars("loss")) == seen
+    events.close()
 
 
 def test_events_are_on_the_disk_before_the_checkpoint_of_their_steps(run, tmp_path, monkeypatch):
