@@ -878,6 +878,12 @@ def test_the_norm_is_that_of_all_gradients(device, count):
         assert step.loss == pytest.approx(mean, rel=1e-6) and 3 < mean < 5
         updated.append(again.embed_out.numpy())
     np.testing.assert_allclose(*updated, rtol=0, atol=1e-7)
+    updated = []
+    for more in ({}, {"max_norm": 1.0}):
+        again = Pythia(config, device=device)
+        assert train_step(again, SGD(again.parameters(), lr=1.0), batches, count, **more).grad_norm > 0.5
+        updated.append(again.embed_out.numpy())
+    np.testing.assert_array_equal(*updated)
 
 
 def test_a_step_that_failed_leaves_nothing_to_the_next(host):

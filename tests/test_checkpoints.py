@@ -319,6 +319,13 @@ def test_the_last_k_and_the_best_are_kept(tmp_path):
     assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {"checkpoints.json"}
 
 
+def test_two_are_kept_where_no_number_is_given(tmp_path):
+    folder = CheckpointFolder(tmp_path)
+    for step in range(4):
+        folder.save(step, write(step))
+    assert folder.names() == ["step-000002", "step-000003"]
+
+
 def test_losses_that_are_no_float(tmp_path):
     folder = CheckpointFolder(tmp_path)
     saved = folder.save(0, write(0))
@@ -446,6 +453,13 @@ def test_a_damaged_index(two, text):
     assert value(two.path / "step-000001") == 111111 and value(two.path / "step-000002") == 222222
     (two.path / "checkpoints.json").unlink()
     assert value(two.newest()[0]) == 222222
+
+
+def test_a_small_file_has_as_many_bytes_as_it_may(tmp_path):
+    (tmp_path / "file").write_bytes(b"1234")
+    assert files.read_small(tmp_path / "file", limit=4) == b"1234"
+    with pytest.raises(ValueError, match="larger than 3 bytes"):
+        files.read_small(tmp_path / "file", limit=3)
 
 
 def test_pipes_that_nobody_writes_into(two):

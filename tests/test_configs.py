@@ -1,13 +1,16 @@
 """Flags in YAML files: those of the published Pythia runs, what a file may say, and what is said of one that is wrong."""
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 import needle as ndl
+from needle.checkpoints import CheckpointFolder
 from needle.errors import DataError, ShapeError
-from needle.models import Pythia
+from needle.models import Pythia, PythiaConfig, train_step
+from needle.optim import AdamW
 from pythia_app import config_file
 from pythia_app.memory import Budget
 from pythia_app.options import _parser, parse
@@ -65,6 +68,15 @@ def test_the_plan_of_a_config(capsys):
     assert train_pythia.main(["--model", "14m", "--plan", "--dataset", "no/such/tokens"]) == 2
     said = capsys.readouterr()
     assert not said.out and "unknown data set: 'no/such/tokens'" in said.err
+
+
+def test_flags_have_the_defaults_of_what_they_are_given_to():
+    options = parse([])
+    of = lambda made: {name: found.default for name, found in inspect.signature(made).parameters.items()}  # noqa: E731
+    adamw = {"lr": options.lr, "betas": tuple(options.betas), "eps": options.eps, "weight_decay": options.weight_decay}
+    assert adamw.items() <= of(AdamW).items() and options.keep_last == of(CheckpointFolder)["keep_last"]
+    assert options.max_grad_norm == of(train_step)["max_norm"] == of(AdamW.clip_grad_norm)["max_norm"]
+    assert (options.block_size, options.window) == (PythiaConfig().block, PythiaConfig().window)
 
 
 def test_what_is_advised_changes_no_step():

@@ -127,6 +127,8 @@ def test_biases_of_a_head_do_not_decay():
     decay, rest = (group["params"] for group in model.parameter_groups(0.2))
     assert {p.ndim for p in rest} == {1, 2} and model.head.bias in rest and model.head.weight in decay
     assert len(decay) == 7 and set(decay) | set(rest) == set(model.parameters())
+    assert [group["weight_decay"] for group in model.parameter_groups(0.2)] == [0.2, 0]
+    assert [group["weight_decay"] for group in model.parameter_groups()] == [0.1, 0]
 
 
 def test_models_of_other_seeds_drop_other_elements():
