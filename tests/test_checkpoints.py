@@ -105,9 +105,12 @@ def test_50_and_50_steps_are_100(name, precision, tmp_path):
     drawn = np.random.rand(3)
     np.random.seed(1)
     first = trainer(device)
+    start = time.perf_counter()
     found = [first.train_step() for _ in range(50)]
+    took = time.perf_counter() - start
     path = checkpoint.save(CheckpointFolder(tmp_path), first.model, first.optimizer, first.state())
     seconds = first.metrics["seconds"]
+    assert took / 4 < seconds <= took  # of all steps
     del first
     second = resumed(trainer(device), path)
     assert second.step == 50 and second.batches.source.epoch > 5
@@ -120,7 +123,7 @@ def test_50_and_50_steps_are_100(name, precision, tmp_path):
             assert kept[p].numpy().tobytes() == also[q].numpy().tobytes(), name
     np.testing.assert_array_equal(np.random.rand(3), drawn)
     assert second.metrics["tokens"] == whole.metrics["tokens"] == 100 * 2 * 2 * 8
-    assert second.metrics["seconds"] > seconds > 0
+    assert second.metrics["seconds"] > seconds
     scale = 2.0 ** (12 + 3) if precision == "fp16" else 1
     assert second.scaler.get_scale() == whole.scaler.get_scale() == scale and whole.scaler.skipped_steps == 0
 
