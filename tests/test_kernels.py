@@ -84,6 +84,21 @@ def test_conversions_of_transposes_are_those_of_rows(shape):
             np.testing.assert_array_equal(get(backend, outs[0]), get(backend, outs[1]), err_msg=f"{a} -> {b}")
 
 
+def test_conversions_of_elements_apart_are_those_of_neighbours():
+    """Of more than the CPU converts at a time, from every other element, from the last on, to every third."""
+    n = 601
+    values = RNG.integers(0, 200, n) / 4
+    for a in dt.ROWS:
+        apart, plain = put(backend, np.repeat(values, 2), a), put(backend, values[::-1], a)
+        for b in dt.ROWS:
+            spread, wanted = put(backend, np.zeros(3 * n), b), backend.Array(n, b)
+            backend.strided_copy(apart, (-2,), 2 * n - 2, spread, (3,), 1, (n,))
+            backend.compact(plain, wanted, (n,), (1,), 0)
+            rows = get(backend, spread).reshape(n, 3)
+            np.testing.assert_array_equal(rows[:, 1], get(backend, wanted), err_msg=f"{a} -> {b}")
+            assert not rows[:, ::2].any(), f"{a} -> {b}"
+
+
 @every_float
 def test_numbers_below_0_wrap_around_in_uint8(dtype):
     """Of their whole part; processors do so, GPUs only where they are told to."""
@@ -216,13 +231,28 @@ def test_a_reduction_into_another_dtype_is_refused(op, dtype, out):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "uint8"])
 def test_argmax_takes_the_first_and_nan_wins(dtype):
-    x = RNG.integers(0, 5, (2, 9000, 3)).astype(np.float64)
-    if dtype.startswith("float"):
-        x[1, [77, 400], 2] = np.nan
-    for op in ("argmax", "argmin"):
-        a, out = put(backend, x, dtype), backend.Array(6, "int64")
-        getattr(backend, f"reduce_{op}")(a, out, 2, 9000, 3)
-        np.testing.assert_array_equal(get(backend, out), getattr(np, op)(x, axis=1).reshape(-1))
+    for outer, n, inner in ((2, 9000, 3), (6, 9000, 1), (6, 9, 1)):
+        x = RNG.integers(0, 5, (outer, n, inner)).astype(np.float64)
+        if dtype.startswith("float"):
+            x[1, [n // 9, n // 2], inner - 1] = np.nan
+        for op in ("argmax", "argmin"):
+            a, out = put(backend, x, dtype), backend.Array(6, "int64")
+            getattr(backend, f"reduce_{op}")(a, out, outer, n, inner)
+            np.testing.assert_array_equal(get(backend, out), getattr(np, op)(x, axis=1).reshape(-1))
+
+
+@pytest.mark.parametrize("shape", [(1, 70000, 1), (70, 40, 1), (300, 3, 1), (2, 9000, 3)])
+@pytest.mark.parametrize("dtype", [*FLOATS, "int32", "int64", "uint8"])
+def test_extremes_of_one_sign_and_of_the_ends_of_a_dtype(dtype, shape):
+    """What a reduction begins with is no larger than its elements, or no smaller, whatever they are."""
+    limits = np.iinfo(dtype) if dtype not in FLOATS else None
+    least, most = (limits.min, limits.max) if limits else (-np.inf, np.inf)
+    for op, values in (("max", {least, max(least, -7)}), ("min", {most, 7})):
+        for value in values:
+            a, out = backend.Array(int(np.prod(shape)), dtype), backend.Array(shape[0] * shape[2], dtype)
+            backend.fill(a, value)
+            getattr(backend, f"reduce_{op}")(a, out, *shape)
+            assert (get(backend, out) == value).all(), (op, value)
 
 
 def test_integer_sums_wrap_in_64_bits():
@@ -625,7 +655,7 @@ def test_unscale(dtype, n):
 
 
 @every_float
-@pytest.mark.parametrize("size", [1, 6, 4097])
+@pytest.mark.parametrize("size", [1, 6, 4097, 40_001])
 def test_dropout(dtype, size):
     for p in (0.0, 0.3, 1.0):
         for seed, offset in ((11, 4), (2**40 + 17, 2**33 + 5)):
