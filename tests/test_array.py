@@ -116,6 +116,14 @@ def test_integers_sum_to_int64_without_a_wider_copy(device, dtype, end, shape):
             np.testing.assert_array_equal(found.numpy().reshape(-1), getattr(values, op)(axis=axis, dtype=np.int64).reshape(-1))
 
 
+def test_a_row_longer_than_its_pieces_are_many(cpu):
+    """The CPU cuts a long row into 64 at most."""
+    values = np.arange(2_200_001, dtype=np.float32) % 7
+    values[-1] = 9
+    x = NDArray(values, device=cpu)
+    assert x.sum().item() == np.float32(values.sum(dtype=np.float64)) and x.max().item() == 9
+
+
 SHAPES = [((3, 4), (4, 5)), ((2, 3, 4), (4, 5)), ((2, 1, 3, 4), (6, 4, 5)), ((4,), (4, 5)), ((3, 4), (4,)), ((1, 4), (4, 1)), ((0, 4), (4, 5)),
           ((3, 0), (0, 5))]  # fmt: skip
 
@@ -164,6 +172,21 @@ def test_large_products_of_parts_and_of_transposes(cpu, shape, dtype, extra):
             wanted = (out.numpy().astype(np.float64) + exact).astype(out.numpy().dtype)
             matmul(x, y, out=out, accumulate=True)
             np.testing.assert_array_equal(out.numpy(), wanted)
+
+
+# Tiles of both sides of the result, each down to its last rows and columns; batches whose operands both go on, too large for tiles;
+# more rows than are summed before 16 bits are rounded.
+@pytest.mark.parametrize(
+    "shapes",
+    [((100, 500), (500, 100)), ((300, 20), (20, 600)), ((2, 1, 200, 330), (3, 330, 260)), ((1100, 1030), (1030, 70))],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32"])
+def test_products_of_tiles_and_of_batches(cpu, shapes, dtype):
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-3, 4, shape).astype(np.float64) for shape in shapes)
+    found = matmul(NDArray(a, device=cpu, dtype=dtype), NDArray(b, device=cpu, dtype=dtype)).numpy()
+    np.testing.assert_array_equal(found, (a @ b).astype(found.dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -486,8 +509,10 @@ def test_float64_becomes_float16_in_one_rounding(device):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int32", "int64", "uint8", "bool"])
 def test_arange_makes_every_dtype(device, dtype):
-    expected = np.arange(100).astype(dt.to_numpy(dtype))
-    np.testing.assert_array_equal(kernels.arange(100, dtype, device).numpy(), expected)
+    for n in (100, 70_001):  # more than a thread of the CPU makes at a time
+        with np.errstate(over="ignore"):
+            expected = np.arange(n).astype(dt.to_numpy(dtype))
+        np.testing.assert_array_equal(kernels.arange(n, dtype, device).numpy(), expected)
 
 
 @pytest.mark.parametrize("source", ["float32", "float64", "float16", "bfloat16"])
