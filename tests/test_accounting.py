@@ -11,7 +11,7 @@ import needle as ndl
 from devices import usable
 from needle import amp, memory, nn, ops
 from needle.backend_ndarray.host_memory import DATA, FREED, HostAllocator, Storage
-from needle.backend_ndarray.ndarray import empty
+from needle.backend_ndarray.ndarray import empty, from_dlpack
 from needle.errors import GraphError, ShapeError
 from needle.memory import accounting, sites
 from needle.models import Pythia, train_step
@@ -313,6 +313,33 @@ def test_freed_memory_is_cut_to_requests_and_joined_again(cpu):
     del whole
     memory.empty_cache(cpu)
     assert memory.stats(cpu).reserved <= before
+
+
+def test_what_is_kept_does_not_lie_beside_what_does_not_fit_into_it(cpu):
+    """Nor does a peak from before the cache was emptied leave room for it."""
+    gc.collect()
+    empty((200 << 18,), "float32", cpu)
+    memory.empty_cache(cpu)
+    before = memory.stats(cpu).reserved
+    for mib in (40, 60, 80):
+        empty((mib << 18,), "float32", cpu)
+    assert 80 << 20 <= memory.stats(cpu).reserved - before < 100 << 20
+    memory.empty_cache(cpu)
+
+
+def test_memory_of_others_counts_for_as_long_as_it_is_held(cpu):
+    gc.collect()
+    before = memory.stats(cpu)
+    whole = from_dlpack(np.zeros(1000))
+    part = whole[5:]
+    del whole
+    assert memory.stats(cpu).borrowed - before.borrowed == 8000
+    del part
+    assert memory.stats(cpu).borrowed == before.borrowed
+    capsule = empty((1000,), "float32", cpu).__dlpack__()
+    assert memory.stats(cpu).live - before.live == 4000
+    del capsule  # which nobody took
+    assert memory.stats(cpu).live == before.live
 
 
 def test_arrays_never_share_what_was_cut(cpu):
