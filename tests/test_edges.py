@@ -1,6 +1,7 @@
 """What lies at the edges of arrays, on every device: impossible shapes, numbers outside a dtype, overlapping and empty arrays,
 infinities. Each is done right or is one clear error."""
 
+import ctypes
 import math
 import operator
 import re
@@ -565,6 +566,21 @@ def test_memory_of_others_that_cannot_be_shared():
     with pytest.raises(DeviceError, match=r"memory of DLPack device type 10 \(accepted: CPU, CUDA\)"):
         from_dlpack(elsewhere)
     assert from_dlpack(np.arange(3.0)[::-1][:1]).item() == 2  # which numpy takes for contiguous
+
+
+def test_memory_of_others_without_strides_and_behind_its_address(cpu):
+    """DLPack says neither that rows next to each other have strides nor that data begins where it points."""
+    a = array(np.arange(12).reshape(3, 4), cpu)
+    capsule = a[:2].__dlpack__()
+    address = ctypes.pythonapi.PyCapsule_GetPointer
+    address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    strides, byte_offset = (ctypes.c_uint64.from_address(address(capsule, b"dltensor") + at) for at in (32, 40))
+    strides.value, byte_offset.value = 0, 16
+    theirs = SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: (1, 0))
+    np.testing.assert_array_equal(from_dlpack(theirs).numpy(), [[4, 5, 6, 7], [8, 9, 10, 11]])
+    before = memory.stats(cpu).borrowed
+    nothing = from_dlpack(np.zeros((4, 5))[:0, :2])
+    assert nothing.numpy().shape == (0, 2) and memory.stats(cpu).borrowed == before
 
 
 # --- functions of rows ---
