@@ -78,17 +78,22 @@ def test_importing_prints_nothing_unless_the_backend_is_unknown(backend, code, s
     assert done.returncode == code and done.stdout == "" and said in done.stderr and bool(said) == bool(done.stderr)
 
 
-def test_device_module_calls(cpu):
-    a, b = np.random.randn(24, 16), np.random.randn(16, 8)
+@pytest.mark.parametrize(("m", "n", "p"), [(24, 16, 8), (512, 512, 264)], ids=str)  # for one thread; for several
+def test_tiled_products(cpu, m, n, p):
+    a, b = np.random.randn(m, n), np.random.randn(n, p)
     tile = cpu.__tile_size__
 
     def tiled(x):
         rows, cols = x.shape
         return ndl.NDArray(x, device=cpu).reshape((rows // tile, tile, cols // tile, tile)).permute((0, 2, 1, 3)).compact()
 
-    out = ndl.NDArray.make((24 // tile, 8 // tile, tile, tile), device=cpu)
-    cpu.matmul_tiled(tiled(a)._handle, tiled(b)._handle, out._handle, 24, 16, 8)
-    np.testing.assert_allclose(out.permute((0, 2, 1, 3)).compact().reshape((24, 8)).numpy(), a @ b, rtol=1e-4, atol=1e-4)
+    out = ndl.NDArray.make((m // tile, p // tile, tile, tile), device=cpu)
+    cpu.matmul_tiled(tiled(a)._handle, tiled(b)._handle, out._handle, m, n, p)
+    np.testing.assert_allclose(out.permute((0, 2, 1, 3)).compact().reshape((m, p)).numpy(), a @ b, rtol=1e-4, atol=1e-4)
+
+
+def test_device_module_calls(cpu):
+    a = np.random.randn(24, 16)
     x = ndl.NDArray(a, device=cpu)
     assert x[1:3]._handle.ptr() == x._handle.ptr() and x[1, 2].shape == (1, 1)
     assert x.sum().shape == (1,) and (x >= 0).numpy().sum() == (a >= 0).sum()

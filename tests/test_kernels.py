@@ -549,7 +549,7 @@ def test_embedding(dtype, id_dtype, n, vocab, dim):
 
 @pytest.mark.parametrize("dtype", dt.ROWS)
 @every_id
-@pytest.mark.parametrize(("n", "vocab", "dim"), [(1, 1, 1), (40, 41, 17), (300, 400, 32), (300, 300, 5), (0, 9, 5), (9, 9, 0)])
+@pytest.mark.parametrize(("n", "vocab", "dim"), [(1, 1, 1), (40, 41, 17), (1200, 1300, 32), (300, 300, 5), (0, 9, 5), (9, 9, 0)])
 def test_embedding_put(dtype, id_dtype, n, vocab, dim):
     ids = np.where(np.arange(n) % 5 == 1, -1, RNG.permutation(vocab)[:n])
     rows, weight = (RNG.integers(0, 2, (count, dim)) for count in (n, vocab))
