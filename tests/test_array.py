@@ -474,7 +474,9 @@ def test_the_allocator_counts_every_byte_and_keeps_its_limit(host):
     try:
         with pytest.raises(MemoryError):
             ndl.backend_ndarray.empty((10_000,), device=host)
-        ndl.backend_ndarray.empty((10,), device=host)
+        with pytest.raises(MemoryError):
+            ndl.backend_ndarray.empty((251,), device=host)
+        ndl.backend_ndarray.empty((250,), device=host)  # to the byte
     finally:
         host.set_limit(0)
     assert issubclass(OutOfMemoryError, MemoryError)
@@ -529,3 +531,4 @@ def test_floats_that_no_integer_is_near_become_the_least_one(device, source):
         whole = [int(v) if fit else -(2**bits) for v, fit in zip(exact.tolist(), fits.tolist())]
         expected = [v % 256 for v in whole] if dtype == "uint8" else whole
         assert x.astype(dtype).numpy().tolist() == expected
+    assert x.astype("bool").numpy().tolist() == (exact != 0).tolist()  # of NaN True
