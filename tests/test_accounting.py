@@ -21,6 +21,7 @@ from tiny_pythia import TINY, tokens
 
 
 def test_bytes_are_counted_by_category(device):
+    gc.collect()
     memory.empty_cache(device)
     before = memory.stats(device).by_category
     count = lambda: {k: v - before[k] for k, v in memory.stats(device).by_category.items()}  # noqa: E731
