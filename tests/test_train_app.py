@@ -473,7 +473,7 @@ def test_a_run_on_a_token_file_keeps_its_tokenizer(run, text, tmp_path):
     """Beside the file it may be gone, or be another one by now."""
     prepare([text], tmp_path / "ids", vocab_size=300)
     beside, kept = tmp_path / "ids.tokenizer.json", "tokenizer.json"
-    flags = ("--dataset", tmp_path / "ids", "--checkpoint_dir", tmp_path / "run", "--resume", "--max_steps")
+    flags = ("--dataset", tmp_path / "ids", "--vocab_size", 320, "--checkpoint_dir", tmp_path / "run", "--resume", "--max_steps")
     assert run(*flags, 1).returncode == 0
     its_own = beside.read_bytes()
     more = load_tokenizer(beside).tokenizer

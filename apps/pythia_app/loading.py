@@ -102,6 +102,8 @@ def tokenizer_of_run(options: argparse.Namespace, weights: Path | None, saved: P
         kept = state and state["options"].get("tokenizer")  # an older one may be relative
         its_own = kept and options.tokenizer == os.path.abspath(files.home(str(kept)))
     else:
-        # Else the text is the one that it was made of.
-        its_own = options.init_from or options.eval_only or find_token_file(options.dataset) is not None
+        token_file = find_token_file(options.dataset)  # else the text is the one that it was made of
+        beside = tokenizer_for(token_file, None)
+        gone = token_file is not None and (beside is None or not load_tokenizer(beside).extends(load_tokenizer(folder / TOKENIZER)))
+        its_own = options.init_from or options.eval_only or gone
     return folder / TOKENIZER if its_own else given

@@ -139,11 +139,10 @@ def _load_token_file(path: Path, vocab_size: int | None, tokenizer: str | Path |
     encoder = load_tokenizer(found) if found is not None else None
     if encoder is not None and found != beside and beside.is_file():
         its_own = load_tokenizer(beside)
-        if not (encoder.extends(its_own) or its_own.extends(encoder)):
+        if not encoder.extends(its_own):
             wanted = "the tokenizer that it was made with"
             raise DataError(f"[{path.name}] its ids are those of {beside.name}, not of {found} ({wanted})")
-        if encoder.extends(its_own):
-            encoder.end_of_text = its_own.end_of_text  # with which its documents end
+        encoder.end_of_text = its_own.end_of_text  # with which its documents end
     if encoder is not None:
         vocab_size = _vocabulary(vocab_size, encoder)
     elif vocab_size is None:

@@ -115,14 +115,6 @@ def _child_modules(value: object) -> list[Module]:
     return [part for _, part in _all_parts(value) if isinstance(part, Module)]
 
 
-def _holds(value: object, module: Module) -> bool:
-    """Whether ``module`` is ``value``, or anywhere in it."""
-    if isinstance(value, Module):
-        return value is module or _holds(value.__dict__, module)
-    parts = list(value.values()) if isinstance(value, dict) else value
-    return isinstance(parts, (list, tuple)) and any(_holds(part, module) for part in parts)
-
-
 class Module:
     """A layer, or a network of them: it has parameters and a ``forward``, which calling it runs.
 
@@ -143,7 +135,7 @@ class Module:
         whose history would be lost (after ``del`` it can be assigned, and is no parameter then); and for what holds this module,
         whose parts there would be no end of.
         """
-        if _holds(value, self):
+        if isinstance(value, (Module, dict, list, tuple)) and any(part is self for _, part in _all_parts(value)):
             name = f"[{type(self).__name__}] {name}"
             raise TypeError(f"{name} would hold the module that it is part of (accepted: modules that do not know theirs)")
         before = self.__dict__.get(name)
