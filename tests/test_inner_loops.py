@@ -12,8 +12,8 @@ LEAST = 12  # multiply-adds of a whole tile's loop
 
 
 def inner_loops(listing):
-    """The instructions of each loop that has no other inside, of the functions of gemm_cpu.cc that multiply tiles."""
-    for function in re.findall(r"<[^>\n]*Own[^>\n]*micro[^>\n]*>:\n((?:.+\n)+)", listing):
+    """The instructions of each loop that has no other inside, of the functions of inner_loops_cpu.h that multiply by vectors."""
+    for function in re.findall(r"<[^>\n]*VectorLoop[^>\n]*micro[^>\n]*>:\n((?:.+\n)+)", listing):
         code = re.findall(r"^ *([0-9a-f]+):\t(.*)", function, re.M)
         places = {address: i for i, (address, _) in enumerate(code)}
         jumps = [

@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "few_rows_cpu.h"
+#include "inner_loops_cpu.h"
 #include "integers.h"
 #include "lane_gemm_cpu.h"
 #include "parallel.h"
@@ -29,25 +30,9 @@
 #ifdef NEEDLE_OPENBLAS
 #include <cblas.h>
 #endif
-#ifdef __SSE__
-#include <xmmintrin.h>
-#endif
 
 namespace needle::cpu {
 namespace {
-
-// Subnormal numbers count as zero inside a product: processors are slow at them, and the gradients
-// of a confident softmax are full of them.
-struct FlushSubnormals {
-#ifdef __SSE__
-  static constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;
-  unsigned before = _mm_getcsr();
-  FlushSubnormals() { _mm_setcsr(before | kFlushToZero | kDenormalsAreZero); }
-  ~FlushSubnormals() { _mm_setcsr(before); }
-#endif
-};
-
-constexpr int kRows = kVectorRegisters >= 32 ? 12 : 6;
 
 // An operand as it is stored: its lines, rows of op(A) or columns of op(B), of k elements, lie
 // along memory, ld from their neighbours, or across it. from(line, p) is what begins there.
@@ -61,30 +46,23 @@ struct Stored {
   }
 };
 
-// The words along k in the order in which they are multiplied: runs of the same length, which begin
-// at[i] elements from the first row of A. B's follow each other.
-struct Runs {
-  int64_t count, length;
-  const int64_t* at;
-};
-constexpr int64_t kBegin = 0;
-Runs one_run(int64_t length) { return {1, length, &kBegin}; }
-
 // A and B are stored as In, C as Out; the inner loop reads words of P, which is In or float, and
 // sums in T. Elements of a word follow each other in k.
-template <class In, class Out, class P = accum_t<In>>
+template <class In, class Out, class Loop = VectorLoop<accum_t<In>>>
 struct Own {
   using T = accum_t<In>;
+  using P = typename Loop::P;
+  using Mode = typename Loop::Mode;
   static constexpr bool kReadable = std::is_same_v<In, P>;  // by the inner loop, where it lies
-  static constexpr int kWord = cpu::kWord<P>;
-  static constexpr int kLane = kLanes<T>,
-                       kCols = 2 * kLane;  // registers: 2 kRows sums, 2 of B, an A
+  static constexpr int kWord = Loop::kWord, kGroup = Loop::kGroup * kWord;  // in elements of k
+  static constexpr int kRows = Loop::kRows, kCols = Loop::kCols, kLane = kLanes<T>;
   // Packed rows of A stay in the last-level cache, a strip of B in L2. Depth and strip in words.
-  static constexpr int64_t kDepth = 4096 / sizeof(T), kM = 1032, kStrip = (512 << 10) / sizeof(T);
+  static constexpr int64_t kDepth = 4096 / sizeof(T), kM = 1032 / kRows * kRows,
+                           kStrip = (512 << 10) / sizeof(T);
   static constexpr int64_t kSummed = 1024;  // columns of C that are summed before they are rounded
   static constexpr int64_t kMinRows = 96, kMinCols = 2 * kCols;  // of a task
   static constexpr int64_t kPacked = 4 * kRows;                  // rows of A a task packs at least
-  static_assert(kM % kRows == 0 && kStrip >= kMinCols * kDepth);
+  static_assert(kStrip >= kMinCols * kDepth);
   // Words from a row to the next in a panel of A: an odd number of vectors keeps a panel's rows in
   // different sets of the cache.
   static constexpr int64_t stride_for(int64_t words) {
@@ -99,12 +77,12 @@ struct Own {
   };
   static auto& workspace() { return of_this_thread<typename Own<T, T>::Workspace>(); }
 
-  struct Exact {};
-  using Mode = std::conditional_t<std::is_same_v<T, float>, FlushSubnormals, Exact>;
-
   // Rows that lie a multiple of this apart share a set of the first cache, which has fewer ways
-  // than kRows.
+  // than kRows: a line would be gone before the loop has read all of it.
   static constexpr int64_t kSets = 4096 / sizeof(P);
+
+  // Words of so many elements along k, those that fill up the last group included.
+  static int64_t words_of(int64_t k) { return round_up(k, int64_t(kGroup)) / kWord; }
 
   // Panels of Width columns, those beyond `cols` zero: word (p, j) of a panel at [p][j], and
   // `distance` words from a panel to the next. Rows are read across all panels at once: memory
@@ -115,6 +93,9 @@ struct Own {
     const int64_t whole = cols / Width, rest = cols % Width;
     distance *= kWord;
     if (rest > 0) std::fill_n(to + whole * distance, Width * round_up(k, kWord), P(0.f));
+    for (int64_t i = 0; kGroup > kWord && i < ceil_div(cols, Width); ++i)
+      std::fill(to + i * distance + Width * round_up(k, kWord),
+                to + i * distance + Width * round_up(k, kGroup), P(0.f));
     constexpr int64_t kAhead = 6;  // rows, each on a page of its own, which hardware stops at
     for (int64_t p = 0; p < k; p += kWord, from += kWord * ld, to += kWord * Width) {
       if (p + kAhead < k)
@@ -151,16 +132,24 @@ struct Own {
   }
 
   // Panels of kRows rows, kRows strides long, those beyond `rows` zero: word (i, p) of a
-  // panel at [i][p], or at [p][i] where rows do not lie along memory, so that each is a copy in
-  // order of it.
+  // panel at [i][p], or at [p][i] where rows do not lie along memory and the loop reads such, so
+  // that each is a copy in order of it.
   static void pack_a(int64_t rows, int64_t k, Stored<In> a, P* to) {
-    const int64_t panel = kRows * stride_for(ceil_div(k, kWord));
-    if (!a.along) return pack_columns<kRows>(k, rows, a.data, a.ld, to, panel);
-    pack_rows(rows, k, to, [&](int64_t i, P* row) { convert_run(a.data + i * a.ld, k, row); });
+    const int64_t stride = stride_for(words_of(k));
+    if (a.along)
+      return pack_rows(rows, k, to,
+                       [&](int64_t i, P* row) { convert_run(a.data + i * a.ld, k, row); });
+    if constexpr (Loop::kAcross) {
+      pack_columns<kRows>(k, rows, a.data, a.ld, to, kRows * stride);
+    } else {
+      pack_rows(rows, k, to, [](int64_t, P*) {});
+      transpose_tile(reinterpret_cast<const uint16_t*>(a.data), a.ld, k, rows,
+                     reinterpret_cast<uint16_t*>(to), stride * kWord);
+    }
   }
   template <class CopyRow>
   static void pack_rows(int64_t rows, int64_t k, P* to, CopyRow copy) {
-    const int64_t whole = round_up(k, kWord), stride = stride_for(whole / kWord);
+    const int64_t whole = round_up(k, kGroup), stride = stride_for(whole / kWord);
     for (int64_t i = 0; i < round_up(rows, kRows); ++i, to += stride * kWord) {
       if (i < rows) copy(i, to);
       std::fill(to + (i < rows ? k : 0), to + whole, P(0.f));
@@ -169,87 +158,22 @@ struct Own {
 
   // Panels of kCols columns, those beyond `cols` zero: word (p, j) of a panel at [p][j].
   static void pack_b(int64_t k, int64_t cols, Stored<In> stored, P* to) {
-    const int64_t words = ceil_div(k, kWord);
+    const int64_t words = words_of(k);
     const In* const b = stored.data;
     const int64_t ldb = stored.ld;
     if (!stored.along) return pack_columns<kCols>(k, cols, b, ldb, to, words * kCols);
     if (cols % kCols)
       std::fill_n(to + cols / kCols * kCols * words * kWord, kCols * words * kWord, P(0.f));
+    const int64_t filled = ceil_div(k, kWord);
+    for (int64_t j = 0; filled < words && j < cols; j += kCols)
+      std::fill(to + (j * words + filled * kCols) * kWord, to + (j + kCols) * words * kWord,
+                P(0.f));
     for (int64_t j = 0; j < cols; j += kCols) {
       const int64_t there = std::min<int64_t>(kCols, cols - j);
       if constexpr (kWord == 1)
         transpose_tile(b + j * ldb, ldb, there, k, to + j * k, kCols);
       else
         transpose_pairs(b + j * ldb, ldb, there, k, to + j * words * kWord, kCols);
-    }
-  }
-
-  // The first R of kRows rows of C and as many of a panel's columns as V vectors have, of which
-  // rows x cols are there. The rows of A lie along memory, lda elements apart, or across it, a word
-  // lda elements from the next.
-  template <bool across, int R, int V>
-  static void micro(const Runs& runs, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
-                    int64_t ldc, int64_t rows, int64_t cols) {
-    constexpr int64_t kAhead = 8 * kCols * kWord;  // panels of B come from L2 or beyond
-    for (int64_t i = 0; i < rows; ++i)
-      for (int j = 0; j < V; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
-    Vec<T> sum[R][V] = {};
-    const int64_t* at = runs.at;
-    // No run is empty, and there is one. g++ keeps floats' sums in registers if it knows that, and
-    // pairs' (add_product is assembly there) if it does not.
-    if (kWord == 1 && runs.count <= 0) __builtin_unreachable();
-    for (int64_t left = runs.count; left > 0; --left) {
-      const P* from = a + *at++;
-      int64_t p = runs.length;
-#pragma clang loop unroll(disable)  // it would run out of registers
-      do {
-        Words<P> words[V];
-#pragma GCC unroll 2
-        for (int j = 0; j < V; ++j) {
-          __builtin_prefetch(b + kAhead + j * kLane * kWord);
-          words[j] = load_words(b + j * kLane * kWord);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < R; ++i) {
-          const P* x = from + i * (across ? kWord : lda);
-#pragma GCC unroll 2
-          for (int j = 0; j < V; ++j) sum[i][j] = add_product(sum[i][j], x, words[j]);
-        }
-        from += across ? lda : kWord;
-        b += kCols * kWord;
-      } while (--p > 0);
-    }
-    if (rows == R && cols == V * kLane) {
-#pragma GCC unroll 16
-      for (int i = 0; i < R; ++i)
-        for (int j = 0; j < V; ++j) {
-          Out* to = c + i * ldc + j * kLane;
-          store(to, accumulate ? load(to) + sum[i][j] : sum[i][j]);
-        }
-      return;
-    }
-    T edge[R][V * kLane];
-    for (int i = 0; i < R; ++i)
-      for (int j = 0; j < V; ++j) store(&edge[i][j * kLane], sum[i][j]);
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t j = 0; j < cols; ++j) {
-        Out& to = c[i * ldc + j];
-        to = Out(accumulate ? T(to) + edge[i][j] : edge[i][j]);
-      }
-  }
-
-  // kRows rows of A, or fewer, times panels of B, whose columns are all of C's.
-  template <bool across>
-  static void multiply_rows(int64_t rows, int64_t cols, const Runs& runs, const P* a, int64_t lda,
-                            const P* b, bool accumulate, Out* c, int64_t ldc) {
-    constexpr int kHalf = kRows / 2;
-    for (int64_t j = 0; j < cols; j += kCols, b += runs.count * runs.length * kCols * kWord) {
-      const int64_t left = std::min<int64_t>(kCols, cols - j);
-      const auto part = rows > kHalf
-                            ? left > kLane ? micro<across, kRows, 2> : micro<across, kRows, 1>
-                        : left > kLane ? micro<across, kHalf, 2>
-                                       : micro<across, kHalf, 1>;
-      part(runs, a, lda, b, accumulate, c + j, ldc, rows, left);
     }
   }
 
@@ -269,10 +193,11 @@ struct Own {
   static void multiply(int64_t rows, int64_t n, int64_t depth, Stored<In> a, Stored<In> b,
                        bool accumulate, Out* c, int64_t ldc) {
     P* const panels = reinterpret_cast<P*>(workspace().panels);
-    const int64_t words = ceil_div(depth, kWord), stride = stride_for(words) * kWord;
+    const int64_t words = words_of(depth), stride = stride_for(words) * kWord;
     const int64_t threads = num_threads();
-    const int64_t in_place =
-        kReadable && a.along && a.ld % kSets != 0 && depth % kWord == 0 ? rows / kRows * kRows : 0;
+    const bool readable =
+        kReadable && a.along && depth % kGroup == 0 && (Loop::kByLines || a.ld % kSets != 0);
+    const int64_t in_place = readable ? rows / kRows * kRows : 0;
     const int64_t share = kPacked * ceil_div(kDepth / 4, words);
     parallel_for(ceil_div(rows - in_place, share), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
@@ -301,10 +226,16 @@ struct Own {
         if constexpr (kReadable)
           if (i < in_place) from = a.data + i * a.ld, ld = a.ld;
         Out* const to = c + i * ldc + j0;
-        if (a.along)
-          multiply_rows<false>(there, cols, run, from, ld, strip, accumulate, to, ldc);
-        else
-          multiply_rows<true>(there, cols, run, from, kRows * kWord, strip, accumulate, to, ldc);
+        const auto multiply = [&](auto across, int64_t lda) {
+          Loop::template multiply_rows<across>(there, cols, run, from, lda, strip, accumulate, to,
+                                               ldc);
+        };
+        if constexpr (Loop::kAcross)
+          if (!a.along) {
+            multiply(std::true_type{}, kRows * kWord);
+            continue;
+          }
+        multiply(std::false_type{}, ld);
       }
     });
   }
@@ -343,8 +274,8 @@ struct Own {
         for (int64_t i = 0; i < count; i += kRows, to += kRows * ldc) {
           const int64_t there = std::min<int64_t>(kRows, count - i);
           if (in_place && next.place + kRows <= patch.block.width) {
-            multiply_rows<false>(there, cols, rows, next.window(), step, strip, accumulate, to,
-                                 ldc);
+            Loop::template multiply_rows<false>(there, cols, rows, next.window(), step, strip,
+                                                accumulate, to, ldc);
             next.advance(kRows);
             continue;
           }
@@ -355,8 +286,9 @@ struct Own {
               convert_run(window + row_at[row], part.length, copy);
             next.advance(1);
           });
-          multiply_rows<false>(there, cols, one_run(words), some, stride_for(words) * kWord, strip,
-                               accumulate, to, ldc);
+          Loop::template multiply_rows<false>(there, cols, one_run(words), some,
+                                              stride_for(words) * kWord, strip, accumulate, to,
+                                              ldc);
         }
       }
     });
@@ -393,11 +325,11 @@ struct Own {
         [[maybe_unused]] const Mode mode;
         for (; tile < end; ++tile) {
           const int64_t row = tile / tiles, element = tile % tiles * kRows;
-          multiply_rows<true>(std::min<int64_t>(kRows, part.length - element), n,
-                              {patch.block.lines, width, patch.line_at},
-                              patch.data + row * patch.row_size() + element, step, strip,
-                              accumulate || i > 0,
-                              c + (row * windows.row_elements() + element) * ldc, ldc);
+          Loop::template multiply_rows<true>(
+              std::min<int64_t>(kRows, part.length - element), n,
+              {patch.block.lines, width, patch.line_at},
+              patch.data + row * patch.row_size() + element, step, strip, accumulate || i > 0,
+              c + (row * windows.row_elements() + element) * ldc, ldc);
         }
       });
     }
@@ -415,8 +347,8 @@ struct Own {
 
   static void gemm(int64_t m, int64_t n, int64_t k, Stored<In> a, Stored<In> b, bool accumulate,
                    Out* c, int64_t ldc) {
-    // Depths of equal size, of whole words.
-    const int64_t even = round_up(ceil_div(k, ceil_div(k, kDepth * kWord)), kWord);
+    // Depths of equal size, of whole groups.
+    const int64_t even = round_up(ceil_div(k, ceil_div(k, kDepth * kWord)), kGroup);
     const auto all_depths = [&](auto multiply, int64_t i, int64_t rows, int64_t j, int64_t cols,
                                 bool add, auto* to, int64_t ld) {
       for (int64_t p = 0; p < k; p += even)
@@ -430,7 +362,7 @@ struct Own {
       if (exact) all_depths(multiply, i, rows, 0, n, accumulate, c + i * ldc, ldc);
       for (int64_t j = 0; j < (exact ? 0 : n); j += kSummed) {
         const int64_t cols = std::min(kSummed, n - j);
-        all_depths(Own<In, T, P>::multiply, i, rows, j, cols, false, workspace().sums, kSummed);
+        all_depths(Own<In, T, Loop>::multiply, i, rows, j, cols, false, workspace().sums, kSummed);
         round_sums(rows, cols, accumulate, c + i * ldc + j, ldc);
       }
     }
@@ -450,7 +382,8 @@ struct Own {
     for (int64_t i = 0; i < blocks.count(); ++i)
       for (int64_t j = 0; j < n; j += kSummed) {
         const int64_t cols = std::min(kSummed, n - j);
-        all_parts(Own<In, T, P>::multiply_windows, blocks[i], j, cols, workspace().sums, kSummed);
+        all_parts(Own<In, T, Loop>::multiply_windows, blocks[i], j, cols, workspace().sums,
+                  kSummed);
         round_sums(blocks[i].count(), cols, false, c + blocks.first(blocks[i]) * n + j, n);
       }
   }
@@ -472,9 +405,13 @@ template <class In, class Out>
 void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, int64_t lda,
               const In* b, int64_t ldb, bool accumulate, Out* c, int64_t ldc) {
   const Stored<In> rows{a, lda, !ta}, columns{b, ldb, tb};
-  if constexpr (std::is_same_v<In, bfloat16>)
+  if constexpr (std::is_same_v<In, bfloat16>) {
+    if constexpr (tiles::kCompiled)
+      if (tiles::available())
+        return Own<In, Out, TileLoop>::gemm(m, n, k, rows, columns, accumulate, c, ldc);
     if (multiplies_pairs())
-      return Own<In, Out, In>::gemm(m, n, k, rows, columns, accumulate, c, ldc);
+      return Own<In, Out, VectorLoop<In>>::gemm(m, n, k, rows, columns, accumulate, c, ldc);
+  }
   Own<In, Out>::gemm(m, n, k, rows, columns, accumulate, c, ldc);
 }
 
@@ -498,7 +435,7 @@ void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c) {
   const Stored<T> columns{b, n, false};
   if constexpr (std::is_same_v<T, bfloat16>)
     if (multiplies_pairs() && a.row_elements() % 2 == 0)  // no word is of two rows
-      return Own<T, T, T>::gemm_windows(a, n, columns, c);
+      return Own<T, T, VectorLoop<T>>::gemm_windows(a, n, columns, c);
   Own<T, T>::gemm_windows(a, n, columns, c);
 }
 
@@ -513,16 +450,18 @@ void gemm_of_windows(const Windows<T>& a, const WindowBlock& block, int64_t n, c
   });
 }
 
-bool gemm_own_pays(int64_t m, int64_t n, int64_t k) {
+template <class T>
+bool gemm_own_pays(int64_t batch, int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kLeast = 16 << 20, kLeastByTiles = 1 << 18;
+  if (tiles::take<T>()) return m * n * k >= (batch > 1 ? kLeast : kLeastByTiles);
 // Compiled for any x86-64, needle's kernel has vectors of 128 bits, and OpenBLAS takes the
 // processor's own.
 #if defined(NEEDLE_OPENBLAS) && !defined(__AVX2__)
-  (void)m, (void)n, (void)k;
   return false;
 #else
   // A product takes no less time than one of kDeep: it has C to write.
-  constexpr int64_t kDeep = 64, kLeast = 16 << 20;
-  return m >= 4 * kRows && n >= 64 && m * n * std::max(k, kDeep) >= kLeast;
+  constexpr int64_t kDeep = 64;
+  return m >= 4 * VectorLoop<float>::kRows && n >= 64 && m * n * std::max(k, kDeep) >= kLeast;
 #endif
 }
 
@@ -545,6 +484,12 @@ void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, in
   gemm_own(ta, tb, m, n, k, a, lda, b, ldb, accumulate, c, ldc);
 }
 
+#define PAYS(T) template bool gemm_own_pays<T>(int64_t, int64_t, int64_t, int64_t);
+PAYS(float)
+PAYS(double)
+PAYS(float16)
+PAYS(bfloat16)
+#undef PAYS
 #define TILE(T)                                                                               \
   template void gemm_tile(bool, bool, int64_t, int64_t, int64_t, const T*, int64_t, const T*, \
                           int64_t, bool, T*, int64_t);

@@ -47,7 +47,9 @@ void add_parts(int64_t parts, int64_t size, bool accumulate, T* out, F&& part) {
   }
 }
 
-// Whether gemm_own is the faster way to a product of this size, rather than tiles on the pool.
-bool gemm_own_pays(int64_t m, int64_t n, int64_t k);
+// Whether gemm_own is the faster way to each of `batch` products of this size, rather than tiles on
+// the pool.
+template <class T>
+bool gemm_own_pays(int64_t batch, int64_t m, int64_t n, int64_t k);
 
 }  // namespace needle::cpu

@@ -30,4 +30,11 @@ void transpose_tile(const From* from, int64_t ld_from, int64_t rows, int64_t col
 void transpose_pairs(const bfloat16* from, int64_t ld_from, int64_t rows, int64_t cols,
                      bfloat16* to, int64_t ld_to);
 
+// The same with the words along a row of `to`, each of two elements that lie kLanes<float> rows
+// apart: to (cols, words), where element t of each 2 kLanes rows is the first of word t, if t is
+// less than kLanes, or the second of word t - kLanes. Zeros fill up the last such group of rows,
+// and rows of `to` up to a multiple of 2 kLanes.
+void transpose_to_words(const bfloat16* from, int64_t ld_from, int64_t rows, int64_t cols,
+                        bfloat16* to, int64_t ld_to);
+
 }  // namespace needle::cpu

@@ -8,7 +8,8 @@
 // lanes: scores are kept as S^T (keys, queries), so that row maxima and sums are plain vector
 // operations, and both products read k and v where they are (lane_gemm). Forward carries a running
 // maximum and sum (Milakov & Gimelshein 2018; Dao et al. 2022). Of bfloat16, products of two inputs
-// go by pairs where the processor multiplies those; p and ds stay float32.
+// go by pairs where the processor multiplies those, and p and ds stay float32; where it has tiles
+// all products go by those, for which p and ds are rounded.
 //
 // Backward has two ways that give the same bits: all three gradients of one (batch, head) in one
 // task, five products per tile, when there are heads enough to feed the pool; else dq by query
@@ -17,10 +18,13 @@
 // element of a gradient is the same chain of additions in both: ascending, whatever the tiles.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <optional>
 
 #include "../common/backend.h"
 #include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
+#include "../common/tiles_cpu.h"
 
 namespace needle::cpu {
 namespace {
@@ -38,6 +42,13 @@ struct Scratch {
   alignas(64) A scores[kChunk * kTile], dscores[kChunk * kTile];
   alignas(64) A rows[kChunk * kMaxHead], rows2[kChunk * kMaxHead];  // converted 16-bit rows
   alignas(64) A max[kTile], sum[kTile], limit[kTile], lse[kTile], delta[kTile];
+};
+
+// The same for products by tiles. Rows from copies[i] on are padded with zeros, those of turned
+// are features.
+struct TileScratch {
+  alignas(64) bfloat16 copies[kChunk * kMaxHead], turned[kMaxHead * kChunk];
+  alignas(64) bfloat16 weights[kChunk * kTile];  // in pairs of rows
 };
 
 // One (batch, head) of a (B, H, T, D) array.
@@ -70,22 +81,39 @@ Matrix<A> fetch(const Rows<T>& from, int64_t first, int64_t n, int64_t D, A* buf
 }
 
 // Whether rows of bfloat16 are multiplied by pairs of their elements.
-bool by_pairs(int64_t D) { return D % 2 == 0 && multiplies_pairs(); }
+bool by_pairs(int64_t D) { return tiles::available() || (D % 2 == 0 && multiplies_pairs()); }
 
-// lanes (D, kTile), or (D / 2, kTile) of pairs, = the transpose of n rows; lanes up to `width`
-// beyond n are zero.
+// Through a tile of queries or keys of T.
+template <class T>
+struct UseTiles {
+  std::optional<tiles::Use> use;
+  UseTiles() {
+    if constexpr (tiles::kCompiled)
+      if (tiles::take<T>()) use.emplace();
+  }
+};
+
+// Words of D pairs as tiles take them.
+int64_t tile_words(int64_t D) { return round_up(D, 2 * tiles::kSide) / 2; }
+
+// lanes (D, kTile), or of pairs (tile_words(D), kTile), = the transpose of n rows; lanes up to
+// `width` beyond n are zero, and words beyond D.
 template <class T, class A = accum_t<T>>
 void to_lanes(const Rows<const T>& from, int64_t first, int64_t n, int64_t width, int64_t D,
               A* lanes) {
-  int64_t words = D;
+  const auto clear_beyond = [&](int64_t words) {
+    for (int64_t d = 0; d < words && n < width; ++d)
+      std::fill(lanes + d * kTile + n, lanes + d * kTile + width, A(0));
+  };
   if constexpr (std::is_same_v<T, bfloat16>)
     if (by_pairs(D)) {
-      words = D / 2;
+      const int64_t words = ceil_div(D, 2);
       transpose_pairs(from.row(first), from.stride, n, D, reinterpret_cast<T*>(lanes), kTile);
+      if (tiles::available()) std::fill(lanes + words * kTile, lanes + tile_words(D) * kTile, A(0));
+      return clear_beyond(words);
     }
-  if (words == D) transpose_tile(from.row(first), from.stride, n, D, lanes, kTile);
-  for (int64_t d = 0; d < words && n < width; ++d)
-    std::fill(lanes + d * kTile + n, lanes + d * kTile + width, A(0));
+  transpose_tile(from.row(first), from.stride, n, D, lanes, kTile);
+  clear_beyond(D);
 }
 
 // What multiply_lanes alone reads; pairs it reads where they are.
@@ -96,11 +124,36 @@ Matrix<A> fetch_for_lanes(const Rows<const T>& from, int64_t first, int64_t n, i
     if (by_pairs(D)) return {};
   return fetch<const T>(from, first, n, D, buffer);
 }
+// What add_weighted reads, and multiply_lanes perhaps.
+template <class T, class A = accum_t<T>>
+Matrix<A> fetch_for_sums(const Rows<const T>& from, int64_t first, int64_t n, int64_t D,
+                         A* buffer) {
+  if (tiles::take<T>()) return {};
+  return fetch<const T>(from, first, n, D, buffer);
+}
 
 // to (n, begin .. end) = n rows from `first` on, which are `fetched`, times what to_lanes made.
 template <class T, class A = accum_t<T>>
 void multiply_lanes(const Rows<const T>& from, int64_t first, const Matrix<A>& fetched, int64_t n,
                     int64_t begin, int64_t end, int64_t D, const A* lanes, A* to) {
+  if constexpr (std::is_same_v<T, bfloat16> && tiles::kCompiled)
+    if (tiles::take<T>()) {
+      const int64_t height = round_up(n, tiles::kSide), words = tile_words(D);
+      const T* rows = from.row(first);
+      int64_t stride = from.stride;
+      if (n < height || D < 2 * words) {
+        rows = of_this_thread<TileScratch>().copies;
+        stride = 2 * words;
+        for (int64_t i = 0; i < n; ++i) {
+          T* const copy = of_this_thread<TileScratch>().copies + i * stride;
+          convert_run(from.row(first + i), D, copy);
+          std::fill(copy + D, copy + stride, T(0.f));
+        }
+      }
+      return tiles::gemm(height, end - begin, words, rows, stride,
+                         reinterpret_cast<const T*>(lanes + begin), kTile, to + begin, kTile,
+                         false);
+    }
   if constexpr (std::is_same_v<T, bfloat16>)
     if (by_pairs(D))
       return lane_gemm<T>(n, end - begin, D / 2, from.row(first), from.stride, 2,
@@ -108,6 +161,33 @@ void multiply_lanes(const Rows<const T>& from, int64_t first, const Matrix<A>& f
                           false);
   lane_gemm(n, end - begin, D, fetched.data, fetched.stride, 1, lanes + begin, kTile, to + begin,
             kTile, false);
+}
+
+// sums (D, begin .. end) = or += the transpose of n rows from `first` on, which are `fetched`,
+// times `weights` (n, begin .. end).
+template <class T, class A = accum_t<T>>
+void add_weighted(const Rows<const T>& from, int64_t first, const Matrix<A>& fetched, int64_t n,
+                  int64_t begin, int64_t end, int64_t D, const A* weights, A* sums,
+                  bool accumulate) {
+  if constexpr (std::is_same_v<T, bfloat16> && tiles::kCompiled)
+    if (tiles::take<T>()) {
+      TileScratch& s = of_this_thread<TileScratch>();
+      const int64_t depth = 2 * tile_words(n);
+      transpose_to_words(from.row(first), from.stride, n, D, s.turned, kChunk);
+      for (int64_t word = 0; word < depth / 2; ++word)
+        for (int64_t lane = begin; lane < end; lane += kLanes<A>) {
+          const int64_t j = word / kLanes<A> * kLanes<A> + word;
+          const auto row = [&](int64_t i) {
+            return i < n ? load(weights + i * kTile + lane) : Vec<A>{};
+          };
+          const WordBits words = tiles::pair(row(j), row(j + kLanes<A>));
+          std::memcpy(s.weights + 2 * (word * kTile + lane), &words, sizeof words);
+        }
+      return tiles::gemm(round_up(D, tiles::kSide), end - begin, depth / 2, s.turned, kChunk,
+                         s.weights + 2 * begin, kTile, sums + begin, kTile, accumulate);
+    }
+  lane_gemm(D, end - begin, n, fetched.data, 1, fetched.stride, weights + begin, kTile,
+            sums + begin, kTile, accumulate);
 }
 
 // The block layout as attention reads it: block -> the blocks of the other side.
@@ -256,6 +336,7 @@ template <class T, class A = accum_t<T>>
 void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, int64_t first,
                   int64_t nq, const Rows<const T>& q, const Rows<const T>& k,
                   const Rows<const T>& v, const Rows<T>& out, A* lse) {
+  [[maybe_unused]] const UseTiles<T> use;
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   const int64_t D = p.D, width = round_up(nq, kLanes<A>);
   to_lanes(q, first, nq, width, D, s.q_lanes);
@@ -273,9 +354,8 @@ void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, i
     if (partial) causal_limits(p.q_start + first, key, width, s.limit);
     const auto softmax = partial ? online_softmax<A, true> : online_softmax<A, false>;
     softmax(s.scores, n, begin, width, D, p.scale, first_run, s);
-    const Matrix<A> values = fetch<const T>(v, key, n, D, s.rows);
-    lane_gemm(D, width - begin, n, values.data, 1, values.stride, s.scores + begin, kTile,
-              s.out_lanes + begin, kTile, !first_run);
+    const Matrix<A> values = fetch_for_sums(v, key, n, D, s.rows);
+    add_weighted(v, key, values, n, begin, width, D, s.scores, s.out_lanes, !first_run);
   });
   out_sums.finish();
 
@@ -337,6 +417,7 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
                          int64_t nq, const Rows<const T>& dout, const Rows<const T>& q,
                          const Rows<const T>& k, const Rows<const T>& v, const A* lse,
                          const A* delta, const Rows<T>& dq, const Rows<T>& dk, const Rows<T>& dv) {
+  [[maybe_unused]] const UseTiles<T> use;
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   const int64_t D = p.D, width = round_up(nq, kLanes<A>);
   to_lanes(q, first, nq, width, D, s.q_lanes);
@@ -349,7 +430,7 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
     if (partial) n = std::min(n, p.q_start + first + nq - key);
     if (n <= 0) return;
     const int64_t begin = partial ? first_lane<A>(p.q_start + first, key) : 0;
-    const Matrix<A> keys = fetch<const T>(k, key, n, D, s.rows);
+    const Matrix<A> keys = fetch_for_sums(k, key, n, D, s.rows);
     const Matrix<A> values = fetch_for_lanes(v, key, n, D, s.rows2);
     multiply_lanes(k, key, keys, n, begin, width, D, s.q_lanes, s.scores);
     multiply_lanes(v, key, values, n, begin, width, D, s.dout_lanes, s.dscores);
@@ -357,8 +438,8 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
     const auto gradient =
         partial ? softmax_gradient<A, true, true> : softmax_gradient<A, false, true>;
     gradient(s.scores, s.dscores, n, begin, width, p.scale, s.lse, s.delta, s.limit);
-    lane_gemm(D, width - begin, n, keys.data, 1, keys.stride, s.dscores + begin, kTile,
-              s.out_lanes + begin, kTile, !dq_sums.begin_run(begin));
+    add_weighted(k, key, keys, n, begin, width, D, s.dscores, s.out_lanes,
+                 !dq_sums.begin_run(begin));
     if constexpr (with_keys) {
       lane_gemm(n, D, nq - begin, s.scores + begin, kTile, 1, dout.row(first + begin), dout.stride,
                 dv.row(key), dv.stride, true);
@@ -377,6 +458,7 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
                        int64_t nk, const Rows<const T>& dout, const Rows<const T>& q,
                        const Rows<const T>& k, const Rows<const T>& v, const A* lse, const A* delta,
                        const Rows<T>& dk, const Rows<T>& dv) {
+  [[maybe_unused]] const UseTiles<T> use;
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   const int64_t D = p.D, width = round_up(nk, kLanes<A>);
   A row_lse[kChunk], limit[kChunk];
@@ -393,8 +475,8 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
       end = std::min(width, round_up(p.q_start + query + n - first, kLanes<A>));
     }
     if (n <= 0) return;
-    const Matrix<A> queries = fetch<const T>(q, query, n, D, s.rows);
-    const Matrix<A> douts = fetch<const T>(dout, query, n, D, s.rows2);
+    const Matrix<A> queries = fetch_for_sums(q, query, n, D, s.rows);
+    const Matrix<A> douts = fetch_for_sums(dout, query, n, D, s.rows2);
     multiply_lanes(q, query, queries, n, 0, end, D, s.q_lanes, s.scores);
     multiply_lanes(dout, query, douts, n, 0, end, D, s.dout_lanes, s.dscores);
     load_lse(lse + query, n, n, row_lse);
@@ -402,9 +484,8 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
     const auto gradient =
         partial ? softmax_gradient<A, true, false> : softmax_gradient<A, false, false>;
     gradient(s.scores, s.dscores, n, 0, end, p.scale, row_lse, delta + query, limit);
-    lane_gemm(D, end, n, douts.data, 1, douts.stride, s.scores, kTile, s.out2_lanes, kTile, true);
-    lane_gemm(D, end, n, queries.data, 1, queries.stride, s.dscores, kTile, s.out_lanes, kTile,
-              true);
+    add_weighted(dout, query, douts, n, 0, end, D, s.scores, s.out2_lanes, true);
+    add_weighted(q, query, queries, n, 0, end, D, s.dscores, s.out_lanes, true);
   });
 
   transpose_tile(s.out_lanes, kTile, D, nk, dk.row(first), dk.stride);

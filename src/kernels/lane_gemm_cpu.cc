@@ -1,5 +1,6 @@
 #include "../common/lane_gemm_cpu.h"
 
+#include <algorithm>
 #include <type_traits>
 
 #include "../common/integers.h"
@@ -209,6 +210,33 @@ void transpose_pairs(const bfloat16* from, int64_t ld_from, int64_t rows, int64_
       bfloat16* const pair = to + 2 * (p * ld_to + i);
       pair[0] = from[i * ld_from + 2 * p];
       pair[1] = 2 * p + 1 < cols ? from[i * ld_from + 2 * p + 1] : bfloat16(0.f);
+    }
+}
+
+void transpose_to_words(const bfloat16* from, int64_t ld_from, int64_t rows, int64_t cols,
+                        bfloat16* to, int64_t ld_to) {
+  constexpr int L = kLanes<float>;
+  constexpr uint32_t kLow = 0xffff;
+  for (int64_t i = 0; i < rows; i += 2 * L)
+    for (int64_t j = 0; j < cols; j += 2 * L) {
+      const int64_t bytes = std::min<int64_t>(2 * L, cols - j) * sizeof(bfloat16);
+      const int64_t there = std::min<int64_t>(2 * L, rows - i);
+      Vec<float> halves[2 * L];  // only moved
+      const bfloat16* row = from + i * ld_from + j;
+      if (bytes < kVectorBytes || there < 2 * L) std::fill_n(halves, 2 * L, Vec<float>{});
+      if (bytes == kVectorBytes)
+        for (int64_t r = 0; r < there; ++r, row += ld_from) memcpy(&halves[r], row, kVectorBytes);
+      else
+        for (int64_t r = 0; r < there; ++r, row += ld_from) memcpy(&halves[r], row, bytes);
+      transpose_square<float>(halves);
+      transpose_square<float>(halves + L);
+      bfloat16* column = to + j * ld_to + i;
+      for (int w = 0; w < L; ++w, column += 2 * ld_to) {
+        const WordBits first = (WordBits)halves[w], second = (WordBits)halves[L + w];
+        const WordBits even = (first & kLow) | second << 16, odd = first >> 16 | (second & ~kLow);
+        memcpy(column, &even, kVectorBytes);
+        memcpy(column + ld_to, &odd, kVectorBytes);
+      }
     }
 }
 

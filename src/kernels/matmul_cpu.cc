@@ -5,8 +5,8 @@
 // ones with a small result are cut into parts of k, whose sums are added in order. Others are cut
 // into tiles of `out`, by the shape alone, and the pool hands them out; each is one single-threaded
 // GEMM, by lane_gemm where it is small. 16-bit floats are converted to float32 piece by piece for
-// it, in buffers of fixed size, one set per thread. The product of 16-bit floats may stay in
-// float32.
+// it, in buffers of fixed size, one set per thread, but for bfloat16 where the processor multiplies
+// tiles of it: those needle's own kernel takes. The product of 16-bit floats may stay in float32.
 #include <algorithm>
 
 #include "../common/backend.h"
@@ -16,6 +16,7 @@
 #include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
 #include "../common/simd_cpu.h"
+#include "../common/tiles_cpu.h"
 
 namespace needle::cpu {
 namespace {
@@ -90,6 +91,10 @@ void tile(const Product& p, const T* a, const T* b, Out* out, int64_t i0, int64_
     lane_gemm(rows, cols, p.k, a, p.trans_a ? 1 : p.lda, p.trans_a ? p.lda : 1,
               p.trans_b ? turned : b, p.trans_b ? cols : p.ldb, out, p.n, p.accumulate);
   } else if constexpr (sizeof(T) == 2) {
+    if (tiles::take<T>())
+      return gemm_own(p.trans_a, p.trans_b, rows, cols, p.k, a + place(p.trans_a, i0, 0, p.lda),
+                      p.lda, b + place(p.trans_b, 0, j0, p.ldb), p.ldb, p.accumulate,
+                      out + i0 * p.n + j0, p.n);
     struct Wide {
       alignas(64) float a[kHalfSide * kHalfSide], b[kHalfSide * kHalfSide],
           c[kHalfSide * kHalfSide];
@@ -229,7 +234,7 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
     if constexpr (std::is_floating_point_v<T>)
       if (const int64_t parts = parts_of(p); batch == 1 && parts > 1)
         return multiply_by_parts(p, parts, at(a, a_strides, 0), at(b, b_strides, 0), out);
-    if (gemm_own_pays(p.m, p.n, p.k)) {
+    if (gemm_own_pays<T>(batch, p.m, p.n, p.k)) {
       for (int64_t item = 0; item < batch; ++item)
         gemm_own(p.trans_a, p.trans_b, p.m, p.n, p.k, at(a, a_strides, item), p.lda,
                  at(b, b_strides, item), p.ldb, p.accumulate, out + item * p.m * p.n, p.n);

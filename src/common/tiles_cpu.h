@@ -1,0 +1,161 @@
+// The processor's tiles (Intel AMX): eight registers of 16 rows of 16 words, and an instruction
+// that multiplies two of them. A word is a float, or a pair of bfloat16 that follow each other.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "simd_cpu.h"
+
+#if defined(__linux__) && defined(__AVX512F__)
+#if __has_include(<amxtileintrin.h>) || __has_include(<amxintrin.h>)
+#define NEEDLE_TILES  // the compiler's assembler knows them
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+namespace needle::cpu::tiles {
+
+constexpr int kSide = 16;  // rows of a tile, and words of a row
+
+#ifdef NEEDLE_TILES
+constexpr bool kCompiled = true;
+#else
+constexpr bool kCompiled = false;
+#endif
+
+// Whether the processor multiplies tiles of bfloat16 and the system lets this process do so, for
+// which it is asked once. Where it is not kCompiled, nothing but this may be called.
+bool available();
+
+// Whether they take products of T.
+template <class T>
+bool take() {
+  if constexpr (kCompiled && std::is_same_v<T, bfloat16>) return available();
+  return false;
+}
+
+// While one lives this thread may use tiles, all of them whole.
+struct Use {
+  Use();
+  ~Use();
+  Use(const Use&) = delete;
+  Use& operator=(const Use&) = delete;
+};
+
+// C (m, n) = A B, or C += with accumulate. Rows of A lie along memory, lda elements apart; those of
+// B are of words, ldb apart, as k is counted. m, n and k are multiples of kSide. Sums are rounded
+// to nearest; subnormal numbers are zero.
+void gemm(int64_t m, int64_t n, int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b,
+          int64_t ldb, float* c, int64_t ldc, bool accumulate);
+
+// The words of two vectors' elements, rounded to bfloat16.
+WordBits pair(Vec<float> first, Vec<float> second);
+
+inline bool available() {
+#ifdef NEEDLE_TILES
+  static const bool answer = [] {
+    constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24;
+    // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+    constexpr long kAskForState = 0x1023, kTileData = 18;
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBfloat16) && (d & kTiles) &&
+           __builtin_cpu_supports("avx512bf16") &&
+           syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
+  }();
+  return answer;
+#else
+  return false;
+#endif
+}
+
+#ifdef NEEDLE_TILES  // in assembly: this may be compiled for any processor with AVX-512
+inline Use::Use() {
+  struct alignas(64) Shapes {
+    uint8_t palette = 1, first_row = 0, unused[14] = {};
+    uint16_t row_bytes[16] = {};
+    uint8_t rows[16] = {};
+  } shapes;
+  for (int tile = 0; tile < 8; ++tile) shapes.row_bytes[tile] = 64, shapes.rows[tile] = kSide;
+  asm volatile("ldtilecfg %0" : : "m"(shapes));
+}
+inline Use::~Use() { asm volatile("tilerelease"); }
+
+// The tiles by their numbers; rows in memory lie `stride` bytes apart.
+template <int tile>
+void zero() {
+  asm volatile("tilezero %%tmm%c0" : : "i"(tile));
+}
+template <int tile>
+void load(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(tile) : "memory");
+}
+template <int tile>
+void store(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(tile) : "memory");
+}
+// Row i, word j of `sums` += the products of row i of `a` with word j of all rows of `b`.
+template <int sums, int a, int b>
+void add_products() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(sums), "i"(a), "i"(b));
+}
+
+// R by V tiles of C, which stay in registers.
+template <int R, int V>
+void multiply(int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b, int64_t ldb, float* c,
+              int64_t ldc, bool accumulate) {
+  // f(tile, where it lies) for each tile of C.
+  const auto each = [&](auto f) {
+    f(std::integral_constant<int, 0>{}, c);
+    if constexpr (V == 2) f(std::integral_constant<int, 1>{}, c + kSide);
+    if constexpr (R == 2) f(std::integral_constant<int, 2>{}, c + kSide * ldc);
+    if constexpr (R == 2 && V == 2) f(std::integral_constant<int, 3>{}, c + kSide * (ldc + 1));
+  };
+  const int64_t a_bytes = lda * sizeof(*a), b_bytes = ldb * 2 * sizeof(*b),
+                c_bytes = ldc * sizeof(*c);
+  each([&](auto tile, float* at) {
+    if (accumulate)
+      load<tile>(at, c_bytes);
+    else
+      zero<tile>();
+  });
+  for (int64_t p = 0; p < k; p += kSide, a += 2 * kSide, b += 2 * kSide * ldb) {
+    load<4>(a, a_bytes);
+    load<6>(b, b_bytes);
+    add_products<0, 4, 6>();
+    if constexpr (V == 2) {
+      load<7>(b + 2 * kSide, b_bytes);
+      add_products<1, 4, 7>();
+    }
+    if constexpr (R == 2) {
+      load<5>(a + kSide * lda, a_bytes);
+      add_products<2, 5, 6>();
+      if constexpr (V == 2) add_products<3, 5, 7>();
+    }
+  }
+  each([&](auto tile, float* at) { store<tile>(at, c_bytes); });
+}
+
+inline void gemm(int64_t m, int64_t n, int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b,
+                 int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+  for (int64_t j = 0; j < n; j += 2 * kSide)
+    for (int64_t i = 0; i < m; i += 2 * kSide) {
+      const bool tall = i + kSide < m, wide = j + kSide < n;
+      const auto part = tall   ? wide ? multiply<2, 2> : multiply<2, 1>
+                        : wide ? multiply<1, 2>
+                               : multiply<1, 1>;
+      part(k, a + i * lda, lda, b + 2 * j, ldb, c + i * ldc + j, ldc, accumulate);
+    }
+}
+
+inline WordBits pair(Vec<float> first, Vec<float> second) {
+  HalfBits low, high;
+  asm("vcvtneps2bf16 %1, %0" : "=v"(low) : "v"(first));
+  asm("vcvtneps2bf16 %1, %0" : "=v"(high) : "v"(second));
+  return __builtin_convertvector(low, WordBits) | __builtin_convertvector(high, WordBits) << 16;
+}
+#endif
+
+}  // namespace needle::cpu::tiles
