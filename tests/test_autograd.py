@@ -14,6 +14,7 @@ import pytest
 import needle as ndl
 from making import leaf
 from needle import amp, autograd, backward, graph, nn, ops
+from needle.autograd import TensorTupleOp
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT, OPTIMIZER_STATE
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
@@ -54,6 +55,8 @@ def test_backward_overwrites_and_accumulate_adds(host):
         (lambda x: ops.dropout(x, 0.5, seed=1), 0),  # its mask is made again
         (lambda x: ops.layer_norm(x, x[0], x[1]), 1),
         (lambda x: ops.batch_norm(x, x[0], x[1])[0], 1),
+        (lambda x: ops.layer_norm(x, x[0], x[1]) * 2, 1),  # of what a norm gives the statistics
+        (lambda x: ops.batch_norm(x, x[0], x[1])[0] * 2, 1),
         (lambda x: ops.rotary_qkv(ops.reshape(ops.stack([x, x, x], 0), (1, 128, 2, 3, 64)), *tables(128, x.device))[0], 0),
         (lambda x: ops.attention(*[ops.reshape(x + i, (1, 1, 128, 128)) for i in range(3)]), 3),  # queries, keys and values
     ],
@@ -67,18 +70,20 @@ def test_what_a_graph_keeps_beside_its_result(host, op, kept):
     y.backward()
 
 
-# What the formula of an op's gradient has in it: its inputs, a, b .. in their order, and y, its result, a tuple as a whole.
+# What the formula of an op's gradient has in it: its inputs, a, b .. in their order, and y, its result, or items of that, 0, 1 ...
 READ = {
     "": "AddScalar AsType BroadcastTo Concatenate Dilate DivScalar Dropout EWiseAdd Flip FusedAddScalars GetItem MakeTensorTuple Mean "
     "MulScalar Negate Pad Permute Reshape Rotary RotaryQKV SetItem Split Stack Summation Transpose TupleGetItem UnDilate",
     "a": "Abs Clip Cos Erf GELU Log PowerScalar ReLU SiLU Sin Where",
     "b": "Embedding",
     "ab": "Conv DDS DSD EWiseDiv EWiseMul EWisePow Linear MatMul Maximum Minimum SDD",
-    "y": "Exp LinearCrossEntropy LogSoftmax Sigmoid Softmax Sqrt Tanh",
+    "y": "Exp LogSoftmax Sigmoid Softmax Sqrt Tanh",
+    "12": "LinearCrossEntropy",
     "ay": "LogSumExp Max RDivScalar",
-    "aby": "BatchNorm CrossEntropy LayerNorm",
-    "abcy": "Attention",
-    "abcdey": "LSTM",
+    "ab1": "CrossEntropy",
+    "ab12": "BatchNorm LayerNorm",
+    "abc01": "Attention",
+    "abcde023": "LSTM",
 }
 
 
@@ -87,8 +92,11 @@ def test_a_graph_keeps_what_the_formulas_of_its_gradients_have_in_them(host, cas
     read = {name: letters for letters, names in READ.items() for name in names.split()}
     root = case.run(*[leaf(x, host) + 1 for x in case.inputs()])._as_node()  # no handle holds what goes in and what comes out
     nodes = [n for n in graph.differentiable_order([root]) if n.op is not None]
-    named = [(n.op.name, letter, of) for n in nodes for letter, of in [*zip("abcdef", n.inputs), ("y", n)]]
-    assert {n for n in nodes if n.array is not None} == {of for op, letter, of in named if letter in read[op] and of.op is not None}
+    named = [(n.op.name, letter, of, None) for n in nodes for letter, of in [*zip("abcdef", n.inputs), ("y", n)]]
+    named += [(n.op.name, str(i), n, i) for n in nodes if isinstance(n.op, TensorTupleOp) for i in range(len(n.spec))]
+    parts = [(n, i, part) for n in nodes for i, part in (enumerate(n.array) if type(n.array) is tuple else [(None, n.array)])]
+    wanted = {(of, item) for op, letter, of, item in named if letter in read[op] and of.op is not None}
+    assert {(n, item) for n, item, part in parts if part is not None} == wanted
 
 
 def test_an_op_keeps_the_axes_it_was_given(host):

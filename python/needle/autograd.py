@@ -28,7 +28,7 @@ from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_ndarray.ndarray import writes
 from .backend_selection import Device, NDArray, array_api, as_device
 from .errors import DeviceError, DTypeError, GraphError, ShapeError, type_name
-from .graph import Node, Segment, home_of, realize, shape_of, spec_of
+from .graph import Node, Segment, as_read, home_of, realize, shape_of, spec_of
 from .locks import process_lock
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
@@ -140,7 +140,8 @@ class Op:
     """One operation: ``compute`` on arrays, ``gradient`` on Tensors.
 
     reads_inputs: which inputs' values ``gradient`` reads: True (all), False (none), or a tuple of indices.
-    reads_output: whether it reads the value of its own output.
+    reads_output: whether it reads the value of its own output; of a tuple of arrays it may be the indices of those read, which
+    are then all that ``gradient`` finds there.
     recomputes_output: the output is cheap to compute again, so it is not kept for gradients that read it.
     These decide how long arrays are kept, never whether a result is right: what is not there is recomputed.
 
@@ -162,7 +163,7 @@ class Op:
     """
 
     reads_inputs: bool | tuple[int, ...] = True
-    reads_output: bool = True
+    reads_output: bool | tuple[int, ...] = True
     recomputes_output: bool = False
     autocast: str | None = None
     compute_dtype: str | None = None
@@ -294,18 +295,18 @@ class Value:
         """The live handle on ``node``, or a new one."""
         handle = node.live_handle()
         if handle is None:
-            handle = cls._passing(node)
+            handle = cls._passing(node, node.whole())
             handle._take_over(node)
         elif handle._node is not node:  # it has stopped requiring a gradient since: another graph would have another node of it
-            handle = cls._passing(node)
+            handle = cls._passing(node, node.whole())
         return handle
 
     @classmethod
-    def _passing(cls, node: Node) -> Value:
+    def _passing(cls, node: Node, array: Any) -> Value:
         """A new handle on ``node`` that the node does not know of: for one call of ``gradient``, which is where time counts."""
         kind = TensorTuple if isinstance(node.op, TensorTupleOp) else Tensor
         handle = kind.__new__(kind)
-        handle._setup(node.array, node.requires_grad)
+        handle._setup(array, node.requires_grad)
         handle._node = node
         return handle
 
@@ -463,7 +464,7 @@ class Value:
         if op.reads_output:
             node.readers = 1
             if segment is None:
-                node.array = out
+                node.array = as_read(op, out)
         if _node_made is not None:
             _node_made(node)
 

@@ -21,7 +21,8 @@ class Node:
     """A value in the graph. A leaf (op None) always holds its array; elsewhere ``array`` is a cache.
 
     spec: (shape, dtype, device) of the value, known also when the array is gone; a tuple of those for tuple ops.
-    readers: gradients that have not run yet and will read ``array``; at 0 it is not kept.
+    readers: gradients that have not run yet and will read ``array``; at 0 it is not kept. Of a tuple of which the op's gradient
+    reads some items only, the others are None in it.
     born: tick of the write clock when the node was made. From an input that was written after it the value must not be recomputed.
     live_handle: gives the handle, or None when that has gone.
     segment: the innermost Segment that all readers are in, which is where ``array`` is dropped and brought back.
@@ -47,10 +48,18 @@ class Node:
         self.site: Any = None
         handle._node = self
 
+    def whole(self) -> Any:
+        """The cached array; None if items of it are missing."""
+        array = self.array
+        if type(array) is tuple and self.op is not None and type(self.op.reads_output) is tuple:
+            return None
+        return array
+
     def peek(self) -> Any:
         """The array if it is anywhere: in the cache or in a live handle."""
-        if self.array is not None:
-            return self.array
+        array = self.whole()
+        if array is not None:
+            return array
         handle = self.live_handle()
         return handle._data if handle is not None else None
 
@@ -151,6 +160,12 @@ class Segment:
                     n.array = None
 
 
+def as_read(op: Op, value: Any) -> Any:
+    """What the gradient of ``op`` reads of its output."""
+    reads = op.reads_output
+    return tuple([part if i in reads else None for i, part in enumerate(value)]) if type(reads) is tuple else value
+
+
 def home_of(node: Node) -> Segment | None:
     """Moves ``node``, which is read here, out of the segments whose forward is over. Returns the segment that it is in then."""
     segment = node.segment
@@ -211,7 +226,7 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
                 continue
         kept = node in asked or not node.op.recomputes_output  # type: ignore[union-attr]
         if kept and node.readers and (node.segment is None or node.segment.open):
-            node.array = value
+            node.array = as_read(node.op, value)  # type: ignore[arg-type]
     return [values[n] for n in wanted]
 
 
@@ -227,9 +242,11 @@ def restore(nodes: Iterable[Node]) -> None:
     missing = []
     for n in nodes:
         if n.array is None and n.readers and n.op is not None and not n.op.recomputes_output:
-            n.array = n.peek()
-            if n.array is None:
+            value = n.peek()
+            if value is None:
                 missing.append(n)
+            else:
+                n.array = as_read(n.op, value)
     _bring_back(missing)
 
 

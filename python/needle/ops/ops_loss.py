@@ -47,6 +47,7 @@ class CrossEntropy(TensorTupleOp):
     raises: IndexError for a target outside 0..V-1; ShapeError.
     """
 
+    reads_output = (1,)
     accepts_missing_grads = True
 
     def __init__(self, ignore_index: int):
@@ -90,6 +91,7 @@ class LinearCrossEntropy(TensorTupleOp):
 
     autocast = "inside"
     reads_inputs = False
+    reads_output = (1, 2)
     accepts_missing_grads = True
 
     def __init__(

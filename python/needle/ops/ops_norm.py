@@ -26,6 +26,7 @@ class LayerNorm(TensorTupleOp):
     autocast = "float32"
     makes_gradients = True
     reads_inputs = (0, 1)
+    reads_output = (1, 2)
     accepts_missing_grads = True
 
     def __init__(self, eps: float = 1e-5):
@@ -69,6 +70,7 @@ class BatchNorm(TensorTupleOp):
     autocast = "float32"
     makes_gradients = True
     reads_inputs = (0, 1)
+    reads_output = (1, 2)
     accepts_missing_grads = True
 
     def __init__(self, eps: float = 1e-5):
@@ -81,10 +83,11 @@ class BatchNorm(TensorTupleOp):
     def gradient(self, out_grad, node):
         inputs = node.inputs
         x, weight = (v.realize_cached_data() for v in inputs[:2])
-        y, mu, var = node.realize_cached_data()
+        _, mu, var = node.realize_cached_data()
+        dtype = reduce(dt.promote, [v.dtype for v in inputs])
         dy, dmu, dvar = (g if g is None else g.realize_cached_data() for g in out_grad)
-        dy = _full(y.shape, 0, y.dtype, y.device) if dy is None else dy
-        same = (dy, x.astype(y.dtype, copy=False), weight.astype(y.dtype, copy=False))
+        dy = _full(x.shape, 0, dtype, x.device) if dy is None else dy
+        same = (dy, x.astype(dtype, copy=False), weight.astype(dtype, copy=False))
         grads = kernels.batch_norm_backward(*same, mu, var, self.eps)
         if dmu is not None:
             grads[0].add_in_place(dmu / len(x))

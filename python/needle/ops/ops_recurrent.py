@@ -38,6 +38,7 @@ class LSTM(TensorTupleOp):
     autocast = "lower"
     makes_gradients = True
     reads_inputs = (0, 1, 2, 3, 4)
+    reads_output = (0, 2, 3)
     accepts_missing_grads = True
 
     def compute(self, x, h, c, w_ih, w_hh, bias):
