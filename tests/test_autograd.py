@@ -99,6 +99,37 @@ def test_a_graph_keeps_what_the_formulas_of_its_gradients_have_in_them(host, cas
     assert {(n, item) for n, item, part in parts if part is not None} == wanted
 
 
+def test_items_of_a_tuple_that_no_gradient_reads_are_made_again(host):
+    x = leaf(np.arange(12.0).reshape(3, 4) ** 2, host)
+    y = ops.layer_norm(x * 1, x[0], x[1])
+    node = y._as_node().inputs[0]
+    for held in (False, True):
+        assert [part is not None for part in node.array] == [False, True, True]
+        items = y.inputs[0]
+        np.testing.assert_array_equal(items[0].numpy(), y.numpy())
+        np.testing.assert_allclose(items[1].numpy(), x.numpy().mean(1), rtol=1e-6)
+        y.backward()
+        grad = x.grad.numpy()
+        assert node.array is None
+        if not held:
+            del items
+        y.backward(retain_graph=True)  # of which all is made again, or taken from what holds it
+        np.testing.assert_array_equal(x.grad.numpy(), grad)
+    assert [part is not None for part in node.array] == [False, True, True]
+
+
+def test_batch_norm_of_16_bits_with_weights_of_32_has_gradients_of_32(host):
+    values = np.random.default_rng(0).standard_normal((40, 3)).astype(np.float16)
+    grads = []
+    for dtype in ("float16", "float32"):
+        x, w, b = leaf(values, host, dtype), leaf([0.1, 0.2, 0.3], host), leaf([1, 2, 3], host)
+        y = ops.batch_norm(x, w, b)[0]
+        (y * y).sum().backward()
+        grads.append([w.grad.numpy(), b.grad.numpy()])
+        assert x.grad.dtype == dtype
+    np.testing.assert_array_equal(*grads)
+
+
 def test_an_op_keeps_the_axes_it_was_given(host):
     """A list may change before backward, and a generator can be read once."""
     values = np.arange(24.0).reshape(2, 3, 4)

@@ -270,6 +270,8 @@ def test_matmul_tails_offsets_and_broadcast_batches(dtype, trans_a, trans_b):
     for m, k, n in ((1, 1, 1), (5, 17, 3), (16, 21, 37), (2, 90, 5), (33, 40, 70), (72, 24, 64)):
         lda, ldb = (m if trans_a else k) + 3, (k if trans_b else n) + 2
         a, b = normal(3, k if trans_a else m, lda), normal(2, n if trans_b else k, ldb)
+        a[..., lda - 3 :] = b[..., ldb - 2 :] = np.nan  # which belongs to no row
+        a, b = np.roll(a, 3), np.roll(b, 2)  # by the offsets
         for accumulate in (False, True):
             check("matmul", dtype, In(a), 3, (0, a.shape[1] * lda), lda, trans_a,
                   In(b), 2, (b.shape[1] * ldb, 0), ldb, trans_b,
@@ -287,6 +289,44 @@ def test_matmul_with_a_vector_and_of_few_rows(dtype, trans_a, trans_b, gap):
         for accumulate in (False, True):
             check("matmul", dtype, In(a), 0, (), lda, trans_a, In(b), 0, (), ldb, trans_b,
                   Out((m, n), values=normal(m, n)), (), m, k, n, accumulate)  # fmt: skip
+
+
+@on_cpu
+@every_float
+def test_matmul_of_a_batch_that_is_cut(dtype):
+    m, k, n = 260, 20, 300
+    check("matmul", dtype, In(normal(2, m, k)), 0, (m * k,), k, False, In(normal(2, k, n)), 0, (k * n,), n, False,
+          Out((2, m, n)), (2,), m, k, n, False)  # fmt: skip
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("m", "k", "n"), [(48, 40, 80), (65, 33, 130), (17, 64, 48), (33, 700, 16)])
+def test_products_into_float32_write_their_rows_alone(dtype, m, k, n):
+    a, b = (normal(*shape).astype(dt.to_numpy(dtype)) for shape in ((m, k), (k, n)))
+    for accumulate in (False, True):
+        x, y, out = put(backend, a, dtype), put(backend, b, dtype), put(backend, np.full((m + 32, n), 7.0), "float32")
+        backend.matmul(x, 0, (), k, False, y, 0, (), n, False, out, (), m, k, n, accumulate)
+        found = get(backend, out).reshape(m + 32, n)
+        wanted = a.astype(np.float64) @ b.astype(np.float64) + 7 * accumulate
+        np.testing.assert_allclose(found[:m], wanted, rtol=1e-4, atol=1e-3)
+        assert (found[m:] == 7).all()
+
+
+@on_cpu
+@every_float
+@pytest.mark.parametrize("trans_a", [False, True])
+@pytest.mark.parametrize("trans_b", [False, True])
+def test_products_see_nothing_of_the_one_before(dtype, trans_a, trans_b):
+    """Operands are copied, with zeros around them, to where those of the last product lie: NaN times 0 would be NaN."""
+    nan = put(backend, np.full(330 * 330, np.nan), dtype)
+    for m, k, n in ((33, 41, 35), (261, 259, 263)):
+        for depth in (k + 31, k):
+            backend.matmul(nan, 0, (), m if trans_a else depth, trans_a, nan, 0, (), depth if trans_b else n, trans_b,
+                           backend.Array(m * n, dtype), (), m, depth, n, False)  # fmt: skip
+        lda, ldb = m if trans_a else k, k if trans_b else n
+        a, b = (In(normal(k, m) if trans_a else normal(m, k)), In(normal(n, k) if trans_b else normal(k, n)))
+        check("matmul", dtype, a, 0, (), lda, trans_a, b, 0, (), ldb, trans_b, Out((m, n)), (), m, k, n, False)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
@@ -730,6 +770,21 @@ def test_attention_reads_strided_views_and_never_the_future(dtype, D):
         changed = qkv.copy()
         changed[:, t + 1 :] = (normal(*changed[:, t + 1 :].shape) * 10).astype(changed.dtype)
         assert run(changed)[:, :, : t + 1].tobytes() == first[:, :, : t + 1].tobytes()
+
+
+@on_cpu
+@every_float
+@pytest.mark.parametrize("D", [64, 13])
+def test_attention_sees_nothing_of_the_call_before(dtype, D):
+    T, block, strides = 130, 64, (130 * 64, 130 * 64, 64)
+    rows, _ = index_of(np.tri(3, dtype=bool)[None], np.eye(3, dtype=bool))
+    index = [put(backend, array, array.dtype.name) for array in rows[:3]]
+    nan = put(backend, np.full(T * 64, np.nan), dtype)
+    lse = backend.Array(T, "float64" if dtype == "float64" else "float32")
+    for _ in range(4):  # on each thread of a small pool, likely
+        backend.attention_forward(nan, strides, nan, strides, nan, strides, backend.Array(T * 64, dtype), strides, lse, *index,
+                                  1, 1, T, T, 64, 1, block, 0, 0.2)  # fmt: skip
+    check_random_attention(dtype, 1, 2, 70, 75, D, 16, 1, 5)
 
 
 @on_cpu

@@ -137,10 +137,7 @@ struct TileLoop {
         return tiles::gemm(height, width, words, a, lda, b, kCols, c, ldc, accumulate);
     alignas(64) float sums[kRows][kCols];
     if (accumulate)
-      for (int64_t i = 0; i < height; ++i) {
-        std::fill_n(sums[i], width, 0.f);
-        if (i < rows) convert_run(c + i * ldc, cols, sums[i]);
-      }
+      for (int64_t i = 0; i < rows; ++i) convert_run(c + i * ldc, cols, sums[i]);
     tiles::gemm(height, width, words, a, lda, b, kCols, sums[0], kCols, accumulate);
     for (int64_t i = 0; i < rows; ++i) convert_run(sums[i], cols, c + i * ldc);
   }
