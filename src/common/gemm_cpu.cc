@@ -114,23 +114,6 @@ struct Own {
     }
   }
 
-  // Words of n elements of a row and of those below them, or zeros.
-  static void pair_rows(const In* from, int64_t ld, bool both, int64_t n, P* to) {
-    int64_t j = 0;
-    for (; j + kLane <= n; j += kLane) {
-      HalfBits upper, lower = {};
-      std::memcpy(&upper, from + j, sizeof upper);
-      if (both) std::memcpy(&lower, from + ld + j, sizeof lower);
-      const WordBits words =
-          __builtin_convertvector(upper, WordBits) | __builtin_convertvector(lower, WordBits) << 16;
-      std::memcpy(to + j * kWord, &words, sizeof words);
-    }
-    for (; j < n; ++j) {
-      to[j * kWord] = from[j];
-      to[j * kWord + 1] = both ? from[ld + j] : P(0.f);
-    }
-  }
-
   // Panels of kRows rows, kRows strides long, those beyond `rows` zero: word (i, p) of a
   // panel at [i][p], or at [p][i] where rows do not lie along memory and the loop reads such, so
   // that each is a copy in order of it.

@@ -30,10 +30,27 @@ void transpose_tile(const From* from, int64_t ld_from, int64_t rows, int64_t col
 void transpose_pairs(const bfloat16* from, int64_t ld_from, int64_t rows, int64_t cols,
                      bfloat16* to, int64_t ld_to);
 
-// The same with the words along a row of `to`, each of two elements that lie kLanes<float> rows
-// apart: to (cols, words), where element t of each 2 kLanes rows is the first of word t, if t is
-// less than kLanes, or the second of word t - kLanes. Zeros fill up the last such group of rows,
-// and rows of `to` up to a multiple of 2 kLanes.
+// to = the words of n elements of a row and those below them, ld_from further on, or zeros.
+inline void pair_rows(const bfloat16* from, int64_t ld_from, bool both, int64_t n, bfloat16* to) {
+  int64_t j = 0;
+  for (; j + kLanes<float> <= n; j += kLanes<float>) {
+    HalfBits upper, lower = {};
+    memcpy(&upper, from + j, sizeof upper);
+    if (both) memcpy(&lower, from + ld_from + j, sizeof lower);
+    const WordBits words =
+        __builtin_convertvector(upper, WordBits) | __builtin_convertvector(lower, WordBits) << 16;
+    memcpy(to + 2 * j, &words, sizeof words);
+  }
+  for (; j < n; ++j) {
+    to[2 * j] = from[j];
+    to[2 * j + 1] = both ? from[ld_from + j] : bfloat16(0.f);
+  }
+}
+
+// The transpose of transpose_pairs with the words along a row of `to`, each of two elements that
+// lie kLanes<float> rows apart: to (cols, words), where element t of each 2 kLanes rows is the
+// first of word t, if t is less than kLanes, or the second of word t - kLanes. Zeros fill up the
+// last such group of rows, and rows of `to` up to a multiple of 2 kLanes.
 void transpose_to_words(const bfloat16* from, int64_t ld_from, int64_t rows, int64_t cols,
                         bfloat16* to, int64_t ld_to);
 

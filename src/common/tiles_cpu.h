@@ -2,9 +2,12 @@
 // that multiplies two of them. A word is a float, or a pair of bfloat16 that follow each other.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 
+#include "integers.h"
 #include "simd_cpu.h"
 
 #if defined(__linux__) && defined(__AVX512F__)
@@ -44,6 +47,36 @@ struct Use {
   Use(const Use&) = delete;
   Use& operator=(const Use&) = delete;
 };
+
+// The same in code that is for any T.
+template <class T>
+struct UseFor {
+  std::optional<Use> use;
+  UseFor() {
+    if constexpr (kCompiled)
+      if (take<T>()) use.emplace();
+  }
+};
+
+// Words of k elements, filled up to whole tiles.
+constexpr int64_t words_of(int64_t k) { return round_up(k, int64_t(2 * kSide)) / 2; }
+
+// The rows (m, k) of a left operand as gemm takes them: where they lie or, where tiles would reach
+// beyond them, copied to `buffer` with zeros up to words_of(k).
+struct Rows {
+  const bfloat16* data;
+  int64_t stride;
+};
+inline Rows rows_of(const bfloat16* from, int64_t ld, int64_t m, int64_t k, bfloat16* buffer) {
+  const int64_t width = 2 * words_of(k);
+  if (m % kSide == 0 && k == width) return {from, ld};
+  for (int64_t i = 0; i < m; ++i) {
+    bfloat16* const copy = buffer + i * width;
+    convert_run(from + i * ld, k, copy);
+    std::fill(copy + k, copy + width, bfloat16(0.f));
+  }
+  return {buffer, width};
+}
 
 // C (m, n) = A B, or C += with accumulate. Rows of A lie along memory, lda elements apart; those of
 // B are of words, ldb apart, as k is counted. m, n and k are multiples of kSide. Sums are rounded

@@ -19,7 +19,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <optional>
 
 #include "../common/backend.h"
 #include "../common/lane_gemm_cpu.h"
@@ -44,8 +43,7 @@ struct Scratch {
   alignas(64) A max[kTile], sum[kTile], limit[kTile], lse[kTile], delta[kTile];
 };
 
-// The same for products by tiles. Rows from copies[i] on are padded with zeros, those of turned
-// are features.
+// The same for products by tiles; rows of `turned` are features.
 struct TileScratch {
   alignas(64) bfloat16 copies[kChunk * kMaxHead], turned[kMaxHead * kChunk];
   alignas(64) bfloat16 weights[kChunk * kTile];  // in pairs of rows
@@ -83,21 +81,8 @@ Matrix<A> fetch(const Rows<T>& from, int64_t first, int64_t n, int64_t D, A* buf
 // Whether rows of bfloat16 are multiplied by pairs of their elements.
 bool by_pairs(int64_t D) { return tiles::available() || (D % 2 == 0 && multiplies_pairs()); }
 
-// Through a tile of queries or keys of T.
-template <class T>
-struct UseTiles {
-  std::optional<tiles::Use> use;
-  UseTiles() {
-    if constexpr (tiles::kCompiled)
-      if (tiles::take<T>()) use.emplace();
-  }
-};
-
-// Words of D pairs as tiles take them.
-int64_t tile_words(int64_t D) { return round_up(D, 2 * tiles::kSide) / 2; }
-
-// lanes (D, kTile), or of pairs (tile_words(D), kTile), = the transpose of n rows; lanes up to
-// `width` beyond n are zero, and words beyond D.
+// lanes (D, kTile), or (D / 2, kTile) of pairs, = the transpose of n rows; lanes up to `width`
+// beyond n are zero, and words that fill up tiles.
 template <class T, class A = accum_t<T>>
 void to_lanes(const Rows<const T>& from, int64_t first, int64_t n, int64_t width, int64_t D,
               A* lanes) {
@@ -109,7 +94,8 @@ void to_lanes(const Rows<const T>& from, int64_t first, int64_t n, int64_t width
     if (by_pairs(D)) {
       const int64_t words = ceil_div(D, 2);
       transpose_pairs(from.row(first), from.stride, n, D, reinterpret_cast<T*>(lanes), kTile);
-      if (tiles::available()) std::fill(lanes + words * kTile, lanes + tile_words(D) * kTile, A(0));
+      if (tiles::available())
+        std::fill(lanes + words * kTile, lanes + tiles::words_of(D) * kTile, A(0));
       return clear_beyond(words);
     }
   transpose_tile(from.row(first), from.stride, n, D, lanes, kTile);
@@ -138,21 +124,11 @@ void multiply_lanes(const Rows<const T>& from, int64_t first, const Matrix<A>& f
                     int64_t begin, int64_t end, int64_t D, const A* lanes, A* to) {
   if constexpr (std::is_same_v<T, bfloat16> && tiles::kCompiled)
     if (tiles::take<T>()) {
-      const int64_t height = round_up(n, tiles::kSide), words = tile_words(D);
-      const T* rows = from.row(first);
-      int64_t stride = from.stride;
-      if (n < height || D < 2 * words) {
-        rows = of_this_thread<TileScratch>().copies;
-        stride = 2 * words;
-        for (int64_t i = 0; i < n; ++i) {
-          T* const copy = of_this_thread<TileScratch>().copies + i * stride;
-          convert_run(from.row(first + i), D, copy);
-          std::fill(copy + D, copy + stride, T(0.f));
-        }
-      }
-      return tiles::gemm(height, end - begin, words, rows, stride,
-                         reinterpret_cast<const T*>(lanes + begin), kTile, to + begin, kTile,
-                         false);
+      const tiles::Rows rows =
+          tiles::rows_of(from.row(first), from.stride, n, D, of_this_thread<TileScratch>().copies);
+      return tiles::gemm(round_up(n, tiles::kSide), end - begin, tiles::words_of(D), rows.data,
+                         rows.stride, reinterpret_cast<const T*>(lanes + begin), kTile, to + begin,
+                         kTile, false);
     }
   if constexpr (std::is_same_v<T, bfloat16>)
     if (by_pairs(D))
@@ -172,18 +148,18 @@ void add_weighted(const Rows<const T>& from, int64_t first, const Matrix<A>& fet
   if constexpr (std::is_same_v<T, bfloat16> && tiles::kCompiled)
     if (tiles::take<T>()) {
       TileScratch& s = of_this_thread<TileScratch>();
-      const int64_t depth = 2 * tile_words(n);
+      const int64_t words = tiles::words_of(n);
       transpose_to_words(from.row(first), from.stride, n, D, s.turned, kChunk);
-      for (int64_t word = 0; word < depth / 2; ++word)
+      for (int64_t word = 0; word < words; ++word)
         for (int64_t lane = begin; lane < end; lane += kLanes<A>) {
           const int64_t j = word / kLanes<A> * kLanes<A> + word;
           const auto row = [&](int64_t i) {
             return i < n ? load(weights + i * kTile + lane) : Vec<A>{};
           };
-          const WordBits words = tiles::pair(row(j), row(j + kLanes<A>));
-          std::memcpy(s.weights + 2 * (word * kTile + lane), &words, sizeof words);
+          const WordBits pairs = tiles::pair(row(j), row(j + kLanes<A>));
+          std::memcpy(s.weights + 2 * (word * kTile + lane), &pairs, sizeof pairs);
         }
-      return tiles::gemm(round_up(D, tiles::kSide), end - begin, depth / 2, s.turned, kChunk,
+      return tiles::gemm(round_up(D, tiles::kSide), end - begin, words, s.turned, kChunk,
                          s.weights + 2 * begin, kTile, sums + begin, kTile, accumulate);
     }
   lane_gemm(D, end - begin, n, fetched.data, 1, fetched.stride, weights + begin, kTile,
@@ -336,7 +312,7 @@ template <class T, class A = accum_t<T>>
 void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, int64_t first,
                   int64_t nq, const Rows<const T>& q, const Rows<const T>& k,
                   const Rows<const T>& v, const Rows<T>& out, A* lse) {
-  [[maybe_unused]] const UseTiles<T> use;
+  [[maybe_unused]] const tiles::UseFor<T> use;
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   const int64_t D = p.D, width = round_up(nq, kLanes<A>);
   to_lanes(q, first, nq, width, D, s.q_lanes);
@@ -417,7 +393,7 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
                          int64_t nq, const Rows<const T>& dout, const Rows<const T>& q,
                          const Rows<const T>& k, const Rows<const T>& v, const A* lse,
                          const A* delta, const Rows<T>& dq, const Rows<T>& dk, const Rows<T>& dv) {
-  [[maybe_unused]] const UseTiles<T> use;
+  [[maybe_unused]] const tiles::UseFor<T> use;
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   const int64_t D = p.D, width = round_up(nq, kLanes<A>);
   to_lanes(q, first, nq, width, D, s.q_lanes);
@@ -458,7 +434,7 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
                        int64_t nk, const Rows<const T>& dout, const Rows<const T>& q,
                        const Rows<const T>& k, const Rows<const T>& v, const A* lse, const A* delta,
                        const Rows<T>& dk, const Rows<T>& dv) {
-  [[maybe_unused]] const UseTiles<T> use;
+  [[maybe_unused]] const tiles::UseFor<T> use;
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   const int64_t D = p.D, width = round_up(nk, kLanes<A>);
   A row_lse[kChunk], limit[kChunk];

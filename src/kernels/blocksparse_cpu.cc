@@ -11,6 +11,7 @@
 #include "../common/backend.h"
 #include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
+#include "../common/tiles_cpu.h"
 
 namespace needle::cpu {
 namespace {
@@ -40,39 +41,62 @@ struct Operand {
   int64_t ld;
   bool trans;
 
-  const T* at(int64_t i, int64_t j) const { return trans ? data + j * ld + i : data + i * ld + j; }
+  // The part that begins at element (i, j).
+  Operand from(int64_t i, int64_t j) const {
+    return {trans ? data + j * ld + i : data + i * ld + j, ld, trans};
+  }
 };
 
-// Elements (i .. i + m, p .. p + k) of a left operand as lane_gemm wants it: where they are, or
-// copied next to each other.
-template <class A>
-struct Left {
-  const A* data;
-  int64_t row, col;
-};
-template <class T, class A = accum_t<T>>
-Left<A> left(const Operand<T>& a, int64_t i, int64_t p, int64_t m, int64_t k, A* buffer) {
+// What multiply does, by the processor's tiles: of bfloat16.
+template <class T>
+void multiply_tiles(int64_t m, int64_t n, int64_t k, const Operand<T>& a, const Operand<T>& b,
+                    bool accumulate, Scratch<float>& s) {
+  const int64_t words = tiles::words_of(k);
+  T* const rows = reinterpret_cast<T*>(s.a);
+  T* const columns = reinterpret_cast<T*>(s.b);
+  tiles::Rows left{rows, 2 * words};
   if (a.trans) {
-    copy_tile(a.at(i, p), a.ld, k, m, buffer, m);
-    return {buffer, 1, m};
-  }
-  if constexpr (std::is_same_v<T, A>) {
-    return {a.at(i, p), a.ld, 1};
+    transpose_tile(reinterpret_cast<const uint16_t*>(a.data), a.ld, k, m,
+                   reinterpret_cast<uint16_t*>(rows), left.stride);
+    for (int64_t i = 0; i < m; ++i)
+      std::fill(rows + i * left.stride + k, rows + (i + 1) * left.stride, T(0.f));
   } else {
-    copy_tile(a.at(i, p), a.ld, m, k, buffer, k);
-    return {buffer, k, 1};
+    left = tiles::rows_of(a.data, a.ld, m, k, rows);
   }
+  if (b.trans)
+    transpose_pairs(b.data, b.ld, n, k, columns, kStrip);
+  else
+    for (int64_t p = 0; p < k; p += 2)
+      pair_rows(b.data + p * b.ld, b.ld, p + 1 < k, n, columns + p * kStrip);
+  std::fill(columns + ceil_div(k, 2) * 2 * kStrip, columns + words * 2 * kStrip, T(0.f));
+  tiles::gemm(round_up(m, tiles::kSide), round_up(n, tiles::kSide), words, left.data, left.stride,
+              columns, kStrip, s.c, kStrip, accumulate);
 }
 
-// Elements (p .. p + k, j .. j + n) of a right operand, rows along the lanes: always copied, since
-// rows of a wide matrix that lie a power of two apart would push each other out of the cache.
+// C (m, n) in the scratch = or += a (m, k) b (k, n): the left operand where it is or, transposed or
+// of 16 bits, copied; rows of the right one, which lie along the lanes, always copied, since rows
+// of a wide matrix that lie a power of two apart would push each other out of the cache.
 template <class T, class A = accum_t<T>>
-const A* right(const Operand<T>& b, int64_t p, int64_t j, int64_t k, int64_t n, A* buffer) {
+void multiply(int64_t m, int64_t n, int64_t k, const Operand<T>& a, const Operand<T>& b,
+              bool accumulate) {
+  Scratch<A>& s = of_this_thread<Scratch<A>>();
+  if constexpr (std::is_same_v<T, bfloat16> && tiles::kCompiled)
+    if (tiles::take<T>()) return multiply_tiles(m, n, k, a, b, accumulate, s);
+  const A* left = s.a;
+  int64_t row = k, col = 1;
+  if (a.trans) {
+    copy_tile(a.data, a.ld, k, m, s.a, m);
+    row = 1, col = m;
+  } else if constexpr (std::is_same_v<T, A>) {
+    left = a.data, row = a.ld;
+  } else {
+    copy_tile(a.data, a.ld, m, k, s.a, k);
+  }
   if (b.trans)
-    transpose_tile(b.at(p, j), b.ld, n, k, buffer, kStrip);
+    transpose_tile(b.data, b.ld, n, k, s.b, kStrip);
   else
-    copy_tile(b.at(p, j), b.ld, k, n, buffer, kStrip);
-  return buffer;
+    copy_tile(b.data, b.ld, k, n, s.b, kStrip);
+  lane_gemm(m, n, k, left, row, col, s.b, kStrip, s.c, kStrip, accumulate);
 }
 
 void check_block(int64_t block) {
@@ -109,15 +133,14 @@ void blocksparse_sdd(const Array& a, bool trans_a, const Array& b, bool trans_b,
       const int64_t j = int64_t(cols[e]) * block;
       const Operand<T> op_a{as + item * m * k, trans_a ? m : k, trans_a};
       const Operand<T> op_b{bs + item * k * n, trans_b ? k : n, trans_b};
+      [[maybe_unused]] const tiles::UseFor<T> use;
       Scratch<A>& s = of_this_thread<Scratch<A>>();
       for (int64_t strip = 0; strip < block; strip += kStrip) {
         const int64_t width = std::min(kStrip, block - strip);
         if (k == 0) std::fill_n(s.c, block * kStrip, A(0));
         for (int64_t p = 0; p < k; p += kMaxBlock) {
           const int64_t depth = std::min(kMaxBlock, k - p);
-          const Left<A> l = left(op_a, i, p, block, depth, s.a);
-          const A* r = right(op_b, p, j + strip, depth, width, s.b);
-          lane_gemm(block, width, depth, l.data, l.row, l.col, r, kStrip, s.c, kStrip, p > 0);
+          multiply(block, width, depth, op_a.from(i, p), op_b.from(p, j + strip), p > 0);
         }
         copy_tile(s.c, kStrip, block, width, to + strip, block);
       }
@@ -144,14 +167,13 @@ void blocksparse_dsd(const Array& blocks, bool trans_s, const Array& b, bool tra
       const int32_t* head_rows = rows + item % layout_heads * nb_rows;
       const int64_t width = std::min(kStrip, n - j);
       const Operand<T> op_b{bs + item * k * n, trans_b ? k : n, trans_b};
+      [[maybe_unused]] const tiles::UseFor<T> use;
       Scratch<A>& s = of_this_thread<Scratch<A>>();
       if (head_rows[i] == head_rows[i + 1]) std::fill_n(s.c, block * kStrip, A(0));
       for (int64_t e = head_rows[i]; e < head_rows[i + 1]; ++e) {
         const T* stored = ss + (item * nnz + entries[e] - head_rows[0]) * block * block;
-        const Left<A> l = left<T>({stored, block, trans_s}, 0, 0, block, block, s.a);
-        const A* r = right(op_b, cols[e] * block, j, block, width, s.b);
-        lane_gemm(block, width, block, l.data, l.row, l.col, r, kStrip, s.c, kStrip,
-                  e > head_rows[i]);
+        multiply<T>(block, width, block, {stored, block, trans_s}, op_b.from(cols[e] * block, j),
+                    e > head_rows[i]);
       }
       copy_tile(s.c, kStrip, block, width, outs + item * m * n + i * block * n + j, n);
     });
@@ -178,14 +200,13 @@ void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool tra
       const int32_t* head_cols = cols + item % layout_heads * nb_cols;
       const int64_t height = std::min(kMaxBlock, m - i), width = std::min(kStrip, block - strip);
       const Operand<T> op_a{as + item * m * k, trans_a ? m : k, trans_a};
+      [[maybe_unused]] const tiles::UseFor<T> use;
       Scratch<A>& s = of_this_thread<Scratch<A>>();
       if (head_cols[column] == head_cols[column + 1]) std::fill_n(s.c, height * kStrip, A(0));
       for (int64_t e = head_cols[column]; e < head_cols[column + 1]; ++e) {
         const T* stored = ss + (item * nnz + entries[e] - head_cols[0]) * block * block;
-        const Left<A> l = left(op_a, i, rows[e] * block, height, block, s.a);
-        const A* r = right<T>({stored, block, trans_s}, 0, strip, block, width, s.b);
-        lane_gemm(height, width, block, l.data, l.row, l.col, r, kStrip, s.c, kStrip,
-                  e > head_cols[column]);
+        const Operand<T> part = Operand<T>{stored, block, trans_s}.from(0, strip);
+        multiply(height, width, block, op_a.from(i, rows[e] * block), part, e > head_cols[column]);
       }
       copy_tile(s.c, kStrip, height, width, outs + item * m * n + i * n + column * block + strip,
                 n);
