@@ -806,6 +806,17 @@ def test_blocksparse_products(dtype, block, heads, batch, n_rows, n_cols, other)
     check_blocksparse(dtype, block, heads, batch, n_rows, n_cols, other)
 
 
+@on_cpu
+@every_float
+def test_blocksparse_products_see_nothing_of_the_one_before(dtype):
+    nan, out, block = put(backend, np.full(128 * 128, np.nan), dtype), backend.Array(128 * 128, dtype), 128
+    (ptr, idx, _, _), _ = index_of(np.ones((1, 1, 1), bool))
+    for _ in range(4):  # on each thread of a small pool, likely
+        backend.blocksparse_sdd(nan, True, nan, False, out, put(backend, ptr, "int32"), put(backend, idx, "int32"),
+                                1, block, block, block, 1, 1, block)  # fmt: skip
+    check_blocksparse(dtype, 16, 1, 1, 3, 2, 21)
+
+
 # --- the device -----------------------------------------------------------------------------------------------------------
 
 
