@@ -62,7 +62,8 @@ struct Own {
   static constexpr int64_t kSummed = 1024;  // columns of C that are summed before they are rounded
   static constexpr int64_t kMinRows = 96, kMinCols = 2 * kCols;  // of a task
   static constexpr int64_t kPacked = 4 * kRows;                  // rows of A a task packs at least
-  static_assert(kStrip >= kMinCols * kDepth);
+  static constexpr int64_t kMostRows = 32;                       // of any loop
+  static_assert(kStrip >= kMinCols * kDepth && kRows <= kMostRows);
   // Words from a row to the next in a panel of A: an odd number of vectors keeps a panel's rows in
   // different sets of the cache.
   static constexpr int64_t stride_for(int64_t words) {
@@ -72,7 +73,7 @@ struct Own {
 
   struct Workspace {
     alignas(64) std::byte panels[kM * kStride * sizeof(T)], strip[kStrip * sizeof(T)];
-    alignas(64) std::byte windows[kRows * kStride * sizeof(T)];
+    alignas(64) std::byte windows[kMostRows * kStride * sizeof(T)];
     T sums[kM * kSummed];
   };
   static auto& workspace() { return of_this_thread<typename Own<T, T>::Workspace>(); }
@@ -230,13 +231,13 @@ struct Own {
   static void multiply_windows(const Windows<In>& windows, const WindowPart& part,
                                const WindowBlock& whole, int64_t n, Stored<In> b, bool accumulate,
                                Out* c, int64_t ldc) {
-    const int64_t words = part.elements() / kWord, step = windows.step();
+    const int64_t words = words_of(part.elements()), step = windows.step();
     const int64_t width = std::min(round_up(n, kCols), kStrip / words / kCols * kCols);
     const int64_t strips = ceil_div(n, width);
     const int64_t groups =
         std::min(ceil_div(whole.count(), kMinRows), ceil_div(int64_t(4) * num_threads(), strips));
     const Cut tasks(whole, ceil_div(whole.count(), groups));
-    const bool in_place = step % kSets != 0;
+    const bool in_place = part.length % kGroup == 0 && (Loop::kByLines || step % kSets != 0);
     parallel_for(strips * tasks.count(), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
       const int64_t j0 = task % strips * width, cols = std::min(width, n - j0);
@@ -416,6 +417,8 @@ void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c) {
     return;
   }
   const Stored<T> columns{b, n, false};
+  if constexpr (tiles::kCompiled && std::is_same_v<T, bfloat16>)
+    if (tiles::take<T>()) return Own<T, T, TileLoop>::gemm_windows(a, n, columns, c);
   if constexpr (std::is_same_v<T, bfloat16>)
     if (multiplies_pairs() && a.row_elements() % 2 == 0)  // no word is of two rows
       return Own<T, T, VectorLoop<T>>::gemm_windows(a, n, columns, c);

@@ -129,16 +129,20 @@ struct TileLoop {
 
   // rows x cols of C from a panel of B.
   template <class Out>
-  static void micro(int64_t words, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
+  static void micro(const Runs& runs, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
                     int64_t ldc, int64_t rows, int64_t cols) {
     const int64_t height = round_up(rows, tiles::kSide), width = round_up(cols, tiles::kSide);
+    const auto add_runs = [&](float* sums, int64_t ld) {
+      for (int64_t i = 0; i < runs.count; ++i)
+        tiles::gemm(height, width, runs.length, a + runs.at[i], lda,
+                    b + i * runs.length * kCols * kWord, kCols, sums, ld, accumulate || i > 0);
+    };
     if constexpr (std::is_same_v<Out, float>)
-      if (rows == height && cols == width)
-        return tiles::gemm(height, width, words, a, lda, b, kCols, c, ldc, accumulate);
+      if (rows == height && cols == width) return add_runs(c, ldc);
     alignas(64) float sums[kRows][kCols];
     if (accumulate)
       for (int64_t i = 0; i < rows; ++i) convert_run(c + i * ldc, cols, sums[i]);
-    tiles::gemm(height, width, words, a, lda, b, kCols, sums[0], kCols, accumulate);
+    add_runs(sums[0], kCols);
     for (int64_t i = 0; i < rows; ++i) convert_run(sums[i], cols, c + i * ldc);
   }
 
@@ -147,12 +151,12 @@ struct TileLoop {
   static void multiply_rows(int64_t rows, int64_t cols, const Runs& runs, const P* a, int64_t lda,
                             const P* b, bool accumulate, Out* c, int64_t ldc) {
     static_assert(!across);
-    for (int64_t j = 0; j < cols; j += kCols, b += runs.length * kCols * kWord) {
+    for (int64_t j = 0; j < cols; j += kCols, b += runs.count * runs.length * kCols * kWord) {
       const int64_t left = std::min<int64_t>(kCols, cols - j);
       for (int64_t i = 0; i < rows; ++i)
         for (int64_t x = 0; x < left; x += 64 / sizeof(Out))
           __builtin_prefetch(c + i * ldc + j + x, 1);
-      micro(runs.length, a, lda, b, accumulate, c + j, ldc, rows, left);
+      micro(runs, a, lda, b, accumulate, c + j, ldc, rows, left);
     }
   }
 };
