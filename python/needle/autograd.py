@@ -141,7 +141,7 @@ class Op:
 
     reads_inputs: which inputs' values ``gradient`` reads: True (all), False (none), or a tuple of indices.
     reads_output: whether it reads the value of its own output; of a tuple of arrays it may be the indices of those read, which
-    are then all that ``gradient`` finds there.
+    are then all that ``gradient`` finds there; others are made again, from the inputs, if they are asked for.
     recomputes_output: the output is cheap to compute again, so it is not kept for gradients that read it.
     These decide how long arrays are kept, never whether a result is right: what is not there is recomputed.
 

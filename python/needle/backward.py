@@ -310,7 +310,7 @@ def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, kee
         output, node.array = node.array, None
         parts, new = op.consuming_gradient(grad, Value._passing(node, None), output), True
     else:
-        value = Value._passing(node, node.array) if handle is None else handle
+        value = Value._passing(node, node.array) if handle is None or handle._data is None else handle
         if op.accumulate_gradient is not None and not create_graph:
             sums = [have.tensor._data if isinstance(have, _Owned) else None for have in map(grads.get, inputs)]
             parts = op.accumulate_gradient(grad, value, sums)

@@ -18,6 +18,7 @@ VARIABLES = {
     for v in (
         Variable("NEEDLE_BACKEND", "nd", "nd, np", "the course's switch: needle's NDArray, or numpy's dtypes and shapes"),
         Variable("NEEDLE_NUM_THREADS", "", "1 to 4096", "size of the CPU thread pool; default: usable cores"),
+        Variable("NEEDLE_BFLOAT16", "", "float32, pairs, tiles", "how a CPU multiplies bfloat16; default: the fastest it has"),
         Variable("NEEDLE_CUBLASLT", "", "a file, 0", "NVIDIA's library of matrix products; 0: none; default: the one installed"),
         Variable("NEEDLE_CACHE", "", "a folder", "where tokenizers and token files are kept; default: ~/.cache/needle"),
         Variable("NEEDLE_SIM_ORDER", "forward", "forward, reverse, random:SEED", "thread order of cuda_sim"),

@@ -51,8 +51,10 @@ class Node:
     def whole(self) -> Any:
         """The cached array; None if items of it are missing."""
         array = self.array
-        if type(array) is tuple and self.op is not None and type(self.op.reads_output) is tuple:
-            return None
+        if type(array) is tuple:
+            for part in array:
+                if part is None:
+                    return None
         return array
 
     def peek(self) -> Any:

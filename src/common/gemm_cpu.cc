@@ -8,8 +8,8 @@
 // zeros around it, and the inner loop reads windows, which overlap, where they lie in the patch.
 //
 // 16-bit floats become float as they are packed, and are rounded once, when their sum is complete.
-// Where the processor multiplies pairs of bfloat16 (multiplies_pairs), they stay as they are: k
-// goes by words of two elements then.
+// bfloat16 stays as it is where the processor multiplies it (bfloat16_cpu.h): k goes by words of
+// two elements then.
 //
 // Each element of C is a chain of multiply-adds in ascending k, one chain per depth of k, and
 // depths depend on the operands' shapes alone: neither threads nor tasks change a bit.
@@ -21,6 +21,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "bfloat16_cpu.h"
 #include "few_rows_cpu.h"
 #include "inner_loops_cpu.h"
 #include "integers.h"
@@ -46,8 +47,8 @@ struct Stored {
   }
 };
 
-// A and B are stored as In, C as Out; the inner loop reads words of P, which is In or float, and
-// sums in T. Elements of a word follow each other in k.
+// A and B are stored as In, C as Out; the inner loop reads words of its P, which is In or float,
+// and sums in T. Elements of a word follow each other in k.
 template <class In, class Out, class Loop = VectorLoop<accum_t<In>>>
 struct Own {
   using T = accum_t<In>;
@@ -85,6 +86,14 @@ struct Own {
   // Words of so many elements along k, those that fill up the last group included.
   static int64_t words_of(int64_t k) { return round_up(k, int64_t(kGroup)) / kWord; }
 
+  // Zeros in panels of Width columns: in those beyond `cols` and in words beyond k.
+  template <int Width>
+  static void clear_beyond(int64_t k, int64_t cols, P* to, int64_t distance) {
+    for (int64_t i = 0; i * Width < cols; ++i, to += distance)
+      std::fill(to + ((i + 1) * Width > cols ? 0 : ceil_div(k, int64_t(kWord)) * kWord * Width),
+                to + words_of(k) * kWord * Width, P(0.f));
+  }
+
   // Panels of Width columns, those beyond `cols` zero: word (p, j) of a panel at [p][j], and
   // `distance` words from a panel to the next. Rows are read across all panels at once: memory
   // gives what lies side by side the fastest.
@@ -93,10 +102,7 @@ struct Own {
                            int64_t distance) {
     const int64_t whole = cols / Width, rest = cols % Width;
     distance *= kWord;
-    if (rest > 0) std::fill_n(to + whole * distance, Width * round_up(k, kWord), P(0.f));
-    for (int64_t i = 0; kGroup > kWord && i < ceil_div(cols, Width); ++i)
-      std::fill(to + i * distance + Width * round_up(k, kWord),
-                to + i * distance + Width * round_up(k, kGroup), P(0.f));
+    clear_beyond<Width>(k, cols, to, distance);
     constexpr int64_t kAhead = 6;  // rows, each on a page of its own, which hardware stops at
     for (int64_t p = 0; p < k; p += kWord, from += kWord * ld, to += kWord * Width) {
       if (p + kAhead < k)
@@ -146,12 +152,7 @@ struct Own {
     const In* const b = stored.data;
     const int64_t ldb = stored.ld;
     if (!stored.along) return pack_columns<kCols>(k, cols, b, ldb, to, words * kCols);
-    if (cols % kCols)
-      std::fill_n(to + cols / kCols * kCols * words * kWord, kCols * words * kWord, P(0.f));
-    const int64_t filled = ceil_div(k, kWord);
-    for (int64_t j = 0; filled < words && j < cols; j += kCols)
-      std::fill(to + (j * words + filled * kCols) * kWord, to + (j + kCols) * words * kWord,
-                P(0.f));
+    clear_beyond<kCols>(k, cols, to, words * kCols * kWord);
     for (int64_t j = 0; j < cols; j += kCols) {
       const int64_t there = std::min<int64_t>(kCols, cols - j);
       if constexpr (kWord == 1)
@@ -391,7 +392,7 @@ void gemm_own(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const In* a, in
   const Stored<In> rows{a, lda, !ta}, columns{b, ldb, tb};
   if constexpr (std::is_same_v<In, bfloat16>) {
     if constexpr (tiles::kCompiled)
-      if (tiles::available())
+      if (by_tiles<In>())
         return Own<In, Out, TileLoop>::gemm(m, n, k, rows, columns, accumulate, c, ldc);
     if (multiplies_pairs())
       return Own<In, Out, VectorLoop<In>>::gemm(m, n, k, rows, columns, accumulate, c, ldc);
@@ -418,7 +419,7 @@ void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c) {
   }
   const Stored<T> columns{b, n, false};
   if constexpr (tiles::kCompiled && std::is_same_v<T, bfloat16>)
-    if (tiles::take<T>()) return Own<T, T, TileLoop>::gemm_windows(a, n, columns, c);
+    if (by_tiles<T>()) return Own<T, T, TileLoop>::gemm_windows(a, n, columns, c);
   if constexpr (std::is_same_v<T, bfloat16>)
     if (multiplies_pairs() && a.row_elements() % 2 == 0)  // no word is of two rows
       return Own<T, T, VectorLoop<T>>::gemm_windows(a, n, columns, c);
@@ -439,7 +440,8 @@ void gemm_of_windows(const Windows<T>& a, const WindowBlock& block, int64_t n, c
 template <class T>
 bool gemm_own_pays(int64_t batch, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t kLeast = 16 << 20, kLeastByTiles = 1 << 18;
-  if (tiles::take<T>()) return m * n * k >= (batch > 1 ? kLeast : kLeastByTiles);
+  if (by_tiles<T>())
+    return m > kFewRows && m * n >= 256 && m * n * k >= (batch > 1 ? kLeast : kLeastByTiles);
 // Compiled for any x86-64, needle's kernel has vectors of 128 bits, and OpenBLAS takes the
 // processor's own.
 #if defined(NEEDLE_OPENBLAS) && !defined(__AVX2__)

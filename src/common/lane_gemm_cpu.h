@@ -14,7 +14,8 @@ namespace needle::cpu {
 
 // C (m, n) = A (m, k) B (k, n), or C += with accumulate. A element (i, p) is a[i * a_row + p *
 // a_col]; rows of B and C are contiguous. float and double; and bfloat16, where k counts pairs, as
-// which B lies, ldb of them in a row: where multiplies_pairs(), and n is of whole vectors.
+// which B lies, ldb of them in a row: where the processor multiplies them, and n is of whole
+// vectors.
 template <class P>
 void lane_gemm(int64_t m, int64_t n, int64_t k, const P* a, int64_t a_row, int64_t a_col,
                const P* b, int64_t ldb, accum_t<P>* c, int64_t ldc, bool accumulate);

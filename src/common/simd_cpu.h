@@ -179,19 +179,8 @@ NEEDLE_INLINE void store(T* to, Vec<accum_t<T>> v, int64_t n) {
 #endif
 }
 
-// Whether to multiply pairs of bfloat16 that lie next to each other: where the processor does so
-// and takes no longer for it than for two numbers. Intel's take twice as long (Sapphire Rapids).
-inline bool multiplies_pairs() {
-#if defined(__AVX512F__)
-  static const bool answer = __builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel");
-  return answer;
-#else
-  return false;
-#endif
-}
-
 // What the inner loop of a product multiplies: words, of the size of a sum, which are float or
-// double, or, where multiplies_pairs(), pairs of bfloat16.
+// double, or pairs of bfloat16.
 template <class P>
 constexpr int kWord = int(sizeof(accum_t<P>) / sizeof(P));  // elements
 template <class P>

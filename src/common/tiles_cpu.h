@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <type_traits>
 
 #include "integers.h"
@@ -30,15 +29,9 @@ constexpr bool kCompiled = false;
 #endif
 
 // Whether the processor multiplies tiles of bfloat16 and the system lets this process do so, for
-// which it is asked once. Where it is not kCompiled, nothing but this may be called.
+// which it is asked once: signal handlers' stacks must be larger from then on. Where it is not
+// kCompiled, nothing but this may be called.
 bool available();
-
-// Whether they take products of T.
-template <class T>
-bool take() {
-  if constexpr (kCompiled && std::is_same_v<T, bfloat16>) return available();
-  return false;
-}
 
 // While one lives this thread may use tiles, all of them whole.
 struct Use {
@@ -46,16 +39,6 @@ struct Use {
   ~Use();
   Use(const Use&) = delete;
   Use& operator=(const Use&) = delete;
-};
-
-// The same in code that is for any T.
-template <class T>
-struct UseFor {
-  std::optional<Use> use;
-  UseFor() {
-    if constexpr (kCompiled)
-      if (take<T>()) use.emplace();
-  }
 };
 
 // Words of k elements, filled up to whole tiles.
@@ -78,9 +61,9 @@ inline Rows rows_of(const bfloat16* from, int64_t ld, int64_t m, int64_t k, bflo
   return {buffer, width};
 }
 
-// C (m, n) = A B, or C += with accumulate. Rows of A lie along memory, lda elements apart; those of
-// B are of words, ldb apart, as k is counted. m, n and k are multiples of kSide. Sums are rounded
-// to nearest; subnormal numbers are zero.
+// C (m, n) = A B, or C += with accumulate: A (m, k) by its rows, B (k, n) by rows of words. k and
+// ldb count words, lda and ldc elements; m, n and k are multiples of kSide. Sums are rounded to
+// nearest; subnormal numbers are zero.
 void gemm(int64_t m, int64_t n, int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b,
           int64_t ldb, float* c, int64_t ldc, bool accumulate);
 
@@ -90,12 +73,12 @@ WordBits pair(Vec<float> first, Vec<float> second);
 inline bool available() {
 #ifdef NEEDLE_TILES
   static const bool answer = [] {
-    constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24;
+    constexpr unsigned kBfloat16 = 1u << 22, kTiles = 1u << 24, kPairs = 1u << 5;
     // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
     constexpr long kAskForState = 0x1023, kTileData = 18;
     unsigned a = 0, b = 0, c = 0, d = 0;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBfloat16) && (d & kTiles) &&
-           __builtin_cpu_supports("avx512bf16") &&
+           __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kPairs) &&
            syscall(SYS_arch_prctl, kAskForState, kTileData) == 0;
   }();
   return answer;

@@ -21,9 +21,9 @@
 #include <cstring>
 
 #include "../common/backend.h"
+#include "../common/bfloat16_cpu.h"
 #include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
-#include "../common/tiles_cpu.h"
 
 namespace needle::cpu {
 namespace {
@@ -43,7 +43,7 @@ struct Scratch {
   alignas(64) A max[kTile], sum[kTile], limit[kTile], lse[kTile], delta[kTile];
 };
 
-// The same for products by tiles; rows of `turned` are features.
+// What it has besides for products by tiles; a row of `turned` is a feature.
 struct TileScratch {
   alignas(64) bfloat16 copies[kChunk * kMaxHead], turned[kMaxHead * kChunk];
   alignas(64) bfloat16 weights[kChunk * kTile];  // in pairs of rows
@@ -79,7 +79,7 @@ Matrix<A> fetch(const Rows<T>& from, int64_t first, int64_t n, int64_t D, A* buf
 }
 
 // Whether rows of bfloat16 are multiplied by pairs of their elements.
-bool by_pairs(int64_t D) { return tiles::available() || (D % 2 == 0 && multiplies_pairs()); }
+bool by_pairs(int64_t D) { return by_tiles<bfloat16>() || (D % 2 == 0 && multiplies_pairs()); }
 
 // lanes (D, kTile), or (D / 2, kTile) of pairs, = the transpose of n rows; lanes up to `width`
 // beyond n are zero, and words that fill up tiles.
@@ -94,8 +94,7 @@ void to_lanes(const Rows<const T>& from, int64_t first, int64_t n, int64_t width
     if (by_pairs(D)) {
       const int64_t words = ceil_div(D, 2);
       transpose_pairs(from.row(first), from.stride, n, D, reinterpret_cast<T*>(lanes), kTile);
-      if (tiles::available())
-        std::fill(lanes + words * kTile, lanes + tiles::words_of(D) * kTile, A(0));
+      if (by_tiles<T>()) std::fill(lanes + words * kTile, lanes + tiles::words_of(D) * kTile, A(0));
       return clear_beyond(words);
     }
   transpose_tile(from.row(first), from.stride, n, D, lanes, kTile);
@@ -114,7 +113,7 @@ Matrix<A> fetch_for_lanes(const Rows<const T>& from, int64_t first, int64_t n, i
 template <class T, class A = accum_t<T>>
 Matrix<A> fetch_for_sums(const Rows<const T>& from, int64_t first, int64_t n, int64_t D,
                          A* buffer) {
-  if (tiles::take<T>()) return {};
+  if (by_tiles<T>()) return {};
   return fetch<const T>(from, first, n, D, buffer);
 }
 
@@ -123,7 +122,7 @@ template <class T, class A = accum_t<T>>
 void multiply_lanes(const Rows<const T>& from, int64_t first, const Matrix<A>& fetched, int64_t n,
                     int64_t begin, int64_t end, int64_t D, const A* lanes, A* to) {
   if constexpr (std::is_same_v<T, bfloat16> && tiles::kCompiled)
-    if (tiles::take<T>()) {
+    if (by_tiles<T>()) {
       const tiles::Rows rows =
           tiles::rows_of(from.row(first), from.stride, n, D, of_this_thread<TileScratch>().copies);
       return tiles::gemm(round_up(n, tiles::kSide), end - begin, tiles::words_of(D), rows.data,
@@ -146,7 +145,7 @@ void add_weighted(const Rows<const T>& from, int64_t first, const Matrix<A>& fet
                   int64_t begin, int64_t end, int64_t D, const A* weights, A* sums,
                   bool accumulate) {
   if constexpr (std::is_same_v<T, bfloat16> && tiles::kCompiled)
-    if (tiles::take<T>()) {
+    if (by_tiles<T>()) {
       TileScratch& s = of_this_thread<TileScratch>();
       const int64_t words = tiles::words_of(n);
       transpose_to_words(from.row(first), from.stride, n, D, s.turned, kChunk);
@@ -312,7 +311,7 @@ template <class T, class A = accum_t<T>>
 void forward_tile(const Problem<A>& p, int64_t layout_head, int64_t block_row, int64_t first,
                   int64_t nq, const Rows<const T>& q, const Rows<const T>& k,
                   const Rows<const T>& v, const Rows<T>& out, A* lse) {
-  [[maybe_unused]] const tiles::UseFor<T> use;
+  [[maybe_unused]] const UseTilesFor<T> use;
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   const int64_t D = p.D, width = round_up(nq, kLanes<A>);
   to_lanes(q, first, nq, width, D, s.q_lanes);
@@ -393,7 +392,7 @@ void backward_query_tile(const Problem<A>& p, int64_t layout_head, int64_t block
                          int64_t nq, const Rows<const T>& dout, const Rows<const T>& q,
                          const Rows<const T>& k, const Rows<const T>& v, const A* lse,
                          const A* delta, const Rows<T>& dq, const Rows<T>& dk, const Rows<T>& dv) {
-  [[maybe_unused]] const tiles::UseFor<T> use;
+  [[maybe_unused]] const UseTilesFor<T> use;
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   const int64_t D = p.D, width = round_up(nq, kLanes<A>);
   to_lanes(q, first, nq, width, D, s.q_lanes);
@@ -434,7 +433,7 @@ void backward_key_tile(const Problem<A>& p, int64_t layout_head, int64_t block_r
                        int64_t nk, const Rows<const T>& dout, const Rows<const T>& q,
                        const Rows<const T>& k, const Rows<const T>& v, const A* lse, const A* delta,
                        const Rows<T>& dk, const Rows<T>& dv) {
-  [[maybe_unused]] const tiles::UseFor<T> use;
+  [[maybe_unused]] const UseTilesFor<T> use;
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   const int64_t D = p.D, width = round_up(nk, kLanes<A>);
   A row_lse[kChunk], limit[kChunk];

@@ -9,9 +9,9 @@
 #include <algorithm>
 
 #include "../common/backend.h"
+#include "../common/bfloat16_cpu.h"
 #include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
-#include "../common/tiles_cpu.h"
 
 namespace needle::cpu {
 namespace {
@@ -81,7 +81,7 @@ void multiply(int64_t m, int64_t n, int64_t k, const Operand<T>& a, const Operan
               bool accumulate) {
   Scratch<A>& s = of_this_thread<Scratch<A>>();
   if constexpr (std::is_same_v<T, bfloat16> && tiles::kCompiled)
-    if (tiles::take<T>()) return multiply_tiles(m, n, k, a, b, accumulate, s);
+    if (by_tiles<T>()) return multiply_tiles(m, n, k, a, b, accumulate, s);
   const A* left = s.a;
   int64_t row = k, col = 1;
   if (a.trans) {
@@ -133,7 +133,7 @@ void blocksparse_sdd(const Array& a, bool trans_a, const Array& b, bool trans_b,
       const int64_t j = int64_t(cols[e]) * block;
       const Operand<T> op_a{as + item * m * k, trans_a ? m : k, trans_a};
       const Operand<T> op_b{bs + item * k * n, trans_b ? k : n, trans_b};
-      [[maybe_unused]] const tiles::UseFor<T> use;
+      [[maybe_unused]] const UseTilesFor<T> use;
       Scratch<A>& s = of_this_thread<Scratch<A>>();
       for (int64_t strip = 0; strip < block; strip += kStrip) {
         const int64_t width = std::min(kStrip, block - strip);
@@ -167,7 +167,7 @@ void blocksparse_dsd(const Array& blocks, bool trans_s, const Array& b, bool tra
       const int32_t* head_rows = rows + item % layout_heads * nb_rows;
       const int64_t width = std::min(kStrip, n - j);
       const Operand<T> op_b{bs + item * k * n, trans_b ? k : n, trans_b};
-      [[maybe_unused]] const tiles::UseFor<T> use;
+      [[maybe_unused]] const UseTilesFor<T> use;
       Scratch<A>& s = of_this_thread<Scratch<A>>();
       if (head_rows[i] == head_rows[i + 1]) std::fill_n(s.c, block * kStrip, A(0));
       for (int64_t e = head_rows[i]; e < head_rows[i + 1]; ++e) {
@@ -200,7 +200,7 @@ void blocksparse_dds(const Array& a, bool trans_a, const Array& blocks, bool tra
       const int32_t* head_cols = cols + item % layout_heads * nb_cols;
       const int64_t height = std::min(kMaxBlock, m - i), width = std::min(kStrip, block - strip);
       const Operand<T> op_a{as + item * m * k, trans_a ? m : k, trans_a};
-      [[maybe_unused]] const tiles::UseFor<T> use;
+      [[maybe_unused]] const UseTilesFor<T> use;
       Scratch<A>& s = of_this_thread<Scratch<A>>();
       if (head_cols[column] == head_cols[column + 1]) std::fill_n(s.c, height * kStrip, A(0));
       for (int64_t e = head_cols[column]; e < head_cols[column + 1]; ++e) {

@@ -5,25 +5,27 @@
 // ones with a small result are cut into parts of k, whose sums are added in order. Others are cut
 // into tiles of `out`, by the shape alone, and the pool hands them out; each is one single-threaded
 // GEMM, by lane_gemm where it is small. 16-bit floats are converted to float32 piece by piece for
-// it, in buffers of fixed size, one set per thread, but for bfloat16 where the processor multiplies
-// tiles of it: those needle's own kernel takes. The product of 16-bit floats may stay in float32.
+// it, in buffers of fixed size, one set per thread; bfloat16 is not where it goes by the
+// processor's tiles (bfloat16_cpu.h). The product of 16-bit floats may stay in float32.
 #include <algorithm>
 
 #include "../common/backend.h"
+#include "../common/bfloat16_cpu.h"
 #include "../common/few_rows_cpu.h"
 #include "../common/gemm_cpu.h"
 #include "../common/integers.h"
 #include "../common/lane_gemm_cpu.h"
 #include "../common/parallel.h"
 #include "../common/simd_cpu.h"
-#include "../common/tiles_cpu.h"
 
 namespace needle::cpu {
 namespace {
 
 constexpr int64_t kTaskFlops = 4 << 20;  // below this a task is not worth handing out
 constexpr int64_t kEnoughTiles = 16;     // tiles that keep a pool of usual size evenly busy
-constexpr int64_t kWidest = 1024;        // side of the largest tile
+// Operations of a tile, and its depth, that outweigh what the processor's own tiles cost besides.
+constexpr int64_t kLeastByTiles = 1 << 15, kLeastDepthByTiles = 32;
+constexpr int64_t kWidest = 1024;    // side of the largest tile
 constexpr int64_t kHalfSide = 256;   // the same for 16-bit floats, and the depth of their pieces
 constexpr int64_t kParts = 8;        // into which a deep product is cut, at most
 constexpr int64_t kPartDepth = 512;  // the least k of a part
@@ -91,7 +93,7 @@ void tile(const Product& p, const T* a, const T* b, Out* out, int64_t i0, int64_
     lane_gemm(rows, cols, p.k, a, p.trans_a ? 1 : p.lda, p.trans_a ? p.lda : 1,
               p.trans_b ? turned : b, p.trans_b ? cols : p.ldb, out, p.n, p.accumulate);
   } else if constexpr (sizeof(T) == 2) {
-    if (tiles::take<T>())
+    if (by_tiles<T>() && p.k >= kLeastDepthByTiles && rows * cols * p.k >= kLeastByTiles)
       return gemm_own(p.trans_a, p.trans_b, rows, cols, p.k, a + place(p.trans_a, i0, 0, p.lda),
                       p.lda, b + place(p.trans_b, 0, j0, p.ldb), p.ldb, p.accumulate,
                       out + i0 * p.n + j0, p.n);

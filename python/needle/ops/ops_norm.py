@@ -76,15 +76,19 @@ class BatchNorm(TensorTupleOp):
     def __init__(self, eps: float = 1e-5):
         self.eps = eps
 
+    @staticmethod
+    def _dtype(*inputs) -> str:
+        return reduce(dt.promote, [v.dtype for v in inputs])
+
     def compute(self, x, weight, bias):
-        dtype = reduce(dt.promote, (x.dtype, weight.dtype, bias.dtype))
+        dtype = self._dtype(x, weight, bias)
         return kernels.batch_norm(*[a.astype(dtype, copy=False) for a in (x, weight, bias)], self.eps)
 
     def gradient(self, out_grad, node):
         inputs = node.inputs
         x, weight = (v.realize_cached_data() for v in inputs[:2])
         _, mu, var = node.realize_cached_data()
-        dtype = reduce(dt.promote, [v.dtype for v in inputs])
+        dtype = self._dtype(*inputs)
         dy, dmu, dvar = (g if g is None else g.realize_cached_data() for g in out_grad)
         dy = _full(x.shape, 0, dtype, x.device) if dy is None else dy
         same = (dy, x.astype(dtype, copy=False), weight.astype(dtype, copy=False))

@@ -1,0 +1,35 @@
+"""Each way in which this processor multiplies bfloat16. All other tests take the fastest of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def run(way, *command):
+    environment = {**os.environ, "NEEDLE_BFLOAT16": way}
+    return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, cwd=HERE.parent)
+
+
+def refusal(way):
+    """The error of a product when ``way`` is none that this processor has; otherwise empty."""
+    program = "from needle import ops, Tensor; x = Tensor([[1.0] * 64] * 64, dtype='bfloat16'); x @ x"
+    done = run(way, "-c", program)
+    return done.stderr if done.returncode else ""
+
+
+def test_another_way_is_refused():
+    assert 'ValueError: NEEDLE_BFLOAT16 is "both" (accepted by this processor: float32' in refusal("both")
+
+
+@pytest.mark.parametrize("way", ["float32", "pairs", "tiles"])
+def test_kernels_pass_by_each_way(way):
+    if refusal(way):
+        pytest.skip(f"this processor does not multiply bfloat16 by {way}")
+    chosen = "cpu and bfloat16 and (matmul or products or attention or convolution)"
+    done = run(way, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-k", chosen, str(HERE / "test_kernels.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
