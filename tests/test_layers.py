@@ -54,7 +54,7 @@ def test_only_backend_ndarray_touches_handles():
 
 def test_every_environment_variable_is_in_the_table():
     sources = [*PACKAGE.rglob("*.py"), *(path for path in (PACKAGE.parent.parent / "src").rglob("*") if path.is_file())]
-    named = {name for path in sources for name in re.findall(r'"(NEEDLE_[A-Z_]+)"', path.read_text())}
+    named = {name for path in sources for name in re.findall(r'"(NEEDLE_[A-Z0-9_]+)"', path.read_text())}
     assert named == set(VARIABLES)
 
 
