@@ -48,8 +48,7 @@ inline bool multiplies_pairs() { return bfloat16_way() == Bfloat16Way::pairs; }
 // Whether products of T go by tiles.
 template <class T>
 bool by_tiles() {
-  if constexpr (tiles::kCompiled && std::is_same_v<T, bfloat16>)
-    return bfloat16_way() == Bfloat16Way::tiles;
+  if constexpr (std::is_same_v<T, bfloat16>) return bfloat16_way() == Bfloat16Way::tiles;
   return false;
 }
 

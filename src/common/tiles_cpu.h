@@ -29,8 +29,8 @@ constexpr bool kCompiled = false;
 #endif
 
 // Whether the processor multiplies tiles of bfloat16 and the system lets this process do so, for
-// which it is asked once: signal handlers' stacks must be larger from then on. Where it is not
-// kCompiled, nothing but this may be called.
+// which it is asked once: signal handlers' stacks must be larger from then on. Where they are not
+// kCompiled, gemm and pair do not exist.
 bool available();
 
 // While one lives this thread may use tiles, all of them whole.
@@ -172,6 +172,9 @@ inline WordBits pair(Vec<float> first, Vec<float> second) {
   asm("vcvtneps2bf16 %1, %0" : "=v"(high) : "v"(second));
   return __builtin_convertvector(low, WordBits) | __builtin_convertvector(high, WordBits) << 16;
 }
+#else
+inline Use::Use() = default;
+inline Use::~Use() = default;
 #endif
 
 }  // namespace needle::cpu::tiles
