@@ -12,6 +12,7 @@ import needle as ndl
 
 HERE = Path(__file__).parent
 COMMON = HERE.parents[1] / "src" / "common"
+PRODUCTS = ("attention", "blocksparse", "conv", "few_rows", "lane_gemm", "matmul")
 
 
 @pytest.fixture
@@ -27,6 +28,20 @@ def program(tmp_path):
         return made
 
     return build
+
+
+@pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="levels are those of x86-64, -z defs of Linux"
+)
+@pytest.mark.parametrize("level", ["x86-64", "x86-64-v4"])
+def test_products_have_all_of_their_symbols_on_each_level(level, tmp_path):
+    """What is built elsewhere is for this machine's processor, and one symbol that another lacks keeps a whole module from loading."""
+    kernels = [HERE.parents[1] / "src" / "kernels" / f"{name}_cpu.cc" for name in PRODUCTS]
+    sources = [COMMON / "gemm_cpu.cc", COMMON / "parallel.cc", COMMON / "allocator.cc", *kernels]
+    flags = ["-std=c++17", "-O0", f"-march={level}", "-fPIC", "-shared", "-Wl,-z,defs", "-DNEEDLE_DEVICE=cpu"]
+    made = tmp_path / "products.so"
+    built = subprocess.run(["c++", *flags, *map(str, sources), "-o", made, "-lpthread"], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
 
 
 def check(*command, **environment):
