@@ -294,7 +294,7 @@ def test_matmul_with_a_vector_and_of_few_rows(dtype, trans_a, trans_b, gap):
 @on_cpu
 @every_float
 def test_matmul_of_a_batch_that_is_cut(dtype):
-    m, k, n = 260, 20, 300
+    m, k, n = 260, 40, 300
     check("matmul", dtype, In(normal(2, m, k)), 0, (m * k,), k, False, In(normal(2, k, n)), 0, (k * n,), n, False,
           Out((2, m, n)), (2,), m, k, n, False)  # fmt: skip
 

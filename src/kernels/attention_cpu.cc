@@ -78,7 +78,7 @@ Matrix<A> fetch(const Rows<T>& from, int64_t first, int64_t n, int64_t D, A* buf
   }
 }
 
-// Whether rows of bfloat16 are multiplied by pairs of their elements.
+// Whether rows of bfloat16 are multiplied by pairs of their elements, in tiles or one by one.
 bool by_pairs(int64_t D) { return by_tiles<bfloat16>() || (D % 2 == 0 && multiplies_pairs()); }
 
 // lanes (D, kTile), or (D / 2, kTile) of pairs, = the transpose of n rows; lanes up to `width`
