@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from needle.data import text as text_module
-from needle.data import text_corpus, text_tokenizer
+from needle.data import text_corpus, text_tokenizer, token_files
 from needle.data.text import TokenBatches, load_text, unigram_entropy
 from needle.data.text_corpus import Piece, load_corpus
 from needle.data.text_tokenizer import TextTokenizer, _at_words, _to_learn_from, load_tokenizer
@@ -592,7 +592,7 @@ def test_a_saved_position_goes_on_with_the_next_window(resumed_batch_size):
     np.testing.assert_array_equal(got, next(whole)[0])
     with pytest.raises(DataError, match=r"saved position is in other data: seed was 3, is 4 "):
         TokenBatches(TOKENS, 8, 10, seed=4).load_state_dict(state)
-    with pytest.raises(DataError, match=r"saved position is in other data: crc32"):  # as many ids of a tokenizer made anew
+    with pytest.raises(DataError, match=r"saved position is in other data: tokens_crc32"):  # as many ids of a tokenizer made anew
         TokenBatches(TOKENS[::-1], 8, 10, seed=3).load_state_dict(state)
     with pytest.raises(DataError, match="shuffle was 1, is 0"):
         TokenBatches(TOKENS, 8, 10, seed=3, shuffle=False).load_state_dict(state)
@@ -601,17 +601,19 @@ def test_a_saved_position_goes_on_with_the_next_window(resumed_batch_size):
     for position in (-1, 1.5, "8", 1 << 70):
         with pytest.raises(DataError, match="saved position is no position"):
             resumed.load_state_dict({**state, "position_windows": position})
-    resumed.load_state_dict({name: value for name, value in state.items() if name != "crc32"})  # of an older version
+    resumed.load_state_dict({name: value for name, value in state.items() if name != "tokens_crc32"})  # of an older version
     with pytest.raises(DataError, match="seq_len was 10, is 20"):
         TokenBatches(TOKENS, 8, 20, seed=3).load_state_dict(state)
 
 
-@pytest.mark.parametrize("changed", [5, -5])
-def test_a_position_in_long_text_is_of_text_with_the_same_ends(monkeypatch, changed):
-    monkeypatch.setattr(text_module, "_CHECKED_TOKENS", 10)
+@pytest.mark.parametrize("most, changed", [(1 << 24, 3), (1 << 24, 444), (50, 3), (50, -3), (50, len(TOKENS) // 2)])
+def test_a_saved_position_is_in_text_of_which_no_token_has_changed(monkeypatch, most, changed):
+    """Of text that is longer than can be read whole, none in a piece that is looked at."""
+    monkeypatch.setattr(text_module, "_LOOKED_AT_TOKENS", most)
+    monkeypatch.setattr(token_files, "_SAMPLE_TOKENS", 10)
     other = TOKENS.copy()
-    other[changed] = 1
-    with pytest.raises(DataError, match=r"saved position is in other data: crc32"):
+    other[changed] += 1
+    with pytest.raises(DataError, match=r"saved position is in other data: tokens_crc32"):
         TokenBatches(other, 8, 10).load_state_dict(TokenBatches(TOKENS, 8, 10).state_dict())
 
 

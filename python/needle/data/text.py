@@ -37,9 +37,8 @@ from .token_files import find_token_file, read_token_file, sample, tokenizer_bes
 
 _FORMAT = "5"  # part of the cache key: change it when the same input would give other tokens
 _ORDER = 2  # part of a saved position: change it when the same seed would give another order
-_LOOKED_AT_TOKENS = 1 << 24  # of a token file, which may have more than can be read before every run
+_LOOKED_AT_TOKENS = 1 << 24  # of a text, which may have more than can be read before every run
 _MOST_HELD_OUT_TOKENS = 10_000_000
-_CHECKED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -270,7 +269,7 @@ class TokenBatches(Iterator):
             "seed": self.seed,
             "shuffle": int(self.shuffle),
             "order": _ORDER,
-            "crc32": self._checksum,
+            "tokens_crc32": self._checksum,
         }
 
     def _window_starts(self, positions: np.ndarray) -> np.ndarray:
@@ -292,9 +291,11 @@ class TokenBatches(Iterator):
 
 
 def _checksum(tokens: np.ndarray) -> int:
-    """CRC-32 of the first and the last ids: other text, or another tokenizer, will hardly have the same."""
-    ends = (tokens[:_CHECKED_TOKENS], tokens[-_CHECKED_TOKENS:])
-    return zlib.crc32(b"".join(np.asarray(end, "<i8").tobytes() for end in ends))
+    """CRC-32 of the ids; of very long text, of pieces at evenly spread places, the first and the last among them."""
+    checksum = 0
+    for piece in sample(tokens, _LOOKED_AT_TOKENS):
+        checksum = zlib.crc32(np.asarray(piece, "<i8").tobytes(), checksum)
+    return checksum
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
