@@ -365,6 +365,9 @@ CONVOLUTIONS = {
     "lines of many windows": ((2, 3, 37, 32), (3, 3, 1, 1, 3), (37, 3, 1, 1, 37), 40),
     "lines of one window too few to be read where they lie": ((2, 3, 31, 32), (3, 3, 1, 1, 3), (31, 3, 1, 1, 31), 9),
     "lines of many windows, rows of no whole tiles": ((1, 3, 37, 20), (3, 3, 1, 1, 3), (37, 3, 1, 1, 37), 24),
+    "strides over many channels": ((3, 17, 33, 32), (17, 3, 2, 1, 9), (33, 3, 2, 1, 17), 24),
+    "many windows, many outputs": ((4, 16, 18, 12), (16, 1, 1, 0, 16), (18, 1, 1, 0, 18), 260),
+    "windows far apart": ((1, 1, 3100, 1024), (1, 1, 1, 0, 1), (3100, 1, 3, 0, 1034), 2),
     "images of few windows": ((300, 2, 2, 5), (2, 3, 1, 1, 2), (2, 2, 1, 0, 1), 40),
     "no images": ((0, 4, 4, 8), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 8),
     "no channels": ((2, 4, 4, 0), (4, 3, 1, 1, 4), (4, 3, 1, 1, 4), 8),
@@ -376,6 +379,10 @@ every_convolution = pytest.mark.parametrize(("image", "rows", "cols", "outputs")
 @every_float
 @every_convolution
 def test_convolution(dtype, image, rows, cols, outputs):
+    check_convolution(dtype, image, rows, cols, outputs)
+
+
+def check_convolution(dtype, image, rows, cols, outputs):
     images, channels = image[0], image[3]
     windows, elements = images * rows[4] * cols[4], rows[1] * cols[1] * channels
     x, about = In(normal(*image)), (images, channels, rows, cols, outputs)
@@ -387,20 +394,36 @@ def test_convolution(dtype, image, rows, cols, outputs):
 
 
 @every_float
-def test_a_nan_reaches_its_own_windows(dtype):
+@pytest.mark.parametrize("case", ["many", "lines of many windows", "strides over many channels"])
+def test_convolutions_see_nothing_of_the_one_before(dtype, case):
+    """Windows, and what they are multiplied with, are copied to where those of the last product lie: NaN times 0 would be NaN."""
+    image, rows, cols, outputs = CONVOLUTIONS[case]
+    more = (image[0] + 1, *image[1:])
+    windows, elements = more[0] * rows[4] * cols[4], rows[1] * cols[1] * more[3]
+    x, kernel, dy = (put(backend, np.full(size, np.nan), dtype) for size in (more, (elements, outputs), (windows, outputs)))
+    about, wide = (more[0], more[3], rows, cols, outputs), "float64" if dtype == "float64" else "float32"
+    for _ in range(4):  # on each thread of a small pool, likely
+        backend.conv_forward(x, kernel, backend.Array(windows * outputs, dtype), *about)
+        backend.conv_backward(x, dy, backend.Array(elements * outputs, wide), *about, False)
+    check_convolution(dtype, image, rows, cols, outputs)
+
+
+@every_float
+@pytest.mark.parametrize(("channels", "outputs"), [(3, 7), (16, 32)])
+def test_a_nan_reaches_its_own_windows_in_convolution(dtype, channels, outputs):
     """Windows are read where they lie in the image, several at a time, and those at its end beside what is not theirs."""
-    windows = 3 * 5 * 14
-    x, at = np.ones((3, 5, 14, 3)), (1, 4, 6, 1)
+    windows, elements = 3 * 5 * 14, 9 * channels
+    x, at = np.ones((3, 5, 14, channels)), (1, 4, 6, 1)
     x[at] = np.nan
-    image, about = put(backend, x, dtype), (3, 3, (5, 3, 1, 1, 5), (14, 3, 1, 1, 14), 7)
-    out = backend.Array(windows * 7, dtype)
-    backend.conv_forward(image, put(backend, np.ones((27, 7)), dtype), out, *about)
-    reached = np.zeros((3, 5, 14, 7), bool)
+    image, about = put(backend, x, dtype), (3, channels, (5, 3, 1, 1, 5), (14, 3, 1, 1, 14), outputs)
+    out = backend.Array(windows * outputs, dtype)
+    backend.conv_forward(image, put(backend, np.ones((elements, outputs)), dtype), out, *about)
+    reached = np.zeros((3, 5, 14, outputs), bool)
     reached[1, 3:, 5:8] = True
     np.testing.assert_array_equal(np.isnan(get(backend, out)).reshape(reached.shape), reached)
-    dkernel = backend.Array(27 * 7, "float64" if dtype == "float64" else "float32")
-    backend.conv_backward(image, put(backend, np.ones((windows, 7)), dtype), dkernel, *about, False)
-    reached = np.zeros((3, 3, 3, 7), bool)
+    dkernel = backend.Array(elements * outputs, "float64" if dtype == "float64" else "float32")
+    backend.conv_backward(image, put(backend, np.ones((windows, outputs)), dtype), dkernel, *about, False)
+    reached = np.zeros((3, 3, channels, outputs), bool)
     reached[1:, :, 1] = True  # below the last row there is no window to have it in its first
     np.testing.assert_array_equal(np.isnan(get(backend, dkernel)).reshape(reached.shape), reached)
 

@@ -96,28 +96,30 @@ struct Own {
 
   // Panels of Width columns, those beyond `cols` zero: word (p, j) of a panel at [p][j], and
   // `distance` words from a panel to the next. Rows are read across all panels at once: memory
-  // gives what lies side by side the fastest.
-  template <int Width>
+  // gives what lies side by side the fastest. The rows of a word lie `Apart` from each other.
+  template <int Width, int Apart = 1>
   static void pack_columns(int64_t k, int64_t cols, const In* from, int64_t ld, P* to,
                            int64_t distance) {
     const int64_t whole = cols / Width, rest = cols % Width;
     distance *= kWord;
     clear_beyond<Width>(k, cols, to, distance);
     constexpr int64_t kAhead = 6;  // rows, each on a page of its own, which hardware stops at
-    for (int64_t p = 0; p < k; p += kWord, from += kWord * ld, to += kWord * Width) {
+    for (int64_t p = 0; p < k; to += kWord * Width) {
+      const In* const row = from + p * ld;
       if (p + kAhead < k)
         for (int w = 0; w < kWord; ++w)
           for (int64_t j = 0; j < cols; j += kLane)
-            __builtin_prefetch(from + (kAhead + w) * ld + j);
+            __builtin_prefetch(row + (kAhead + w * Apart) * ld + j);
       if constexpr (kWord == 1) {
-        for (int64_t i = 0; i < whole; ++i) convert_run(from + i * Width, Width, to + i * distance);
-        if (rest > 0) std::copy_n(from + whole * Width, rest, to + whole * distance);
+        for (int64_t i = 0; i < whole; ++i) convert_run(row + i * Width, Width, to + i * distance);
+        if (rest > 0) std::copy_n(row + whole * Width, rest, to + whole * distance);
       } else {
-        const bool both = p + 1 < k;
+        const bool both = p + Apart < k;
         for (int64_t i = 0; i < whole; ++i)
-          pair_rows(from + i * Width, ld, both, Width, to + i * distance);
-        if (rest > 0) pair_rows(from + whole * Width, ld, both, rest, to + whole * distance);
+          pair_rows(row + i * Width, Apart * ld, both, Width, to + i * distance);
+        if (rest > 0) pair_rows(row + whole * Width, Apart * ld, both, rest, to + whole * distance);
       }
+      if (++p % Apart == 0) p += (kWord - 1) * Apart;
     }
   }
 
@@ -279,42 +281,83 @@ struct Own {
     });
   }
 
-  // Windows, and columns of C, that multiply_elements takes at a time.
+  // From the first to the second window of a word of pack_elements, and what it multiplies.
+  static constexpr int kApart = kGroup / kWord;
+
+  // A row for each of kRows elements of a patch's windows.
+  static const P* pack_elements(const Patch& patch, int64_t place) {
+    P* const to = reinterpret_cast<P*>(workspace().windows);
+    const int64_t depth = patch.block.count(), stride = stride_for(words_of(depth)) * kWord;
+    const int64_t step = patch.windows.step();
+    typename Patch::Place next{patch};
+    for (int64_t k = 0; k < depth; k += kGroup) {
+      const int64_t there = std::min<int64_t>(kGroup, depth - k);
+      if (next.place + there <= patch.block.width) {
+        transpose_to_words(next.window() + place, step, there, kRows, to + k, stride);
+        next.advance(there);
+        continue;
+      }
+      P some[kGroup][kRows];
+      for (int64_t i = 0; i < there;) {
+        const P* window = next.window() + place;
+        const int64_t run = std::min(there - i, patch.block.width - next.place);
+        for (const int64_t end = i + run; i < end; ++i, window += step)
+          memcpy(some[i], window, sizeof some[i]);
+        next.advance(run);
+      }
+      transpose_to_words(some[0], kRows, there, kRows, to + k, stride);
+    }
+    return to;
+  }
+
+  // Words of windows, and columns of C, that multiply_elements takes at a time.
   static constexpr int64_t kGradientDepth = 512, kGradientCols = kStrip / kGradientDepth;
 
   // C (elements, n) = or += a part of a block's windows, transposed, times B (windows, n).
   static void multiply_elements(const Windows<In>& windows, const WindowPart& part,
                                 const WindowBlock& whole, int64_t n, Stored<In> b, bool accumulate,
                                 Out* c, int64_t ldc) {
-    static_assert(kWord == 1);
     const int64_t threads = num_threads(), step = windows.step();
     P* const strip = reinterpret_cast<P*>(workspace().strip);
     P* const panels = reinterpret_cast<P*>(workspace().panels);
-    const int64_t room = kM * kStride - kRows;  // the last rows are read beyond their end
-    const Cut blocks(whole,
-                     std::min(kGradientDepth, Patch::most(windows, part, whole.width, room)));
+    // The last rows are read beyond their end.
+    const int64_t room = kM * kStride * kWord - kRows;
+    const Cut blocks(
+        whole, std::min(kGradientDepth * kWord, Patch::most(windows, part, whole.width, room)));
     const int64_t tiles = ceil_div(part.length, int64_t(kRows));
     for (int64_t i = 0; i < blocks.count(); ++i) {
       const Patch patch(windows, part, blocks[i], panels);
       const int64_t width = patch.block.width, depth = patch.block.count();
+      const int64_t words = words_of(depth);
       const In* const rows_of_b = b.from(0, blocks.first(patch.block)).data;
-      parallel_ranges(patch.block.lines, ceil_div(64, width), [&](int64_t line, int64_t end) {
+      constexpr int64_t kShare = 64;  // windows
+      static_assert(kShare % kGroup == 0);
+      parallel_ranges(patch.block.lines, ceil_div(kShare, width), [&](int64_t line, int64_t end) {
         [[maybe_unused]] const Mode mode;
-        const int64_t first = line * width;
-        pack_columns<kCols>((end - line) * width, n, rows_of_b + first * b.ld, b.ld,
-                            strip + first * kCols, depth * kCols);
         for (; line < end; ++line) patch.copy_line(line);
+      });
+      parallel_ranges(depth, kShare, [&](int64_t first, int64_t end) {
+        [[maybe_unused]] const Mode mode;
+        pack_columns<kCols, kApart>(end - first, n, rows_of_b + first * b.ld, b.ld,
+                                    strip + first * kCols, words * kCols);
       });
       const int64_t all = part.rows * tiles, share = ceil_div(all, 4 * threads);
       parallel_ranges(all, share, [&](int64_t tile, int64_t end) {
         [[maybe_unused]] const Mode mode;
         for (; tile < end; ++tile) {
           const int64_t row = tile / tiles, element = tile % tiles * kRows;
-          Loop::template multiply_rows<true>(
-              std::min<int64_t>(kRows, part.length - element), n,
-              {patch.block.lines, width, patch.line_at},
-              patch.data + row * patch.row_size() + element, step, strip, accumulate || i > 0,
-              c + (row * windows.row_elements() + element) * ldc, ldc);
+          const int64_t place = row * patch.row_size() + element;
+          const auto multiply = [&](auto across, const Runs& runs, const P* a, int64_t lda) {
+            Loop::template multiply_rows<across>(
+                std::min<int64_t>(kRows, part.length - element), n, runs, a, lda, strip,
+                accumulate || i > 0, c + (row * windows.row_elements() + element) * ldc, ldc);
+          };
+          if constexpr (Loop::kAcross)
+            multiply(std::true_type{}, {patch.block.lines, width, patch.line_at},
+                     patch.data + place, step);
+          else
+            multiply(std::false_type{}, one_run(words), pack_elements(patch, place),
+                     stride_for(words) * kWord);
         }
       });
     }
@@ -353,6 +396,16 @@ struct Own {
     }
   }
 
+  // C (elements, n) = or += a block's windows, transposed, times B (windows of the block, n).
+  static void gemm_of_windows(const Windows<In>& windows, const WindowBlock& block, int64_t n,
+                              const In* b, bool accumulate, Out* c) {
+    windows.for_parts(kDepth, [&](const WindowPart& part, int64_t p) {
+      for (int64_t j = 0; j < n; j += kGradientCols)
+        multiply_elements(windows, part, block, std::min(kGradientCols, n - j),
+                          Stored<In>{b + j, n, false}, accumulate, c + p * n + j, n);
+    });
+  }
+
   // C (windows, n) from B (elements, n).
   static void gemm_windows(const Windows<In>& windows, int64_t n, Stored<In> b, Out* c) {
     const auto all_parts = [&](auto multiply, const WindowBlock& block, int64_t j, int64_t cols,
@@ -373,6 +426,8 @@ struct Own {
       }
   }
 };
+
+constexpr int64_t kLeastByTiles = 1 << 18;  // multiply-adds of a product
 
 #ifdef NEEDLE_OPENBLAS
 // The pool hands out the parallelism; the library's own threads stay asleep.
@@ -429,17 +484,17 @@ void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c) {
 template <class T>
 void gemm_of_windows(const Windows<T>& a, const WindowBlock& block, int64_t n, const T* b,
                      bool accumulate, accum_t<T>* c) {
-  using Product = Own<T, accum_t<T>>;
-  a.for_parts(Product::kDepth, [&](const WindowPart& part, int64_t p) {
-    for (int64_t j = 0; j < n; j += Product::kGradientCols)
-      Product::multiply_elements(a, part, block, std::min(Product::kGradientCols, n - j),
-                                 Stored<T>{b + j, n, false}, accumulate, c + p * n + j, n);
-  });
+  constexpr int64_t kLeastRow = 12;  // of elements, which are rows of a tile
+  if constexpr (tiles::kCompiled && std::is_same_v<T, bfloat16>)
+    if (by_tiles<T>() && a.row_elements() >= kLeastRow &&
+        a.elements() * n * block.count() >= kLeastByTiles)
+      return Own<T, float, TileLoop>::gemm_of_windows(a, block, n, b, accumulate, c);
+  Own<T, accum_t<T>>::gemm_of_windows(a, block, n, b, accumulate, c);
 }
 
 template <class T>
 bool gemm_own_pays(int64_t batch, int64_t m, int64_t n, int64_t k) {
-  constexpr int64_t kLeast = 16 << 20, kLeastByTiles = 1 << 18;
+  constexpr int64_t kLeast = 16 << 20;
   if (by_tiles<T>())
     return m > kFewRows && m * n >= 256 && m * n * k >= (batch > 1 ? kLeast : kLeastByTiles);
 // Compiled for any x86-64, needle's kernel has vectors of 128 bits, and OpenBLAS takes the
