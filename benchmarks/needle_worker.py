@@ -151,21 +151,21 @@ def product(kind: str, size: int, density: float, device: str = "cpu", dtype: st
     return _case(lambda: calls[kind]() and None, where, blocks=layout.nnz)
 
 
-def conv(channels: int, side: int, batch_size: int, device: str = "cpu") -> Case:
+def conv(channels: int, side: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
     """A layer of 3 x 3 kernels on images of side x side pixels, forward and all gradients."""
     where = _device(device)
-    layer = nn.Conv(channels, channels, 3, device=where)
-    images = _array(np.random.default_rng(0), (batch_size, channels, side, side), where, requires_grad=True)
-    grad = _array(np.random.default_rng(1), images.shape, where)
+    layer = nn.Conv(channels, channels, 3, device=where, dtype=dtype)
+    images = _array(np.random.default_rng(0), (batch_size, channels, side, side), where, requires_grad=True, dtype=dtype)
+    grad = _array(np.random.default_rng(1), images.shape, where, dtype=dtype)
     return _case(lambda: layer(images).backward(grad), where)
 
 
-def recurrent(kind: str, width: int, positions: int, batch_size: int, device: str = "cpu") -> Case:
+def recurrent(kind: str, width: int, positions: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
     """A layer of nn.RNN or nn.LSTM over a sequence, forward and all gradients."""
     where = _device(device)
-    layer = getattr(nn, kind)(width, width, device=where)
-    x = _array(np.random.default_rng(0), (positions, batch_size, width), where, requires_grad=True)
-    grad = _array(np.random.default_rng(1), x.shape, where)
+    layer = getattr(nn, kind)(width, width, device=where, dtype=dtype)
+    x = _array(np.random.default_rng(0), (positions, batch_size, width), where, requires_grad=True, dtype=dtype)
+    grad = _array(np.random.default_rng(1), x.shape, where, dtype=dtype)
     return _case(lambda: layer(x)[0].backward(grad), where)
 
 

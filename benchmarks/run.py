@@ -123,6 +123,7 @@ def _of_some_ms(row: Row) -> Row:
 
 GROUPS["step_bf16"] = _with(GROUPS["step"], precision="bf16")
 GROUPS["decoding_bf16"] = _with(GROUPS["decoding"][:2], **BF16)
+GROUPS["layers_bf16"] = _with(GROUPS["layers"][: -len(NORMS)], **BF16)
 for group in ("attention", "gemm"):
     GROUPS[f"{group}_bf16"] = _with(GROUPS[group], **BF16)
 for group in ("gpu_gemm", "gpu_attention", "gpu_products"):

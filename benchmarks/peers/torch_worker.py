@@ -123,12 +123,12 @@ def attention(
     return _case(forward_backward if backward else forward, device)
 
 
-def _layer(layer: torch.nn.Module, shape: tuple[int, ...], device: str) -> Case:
+def _layer(layer: torch.nn.Module, shape: tuple[int, ...], device: str, dtype: str = "float32") -> Case:
     """A layer's forward and all gradients, on an input of ``shape``, which its (first) output has, too."""
     device = _place(device)
-    layer.to(device)
-    x = _array(np.random.default_rng(0), shape, device, "float32").requires_grad_()
-    grad = _array(np.random.default_rng(1), shape, device, "float32")
+    layer.to(device, getattr(torch, dtype))
+    x = _array(np.random.default_rng(0), shape, device, dtype).requires_grad_()
+    grad = _array(np.random.default_rng(1), shape, device, dtype)
 
     def step() -> None:
         x.grad = None
@@ -139,14 +139,14 @@ def _layer(layer: torch.nn.Module, shape: tuple[int, ...], device: str) -> Case:
     return _case(step, device)
 
 
-def conv(channels: int, side: int, batch_size: int, device: str = "cpu") -> Case:
+def conv(channels: int, side: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
     """A layer of 3 x 3 kernels on images of side x side pixels, forward and all gradients."""
-    return _layer(torch.nn.Conv2d(channels, channels, 3, padding=1), (batch_size, channels, side, side), device)
+    return _layer(torch.nn.Conv2d(channels, channels, 3, padding=1), (batch_size, channels, side, side), device, dtype)
 
 
-def recurrent(kind: str, width: int, positions: int, batch_size: int, device: str = "cpu") -> Case:
+def recurrent(kind: str, width: int, positions: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
     """A layer of nn.RNN or nn.LSTM over a sequence, forward and all gradients."""
-    return _layer(getattr(torch.nn, kind)(width, width), (positions, batch_size, width), device)
+    return _layer(getattr(torch.nn, kind)(width, width), (positions, batch_size, width), device, dtype)
 
 
 def batch_norm(rows: int, width: int, device: str = "cpu") -> Case:
