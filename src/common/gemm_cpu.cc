@@ -228,6 +228,7 @@ struct Own {
   }
 
   using Patch = cpu::Patch<In, P, kRows>;
+  static constexpr int64_t kPackedAhead = 4;                  // times kRows
   static constexpr int64_t kPatch = (128 << 10) / sizeof(T);  // stays in L2, beside a strip
 
   // C (windows of a block, n) from a part of the windows and B's rows for it.
@@ -240,7 +241,12 @@ struct Own {
     const int64_t groups =
         std::min(ceil_div(whole.count(), kMinRows), ceil_div(int64_t(4) * num_threads(), strips));
     const Cut tasks(whole, ceil_div(whole.count(), groups));
-    const bool in_place = part.length % kGroup == 0 && (Loop::kByLines || step % kSets != 0);
+    const bool in_place =
+        part.length % kGroup == 0 && whole.width >= kRows && (Loop::kByLines || step % kSets != 0);
+    const int64_t stride = stride_for(words) * kWord;
+    // What was just written is slow to read: several times kRows are packed before they are read.
+    const int64_t packed =
+        in_place ? kRows : std::min(kPackedAhead, kStride * kWord / stride) * kRows;
     parallel_for(strips * tasks.count(), [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
       const int64_t j0 = task % strips * width, cols = std::min(width, n - j0);
@@ -258,24 +264,27 @@ struct Own {
         Out* to = c + (tasks.first(mine) + blocks.first(patch.block)) * ldc + j0;
         const int64_t count = patch.block.count();
         typename Patch::Place next{patch};
-        for (int64_t i = 0; i < count; i += kRows, to += kRows * ldc) {
-          const int64_t there = std::min<int64_t>(kRows, count - i);
+        for (int64_t i = 0; i < count;) {
           if (in_place && next.place + kRows <= patch.block.width) {
-            Loop::template multiply_rows<false>(there, cols, rows, next.window(), step, strip,
-                                                accumulate, to, ldc);
+            Loop::template multiply_rows<false>(kRows, cols, rows, next.window(), step, strip,
+                                                accumulate, to + i * ldc, ldc);
             next.advance(kRows);
+            i += kRows;
             continue;
           }
           // Of several lines, or not all there.
+          const int64_t there = std::min(packed, count - i);
           pack_rows(there, part.elements(), some, [&](int64_t, P* copy) {
             const P* const window = next.window();
             for (int64_t row = 0; row < part.rows; ++row, copy += part.length)
               convert_run(window + row_at[row], part.length, copy);
             next.advance(1);
           });
-          Loop::template multiply_rows<false>(there, cols, one_run(words), some,
-                                              stride_for(words) * kWord, strip, accumulate, to,
-                                              ldc);
+          for (int64_t row = 0; row < there; row += kRows)
+            Loop::template multiply_rows<false>(std::min<int64_t>(kRows, there - row), cols,
+                                                one_run(words), some + row * stride, stride, strip,
+                                                accumulate, to + (i + row) * ldc, ldc);
+          i += there;
         }
       }
     });
@@ -428,6 +437,12 @@ struct Own {
 };
 
 constexpr int64_t kLeastByTiles = 1 << 18;  // multiply-adds of a product
+// Short rows, as an image of three channels has, would leave most of a tile empty.
+template <class T>
+bool windows_by_tiles(const Windows<T>& windows) {
+  constexpr int64_t kLeastRow = 12;
+  return by_tiles<T>() && windows.row_elements() >= kLeastRow;
+}
 
 #ifdef NEEDLE_OPENBLAS
 // The pool hands out the parallelism; the library's own threads stay asleep.
@@ -474,7 +489,7 @@ void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c) {
   }
   const Stored<T> columns{b, n, false};
   if constexpr (tiles::kCompiled && std::is_same_v<T, bfloat16>)
-    if (by_tiles<T>()) return Own<T, T, TileLoop>::gemm_windows(a, n, columns, c);
+    if (windows_by_tiles(a)) return Own<T, T, TileLoop>::gemm_windows(a, n, columns, c);
   if constexpr (std::is_same_v<T, bfloat16>)
     if (multiplies_pairs() && a.row_elements() % 2 == 0)  // no word is of two rows
       return Own<T, T, VectorLoop<T>>::gemm_windows(a, n, columns, c);
@@ -484,10 +499,8 @@ void gemm_windows(const Windows<T>& a, int64_t n, const T* b, T* c) {
 template <class T>
 void gemm_of_windows(const Windows<T>& a, const WindowBlock& block, int64_t n, const T* b,
                      bool accumulate, accum_t<T>* c) {
-  constexpr int64_t kLeastRow = 12;  // of elements, which are rows of a tile
   if constexpr (tiles::kCompiled && std::is_same_v<T, bfloat16>)
-    if (by_tiles<T>() && a.row_elements() >= kLeastRow &&
-        a.elements() * n * block.count() >= kLeastByTiles)
+    if (windows_by_tiles(a) && a.elements() * n * block.count() >= kLeastByTiles)
       return Own<T, float, TileLoop>::gemm_of_windows(a, block, n, b, accumulate, c);
   Own<T, accum_t<T>>::gemm_of_windows(a, block, n, b, accumulate, c);
 }
