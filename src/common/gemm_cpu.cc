@@ -193,9 +193,13 @@ struct Own {
     });
 
     // Four tasks per thread, for cores that are not equally fast, by splitting the columns; rows,
-    // for which B is packed again, are split only where that leaves less than two.
-    const int64_t width = even_width(n, std::clamp(round_up(ceil_div(n, 4 * threads), kCols),
-                                                   kMinCols, kStrip / words / kCols * kCols));
+    // for which B is packed again, are split only where that leaves less than two. All of A is read
+    // for each strip, so that they are wider the more rows there are, if the loop outruns memory.
+    const int64_t most = kStrip / words / kCols * kCols;
+    const int64_t least =
+        std::clamp(rows / (2 * threads) / kCols * kCols, kMinCols, std::min(Loop::kWide, most));
+    const int64_t width =
+        even_width(n, std::clamp(round_up(ceil_div(n, 4 * threads), kCols), least, most));
     const int64_t strips = ceil_div(n, width);
     const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(2 * threads, strips));
     const int64_t height = round_up(ceil_div(rows, groups), kRows);

@@ -1,6 +1,7 @@
 // The inner loops of needle's products (gemm_cpu.cc): kRows rows of A times kCols packed columns of
 // B, whose sums stay in registers. Of a loop, P is what the elements are that it reads, and k is
-// counted in words of kWord such, kGroup words at a time.
+// counted in words of kWord such, kGroup words at a time. From kWide columns on, what it reads of A
+// takes less time than what it multiplies.
 #pragma once
 
 #include <algorithm>
@@ -47,6 +48,7 @@ struct VectorLoop {
   static constexpr int kWord = cpu::kWord<P>, kGroup = 1, kLane = kLanes<T>;
   static constexpr int kRows = kVectorRegisters >= 32 ? 12 : 6,
                        kCols = 2 * kLane;  // registers: 2 kRows sums, 2 of B, an A
+  static constexpr int64_t kWide = 2 * kCols;
   static constexpr bool kAcross = true;    // reads rows that do not lie along memory, too
   static constexpr bool kByLines = false;  // reads as much of a row at once as a line of the cache
 
@@ -125,6 +127,7 @@ struct TileLoop {
   using P = bfloat16;
   using Mode = tiles::Use;
   static constexpr int kWord = 2, kGroup = tiles::kSide, kRows = 2 * tiles::kSide, kCols = kRows;
+  static constexpr int64_t kWide = 8 * kCols;
   static constexpr bool kAcross = false, kByLines = true;
 
   // rows x cols of C from a panel of B.
@@ -153,9 +156,6 @@ struct TileLoop {
     static_assert(!across);
     for (int64_t j = 0; j < cols; j += kCols, b += runs.count * runs.length * kCols * kWord) {
       const int64_t left = std::min<int64_t>(kCols, cols - j);
-      for (int64_t i = 0; i < rows; ++i)
-        for (int64_t x = 0; x < left; x += 64 / sizeof(Out))
-          __builtin_prefetch(c + i * ldc + j + x, 1);
       micro(runs, a, lda, b, accumulate, c + j, ldc, rows, left);
     }
   }
