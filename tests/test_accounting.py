@@ -10,10 +10,11 @@ import pytest
 import needle as ndl
 from devices import usable
 from needle import amp, memory, nn, ops
-from needle.backend_ndarray.host_memory import DATA, FREED, HostAllocator, Storage
+from needle.backend_ndarray.host_memory import CATEGORIES, DATA, FREED, HostAllocator, Storage
 from needle.backend_ndarray.ndarray import empty, from_dlpack
 from needle.errors import GraphError, ShapeError
 from needle.memory import accounting, sites
+from needle.memory.trace import grouped, holders, module_table
 from needle.models import Pythia, train_step
 from needle.optim import SGD, Adam, AdamW
 from op_cases import CASES
@@ -57,6 +58,38 @@ def test_what_makes_the_peak_counts_there_by_the_category_that_it_gets(device, m
     (made,) = [holder for holder in t.holders() if holder.made >= 0]
     assert (made.nbytes, made.category) == (36_000, category)
     assert p.by_category[category] - start == 36_000 and sum(p.by_category.values()) == p.bytes == t.peak_bytes
+
+
+def test_the_categories_at_the_peak_are_those_that_there_were(device):
+    """Later ones, of as many bytes, or of the same memory when less is live, are of another moment."""
+    other, start = empty((9000,), device=device), memory.stats(device).by_category
+    with memory.peak(device) as p, memory.trace(device) as t:
+        first = empty((9000,), device=device)
+        del other
+        first.category = DATA
+        again = empty((9000,), device=device)
+        again.category = DATA
+    for found in (p.by_category, t.by_category()):
+        assert found["data"] == start["data"] and found["activation"] == start["activation"] + 36_000
+    assert sum(p.by_category.values()) == p.bytes == t.peak_bytes
+    del first, again
+    with memory.peak(device) as p:  # in which nothing is made
+        pass
+    assert p.by_category == memory.stats(device).by_category and sum(p.by_category.values()) == p.bytes
+
+
+@pytest.mark.parametrize("name", ["cuda_sim", "cuda"])
+def test_a_small_request_leaves_a_large_block_of_a_gpu_as_it_is(name):
+    device = usable(name)
+    gc.collect()
+    memory.empty_cache(device)
+    before, mib = memory.stats(device).reserved, 1 << 18
+    empty((8 * mib,), "float32", device)
+    small = empty((mib,), "float32", device)
+    large = empty((8 * mib,), "float32", device)
+    assert memory.stats(device).reserved - before == small.size * 4 + large.size * 4
+    del small, large
+    memory.empty_cache(device)
 
 
 def test_a_peak_from_before_a_region_gets_no_category_in_it(device):
@@ -468,6 +501,46 @@ def test_the_peak_is_that_of_the_memory_that_made_it(cpu):
         del first
         last.category = DATA
     assert (t.peak_index, t.peak_bytes) == (2, t.start_bytes + 4040)
+
+
+def test_rows_and_marks_of_a_trace(cpu):
+    held = empty((1000,), device=cpu)
+    with memory.trace(cpu) as t:
+        first = empty((10,), device=cpu)
+        t.mark("later")
+        del held
+        last = empty((20,), device=cpu)
+    rows = [(row["kind"], row["bytes"], row["made"]) for row in t.timeline()]
+    assert rows == [("made", 40, 0), ("freed", 4000, -1), ("made", 80, 2)] and first.size < last.size
+    assert t.mark_positions() == [(2, "later")] and [t.mark_at(index) for index in (1, 2, 3)] == ["", "", "later"]
+
+
+def test_a_trace_of_two_layers(cpu):
+    class Two(nn.Module):
+        def __init__(self):
+            self.narrow, self.wide = nn.Linear(4, 4, device=cpu), nn.Linear(4, 900, device=cpu)
+
+    two, x = Two(), ndl.init.ones(2, 4, device=cpu)
+    modules = {h.module.split(".")[-1] for h, _ in grouped(holders(cpu)) if h.nbytes}
+    assert {"narrow", "wide"} <= modules  # although no line of either is known
+    with memory.trace(cpu) as t:
+        y = two.wide(two.narrow(x))
+    assert t.peak_module.endswith("wide")
+    with memory.trace(cpu) as t:
+        y = two.narrow(x)
+        loss = y.sum()
+        loss.backward()
+    places = [
+        {row["place"] for row in t.timeline() if (row["kind"], row["op"]) == ("made", op)}
+        for op in ("Linear", "gradient of Linear")
+    ]
+    assert len(places[0]) == 1 and places[0] == places[1]
+
+
+def test_modules_of_a_table_are_in_the_order_of_their_numbers():
+    rows = {name: {**dict.fromkeys(CATEGORIES, 0), "activation": 1} for name in ("", "layers.10", "layers.2", "embed")}
+    names = [line.split()[0] for line in module_table(rows).splitlines()]
+    assert names == ["module", "embed", "layers.2", "layers.10", "(elsewhere)", "all"]
 
 
 def test_two_traces_of_one_device_are_refused(cpu):

@@ -529,6 +529,17 @@ def test_a_launch_without_memory_gets_what_is_kept(leave, n):
     assert set(backend.launch_counts().values()) == {1}
 
 
+def test_an_array_without_memory_gets_what_is_kept(leave):
+    """Together with what is free: neither alone has room for it."""
+    backend.Array(1 << 20)
+    if WATCHED:
+        pytest.skip("an allocator that a sanitizer watches keeps nothing")
+    leave(3 << 20)
+    large = backend.Array(5 << 18)
+    backend.fill(large, 2.0)
+    assert get(backend, large)[-1] == 2
+
+
 def test_a_launch_without_memory_is_out_of_memory(leave, monkeypatch):
     out = backend.Array(1 << 20)
     backend.fill(out, 1.0)

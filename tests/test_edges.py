@@ -404,6 +404,11 @@ def test_numbers_beside_16_bit_floats_are_not_rounded(device, n):
     np.testing.assert_array_equal((array([129] * n, device, "bfloat16") * 1.004).numpy(), 130)
 
 
+def test_whole_numbers_beside_float64_are_exact(device):
+    for number in (2**24 + 1, -(2**53) + 1):
+        assert (array([0], device, "float64") + number).item() == full((1,), number, "float64", device).item() == number
+
+
 def test_integer_powers(device):
     for dtype in ("int32", "int64"):
         least = dt.LIMITS[dtype][0]
@@ -581,6 +586,26 @@ def test_memory_of_others_without_strides_and_behind_its_address(cpu):
     before = memory.stats(cpu).borrowed
     nothing = from_dlpack(np.zeros((4, 5))[:0, :2])
     assert nothing.numpy().shape == (0, 2) and memory.stats(cpu).borrowed == before
+
+
+def test_memory_of_others_of_other_elements_and_other_cards(cpu):
+    """Elements of several numbers each, a card of another number, and memory that nobody wants to be told of."""
+
+    def theirs(at, width, value):
+        capsule = array(np.arange(6).reshape(2, 3), cpu).__dlpack__()
+        address = ctypes.pythonapi.PyCapsule_GetPointer
+        address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        width.from_address(address(capsule, b"dltensor") + at).value = value
+        return SimpleNamespace(__dlpack__=lambda **_: capsule, __dlpack_device__=lambda: (1, 0))
+
+    with pytest.raises(ValueError, match="unsupported dtype"):
+        from_dlpack(theirs(22, ctypes.c_uint16, 2))
+    with pytest.raises(ValueError, match="memory of device type 1, id 1"):
+        from_dlpack(theirs(12, ctypes.c_int32, 1))
+    assert from_dlpack(theirs(56, ctypes.c_void_p, None)).numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
+    before = memory.stats(cpu).borrowed
+    part = from_dlpack(np.zeros((4, 5), np.float32)[:, :2])  # 17 numbers from its first to its last
+    assert part.shape == (4, 2) and memory.stats(cpu).borrowed == before + 17 * 4
 
 
 # --- functions of rows ---

@@ -99,6 +99,23 @@ def test_the_kernel_equals_attention(device, dtype, block, heads, D, S):
         np.testing.assert_array_equal(cache.numpy(), values.numpy())
 
 
+def test_new_rows_that_lie_in_memory_each_in_its_own_order(device):
+    rng = np.random.default_rng(0)
+    rows = [NDArray(rng.standard_normal((2, 3, 1, 8)), device=device) for _ in range(3)]
+    positions = NDArray(np.array([4, 9]), device=device, dtype="int32")
+
+    def found(*rows):
+        caches = [NDArray(np.ones((2, 3, 20, 8)), device=device) for _ in range(2)]
+        out = kernels.attention_decode(*rows, *caches, positions, dense_layout(20, 20, 16), 0.3)
+        return [x.numpy() for x in (out, *caches)]
+
+    wanted = found(*rows)
+    for i in range(3):
+        turned = NDArray(rows[i].numpy().swapaxes(0, 1), device=device).permute((1, 0, 2, 3))
+        for x, y in zip(found(*rows[:i], turned, *rows[i + 1 :]), wanted, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def test_a_key_of_no_weight_is_like_one_that_is_not_there(device):
     """Also where those that are read together with it have none either."""
     one, cache = (NDArray(np.ones(shape), device=device) for shape in ((1, 1, 1, 8), (1, 1, 20, 8)))

@@ -10,7 +10,7 @@ import needle as ndl
 from making import array, gradients, leaf
 from needle import nn, ops
 from needle.backend_ndarray import kernels
-from needle.backend_ndarray.block_layout import BlockLayout
+from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.optim import SGD, AdamW
 
@@ -433,6 +433,17 @@ def test_attention_to_nothing(device):
     empty = leaf(np.ones((1, 2, 3, 0)), device)  # heads without features
     ops.attention(empty, empty, empty).sum().backward()
     assert empty.grad.shape == empty.shape
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_to_keys_of_no_weight(device, causal):
+    """A query that all scores keep from everything has the output 0, and nothing of its gradient reaches keys and values."""
+    one, key, value = (array(np.full((1, 1, 40, 8), x), device) for x in (1, -np.inf, 2))
+    layout = dense_layout(40, 40, 16, causal=causal)
+    out, lse = kernels.attention(one, key, value, layout, 1.0)
+    _, dk, dv = kernels.attention_backward(one, one, key, value, out, lse, layout, 1.0)
+    for found in (out, dk, dv):
+        assert not found.numpy().any()
 
 
 def test_what_a_missing_block_would_meet_is_not_read(device):

@@ -13,6 +13,7 @@ from kernel_calls import (
     Out,
     acc,
     backend,
+    call,
     check,
     check_attention,
     check_blocksparse,
@@ -48,6 +49,16 @@ def test_strided_copy_of_negative_steps_and_many_dimensions():
         np.testing.assert_array_equal(get(backend, out), view.reshape(-1))
 
 
+def test_views_of_as_many_dimensions_as_there_may_be():
+    """Of 16 that are not one, on a GPU of 12, and of any number of those that have one element."""
+    most = 16 if backend.__device_name__ == "cpu" else 12
+    x = np.arange(2**most, dtype=np.float32).reshape([2] * most)
+    for view in (x.transpose(), np.expand_dims(x.transpose(), tuple(range(1, 2 * most, 2)))):
+        a, out = put(backend, x, "float32"), backend.Array(view.size, "float32")
+        backend.compact(a, out, view.shape, tuple(s // 4 for s in view.strides), 0)
+        np.testing.assert_array_equal(get(backend, out), view.reshape(-1))
+
+
 @pytest.mark.parametrize("shape", [(8, 9), (37, 70), (64, 128), (3, 33, 40)], ids=str)
 def test_copies_of_transposes_keep_every_bit(shape):
     """Of NaN too, and of numbers that a float would hold otherwise."""
@@ -69,6 +80,17 @@ def test_conversions_between_all_dtypes():
             for module, source, target in zip((backend, reference), x, y, strict=True):
                 module.compact(source, target, (42,), (1,), 0)
             np.testing.assert_array_equal(get(backend, y[0]), get(reference, y[1]), err_msg=f"{a} -> {b}")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_nan_stays_one_in_16_bits(dtype):
+    """Also those that differ from infinity in bits alone that 16 bits have no place for."""
+    bits = np.array([0x7F800001, 0xFF800001, 0x7FBFFFFF, 0x7FC00000, 0xFFFFFFFF] * 9, np.uint32)
+    for n in (1, 45):
+        out, found = backend.Array(n, dtype), backend.Array(n, "float32")
+        backend.compact(put(backend, bits[-n:].view(np.float32), "float32"), out, (n,), (1,), 0)
+        backend.compact(out, found, (n,), (1,), 0)
+        assert np.isnan(get(backend, found)).all()
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (37, 70), (64, 128)], ids=str)
@@ -191,6 +213,20 @@ def test_where_broadcasts(dtype):
     condition = normal(5, 1) > 0
     a, b = normal(5, 7), normal(1, 7)
     check("where", dtype, condition, (1, 0), 0, In(a), (7, 1), 0, In(b), (0, 1), 0, Out(35), (5, 7))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+@pytest.mark.parametrize("one_row", [0, 1, 2])
+def test_where_of_one_row_beside_whole_arrays(dtype, one_row):
+    shape = (6, 300)
+    values = [RNG.integers(0, 2, shape), RNG.integers(0, 200, shape), RNG.integers(0, 200, shape)]
+    values[one_row] = values[one_row][:1]
+    operands = []
+    for x, kind in zip(values, ("bool", dtype, dtype), strict=True):
+        operands += [put(backend, x, kind), (300 if len(x) > 1 else 0, 1), 0]
+    out = backend.Array(1800, dtype)
+    backend.where(*operands, out, shape)
+    np.testing.assert_array_equal(get(backend, out).reshape(shape).astype(np.int64), np.where(values[0] != 0, *values[1:]))
 
 
 # --- reductions and matrix products ---------------------------------------------------------------------------------------
@@ -499,6 +535,15 @@ def test_softmax_family(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("cols", [1, 5, 37, 70])
+def test_softmax_of_numbers_far_below_0(dtype, cols):
+    """Whose exponentials are all 0 beside 1, which is that of no element."""
+    x = -2000 - np.arange(2 * cols, dtype=np.float64).reshape(2, cols) % 7
+    check("softmax_forward", dtype, In(x), Out(x.shape), 2, cols)
+    check("logsumexp_forward", dtype, In(x), Out(2), 2, cols)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("cols", [37, 2000])
 def test_softmax_of_infinities_and_nan(dtype, cols):
     inf, nan, large = np.inf, np.nan, 1e30 if dtype == "float32" else 1e300
@@ -533,6 +578,35 @@ def test_cross_entropy(dtype, id_dtype, shape):
     check("cross_entropy_backward", dtype, in_place, targets, lse, dloss, in_place, rows, cols, IGNORE)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_cross_entropy_of_rows_that_are_sure(dtype):
+    """Their losses and gradients are small differences: of large logits, of a probability and 1."""
+    x, targets = np.zeros((3, 37)), np.array([5, 36, 0])
+    x += [[512.0], [-2048.0], [0.0]]
+    x[np.arange(3), targets] += [16, 16, 8]
+    lse = in_two_parts(x)
+    small = lse[:, 0] - x[np.arange(3), targets] + lse[:, 1]
+    inputs, out = [put(backend, x, dtype), put(backend, targets, "int64")], [backend.Array(n, "float32") for n in (3, 6)]
+    backend.cross_entropy_forward(*inputs, *out, 3, 37, IGNORE)
+    np.testing.assert_allclose(get(backend, out[0]), small, rtol=1e-3)
+    gradient = backend.Array(x.size, dtype)
+    backend.cross_entropy_backward(*inputs, out[1], put(backend, np.ones(3), "float32"), gradient, 3, 37, IGNORE)
+    found = get(backend, gradient).reshape(3, 37).astype(np.float64)[np.arange(3), targets]
+    np.testing.assert_allclose(found, np.expm1(-small), rtol=1e-2)
+
+
+@every_float
+def test_rows_that_are_ignored_may_have_any_logits(dtype):
+    x, targets = np.zeros((4, 19)), np.array([IGNORE, 3, IGNORE, IGNORE])
+    x[0, 3], x[2, 18], x[3] = np.nan, np.inf, -np.inf
+    inputs, wide = [put(backend, x, dtype), put(backend, targets, "int64")], "float64" if dtype == "float64" else "float32"
+    loss, lse, gradient = backend.Array(4, wide), backend.Array(8, wide), backend.Array(x.size, dtype)
+    backend.cross_entropy_forward(*inputs, loss, lse, 4, 19, IGNORE)
+    np.testing.assert_allclose(get(backend, loss), [0, np.log(19), 0, 0], rtol=1e-5)
+    backend.cross_entropy_backward(*inputs, lse, put(backend, np.ones(4), wide), gradient, 4, 19, IGNORE)
+    assert not get(backend, gradient).reshape(4, 19).astype(np.float64)[[0, 2, 3]].any()
+
+
 def test_confident_rows_need_no_subnormals():
     """Logits far apart: probabilities beyond float32's range are 0, the others as exact as ever."""
     x, targets = normal(20, 1000) * 60, RNG.integers(0, 1000, 20)
@@ -553,6 +627,23 @@ def test_layer_norm(dtype, shape):
           rows, cols, 1e-5)  # fmt: skip
     check("layer_norm_backward", dtype, In(dy), In(x), In(weight), acc(mean), acc(rstd), Out(shape), Out(cols),
           Out(cols), acc(np.zeros(64 * 2 * cols)), rows, cols, looser=4)  # fmt: skip
+
+
+def test_batch_norm_far_from_0():
+    """The mean has an error by rounding, which neither the variance nor the result shows; one number alone has the variance 0."""
+    rows, cols = 1001, 5
+    x = np.float32(normal(rows, cols) * np.float32(0.01) + np.float32(30_000)).astype(np.float64)
+    x[:, 0], x[:, 1] = 123_456_789, 1e12 / 3
+    x[3, 4] = np.nan
+    x = x.astype(np.float32).astype(np.float64)
+    weight, bias, found = np.ones(cols), np.zeros(cols), [backend.Array(n, "float32") for n in (x.size, cols, cols)]
+    inputs = [put(backend, values, "float32") for values in (x, weight, bias)]
+    backend.batch_norm_forward(*inputs, *found, backend.Array(64 * 2 * cols, "float32"), rows, cols, 1e-5)
+    y, mean, var = (get(backend, array) for array in found)
+    np.testing.assert_allclose(var, x.var(0), rtol=1e-4, atol=1e-9)
+    np.testing.assert_allclose(mean, x.mean(0), rtol=1e-7)
+    wanted = (x - mean) / np.sqrt(x.var(0) + 1e-5)
+    np.testing.assert_allclose(y.reshape(rows, cols), wanted, rtol=1e-4, atol=1e-6)
 
 
 @every_float
@@ -702,6 +793,24 @@ def test_adam_step(dtype, grad_dtype, n, l2, decay):
 
 
 @every_float
+def test_a_decay_of_0_does_not_meet_what_is_infinite(dtype):
+    w, one = [np.inf, -np.inf, 1], In(np.ones(3))
+    for momentum, states in ((0.9, 3), (0.0, 0)):
+        check("sgd_step", dtype, Out(3, values=w), one, Out(states, True, np.zeros(states)), 1e-2, momentum, 0.0)
+    check("adam_step", dtype, Out(3, values=w), one, Out(3, True, np.zeros(3)), Out(3, True, np.zeros(3)), np.ones(1, np.float32),
+          1e-2, 0.9, 0.95, 1e-8, 0.0, 0.0, 1)  # fmt: skip
+
+
+def test_the_first_step_of_adam_is_the_learning_rate():
+    """To the last digits: 1 - beta2 is not what float32 leaves of it."""
+    w, m, v = (put(backend, np.zeros(5), "float32") for _ in range(3))
+    one = put(backend, np.ones(1), "float32")
+    backend.adam_step(w, put(backend, np.ones(5), "float32"), m, v, one, 1e-2, 0.9, 0.9999, 1e-8, 0.0, 0.0, 1)
+    np.testing.assert_allclose(get(backend, w), -0.01, rtol=1e-6)
+    np.testing.assert_allclose(get(backend, v), 1e-4, rtol=1e-6)
+
+
+@every_float
 @pytest.mark.parametrize("n", [0, 1, 37, 301, 70_001, 100_001])
 def test_unscale(dtype, n):
     for place, bad in ((None, 0), (0, np.inf), (-1, -np.inf), (n // 2, np.nan)):
@@ -726,6 +835,15 @@ def test_dropout(dtype, size):
     for p in (0.0, 0.3, 1.0):
         for seed, offset in ((11, 4), (2**40 + 17, 2**33 + 5)):
             check("dropout", dtype, In(normal(size)), Out(size), p, seed, offset)
+
+
+@every_float
+def test_dropout_keeps_what_draws_the_probability_itself(dtype):
+    numbers = (reference.philox(10, 3, 0).reshape(-1)[:37] >> np.uint32(8)) / 2**24
+    for p in map(float, np.sort(numbers)[[1, 17, 30]]):
+        check("dropout", dtype, In(np.arange(1, 38)), Out(37), p, 3, 0)
+    check("dropout", dtype, In(np.full(37, np.nan)), Out(37), 0.5, 3, 0)  # what is dropped is 0 whatever it was
+    check("dropout", dtype, In(np.full(37, -np.inf)), Out(37), 0.5, 3, 0)
 
 
 # --- attention and block-sparse products ----------------------------------------------------------------------------------
@@ -796,6 +914,33 @@ def test_attention_reads_strided_views_and_never_the_future(dtype, D):
         changed = qkv.copy()
         changed[:, t + 1 :] = (normal(*changed[:, t + 1 :].shape) * 10).astype(changed.dtype)
         assert run(changed)[:, :, : t + 1].tobytes() == first[:, :, : t + 1].tobytes()
+
+
+@every_float
+@pytest.mark.parametrize("step", [8, 3])
+def test_each_operand_of_attention_has_strides_of_its_own(dtype, step):
+    """Rows of all arrays but lse and delta lie apart, by other gaps in each."""
+    B, H, T, S, D, block, q_start = 2, 3, 40, 50, 16, 16, 10
+    first_query, last_key = q_start + np.arange(3) * block, np.arange(4) * block + block - 1
+    rows, columns = index_of(np.ones((1, 3, 4), bool), last_key > first_query[:, None])
+    gaps = itertools.count(step, step)
+
+    def apart(n, like=None):
+        """An array of n positions with its strides; of NaN between the rows, and in them where nothing is given."""
+        row = D + next(gaps)
+        values = np.full((B, n, H, row), np.nan)
+        values[..., :D] = np.nan if like is None else like
+        return (Out(values.shape) if like is None else In(values)), (n * H * row, row, H * row)
+
+    q, k, v, dout = (normal(B, n, H, D) for n in (T, S, S, T))
+    inputs = *apart(T, q), *apart(S, k), *apart(S, v)
+    sizes = B, H, T, S, D, 1, block, q_start, 0.25
+    forward = *inputs, *apart(T), Out((B, H, T), True), *rows[:3], *sizes
+    check("attention_forward", dtype, *forward)
+    out, lse = call(reference, "attention_forward", dtype, forward)
+    out = out.reshape(B, T, H, -1)[..., :D]
+    check("attention_backward", dtype, *apart(T, dout), *inputs, *apart(T, out), acc(lse.reshape(B, H, T)), Out((B, H, T), True),
+          *apart(T), *apart(S), *apart(S), *rows[:3], *columns[:3], *sizes, looser=4)  # fmt: skip
 
 
 @on_cpu

@@ -50,6 +50,15 @@ def test_out_of_memory_is_explained(limited):
     assert caught.value.requested_bytes > 0
 
 
+@pytest.mark.parametrize(
+    "nbytes, text", [(5 << 28, "1.25 GiB"), (1 << 30, "1.00 GiB"), (1 << 20, "1.00 MiB"), ((1 << 20) - 4, "1048572 bytes")]
+)
+def test_what_was_asked_for_is_said_and_what_there_is(limited, nbytes, text):
+    memory.set_limit(memory.stats(limited).live + (1 << 19), limited)
+    with pytest.raises(OutOfMemoryError, match=rf"out of memory: {text} requested, .+ live, .+ reserved, limit \d"):
+        empty((nbytes >> 2,), device=limited)
+
+
 def test_a_limit_that_is_a_rounded_plan(limited):
     build = plannable(TINY, 8, 64)
     needed, live = memory.peak_bytes(build), memory.stats(limited).live

@@ -222,6 +222,30 @@ def test_powers_of_any_floats(device, exponents):
     assert_last_places(found[~near_the_end], exact[~near_the_end], 4)
 
 
+def test_powers_of_zeros(device):
+    """A fraction has no sign to give; what is infinite belongs here, too."""
+    x = NDArray(np.array([0.0, -0.0, np.inf]), device=device)
+    for exponent in (-2.0, -1.5, -0.5):
+        assert (x**exponent).numpy().tolist() == [np.inf, np.inf, 0]
+    for exponent in (1.5, 2.0):
+        found = (x**exponent).numpy()
+        assert found.tolist() == [0, 0, np.inf] and not np.signbit(found).any()
+
+
+def test_powers_of_minus_1_by_huge_exponents(device):
+    """Floats from 2^24 on are even numbers."""
+    exponents = 2.0 ** np.arange(24, 128)
+    exponents = np.concatenate([exponents, -exponents, exponents[:-1] * 1.5]).astype(np.float32)
+    found = NDArray(np.full(exponents.shape, -1.0), device=device) ** NDArray(exponents, device=device)
+    np.testing.assert_array_equal(found.numpy(), 1)
+
+
+def test_logarithms_of_subnormal_numbers(host):
+    x = np.array([5e-324, 1e-320, 1e-310, 2.2e-308])
+    found = ops.log(ndl.Tensor(x, device=host, dtype="float64", requires_grad=False)).numpy()
+    np.testing.assert_allclose(found, [math.log(v) for v in x], rtol=1e-15)
+
+
 @pytest.mark.parametrize("name", ["exp", "log", "tanh", "sigmoid", "sin", "cos"])
 def test_functions_of_float64(host, name):
     rng, wide = np.random.default_rng(0), np.longdouble

@@ -63,6 +63,50 @@ with multiprocessing.get_context("fork").Pool(2) as pool:
     assert done.returncode == 0 and done.stdout == "True\n", done.stdout + done.stderr
 
 
+def test_a_child_takes_another_number_of_threads(cpu):
+    """It waits for none of its parent's, which it does not have."""
+    program = """
+import os, signal, needle as ndl
+x = ndl.ones(1000, 1000)
+(x * 2).sum().numpy()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)
+    ndl.cpu().set_num_threads(3)
+    os._exit(0 if float((x * 2).sum()) == 2e6 else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = run(program, NEEDLE_NUM_THREADS="4")
+    assert done.returncode == 0 and done.stdout == "0\n", done.stdout + done.stderr
+
+
+def test_children_made_while_another_thread_begins_with_other_threads(cpu):
+    program = """
+import itertools, os, signal, threading, needle as ndl
+x, device = ndl.ones(300, 300).cached_data, ndl.cpu()
+mod, out = device.mod, x.copy()
+def work():
+    for n in itertools.count():  # the pool begins anew in each turn, without the lock of Python
+        device.set_num_threads(20 + n % 2)
+        mod.ewise_eq(x._handle, x._handle, out._handle)
+out = (x == x)
+threading.Thread(target=work, daemon=True).start()
+codes = set()
+for _ in range(40):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        os._exit(0 if (x * 2).sum().item() == 180000 else 1)
+    codes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    if codes != {0}:
+        break
+print(codes, flush=True)
+os._exit(0)
+"""
+    done = run(program, NEEDLE_NUM_THREADS="20")
+    assert done.returncode == 0 and done.stdout == "{0}\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda_sim"])
 def test_children_of_a_process_whose_other_threads_are_at_work(device):
     usable(device)
@@ -211,7 +255,7 @@ started.wait()
 COUNT = "import needle as ndl; print(float((ndl.ones(1000, 1000) * 2).sum()), ndl.cpu().num_threads())"
 
 
-@pytest.mark.parametrize("number", ["many", "-3", "0", "2.5", "99999999999"])
+@pytest.mark.parametrize("number", ["many", "-3", "0", "2.5", "4097", "99999999999"])
 def test_a_number_of_threads_that_is_none(cpu, number):
     done = run(COUNT, NEEDLE_NUM_THREADS=number)
     wanted = f"ValueError: [NEEDLE_NUM_THREADS] no such number of threads: {number} (1 to 4096)"

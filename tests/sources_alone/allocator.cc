@@ -86,6 +86,7 @@ void refuse_in_turn(Allocator& allocator, Pages& pages) {
 void a_gap_is_told(Allocator& allocator) {
   hold(allocator, 0, 1 << 20);
   allocator.start_log();
+  hold(allocator, 1, 100);  // nor is it part of the next
   refuse(1, true);
   let_go(allocator, 0);
   refuse(0, false);
@@ -100,6 +101,7 @@ void a_gap_is_told(Allocator& allocator) {
   hold(allocator, 0, 1 << 20);
   CHECK(allocator.take_log().size() == 1);
   let_go(allocator, 0);
+  let_go(allocator, 1);
 }
 
 // The pool takes the threads that it gets.
