@@ -316,8 +316,6 @@ void compute(const Dims& shape, const Array& out, bool bool_out, bool expensive,
     }                                  \
   };
 NEEDLE_POWER(cube, x * x * x)
-// pow(-inf, 1/2) is inf, pow(-0, 1/2) is 0
-NEEDLE_POWER(half, m_abs(x) == T(INFINITY) ? m_abs(x) : m_sqrt(x) + T(0))
 // pow(-inf, -1/2) is 0, pow(-0, -1/2) is inf
 NEEDLE_POWER(inverse_half, m_abs(x) == T(INFINITY) ? T(0) : T(1) / (m_sqrt(x) + T(0)))
 NEEDLE_POWER(inverse_square, T(1) / x * (T(1) / x))  // x * x ends sooner
@@ -327,7 +325,6 @@ template <class C>
 Row power_row(double exponent) {
   if (exponent == 2) return row_of<C>(UnaryOp::square);
   if (exponent == 3) return row_of<Power_cube, Kind::NUM, C>("power");
-  if (exponent == 0.5) return row_of<Power_half, Kind::NUM, C>("power");
   if (exponent == -0.5) return row_of<Power_inverse_half, Kind::NUM, C>("power");
   if (exponent == -1) return row_of<C>(UnaryOp::reciprocal);
   if (exponent == -1.5) return row_of<Power_inverse_three_halves, Kind::FLT, C>("power");
