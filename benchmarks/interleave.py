@@ -228,15 +228,21 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _git(*command: str) -> str:
+    return subprocess.run(["git", "-C", str(HERE), *command], capture_output=True, text=True, check=True).stdout.strip()
+
+
 def machine() -> dict:
     """What the figures depend on: date, commit, CPU, number of usable cores."""
     cpu = platform.processor()
     with contextlib.suppress(FileNotFoundError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        commit = _git("rev-parse", "--short=12", "HEAD")
+        # The figures of the group before change nothing that is measured.
+        if _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude)results"):
+            commit += "-dirty"
     except (FileNotFoundError, subprocess.CalledProcessError):
         commit = os.environ.get("NEEDLE_COMMIT", "unknown")
     now = datetime.datetime.now(datetime.timezone.utc)

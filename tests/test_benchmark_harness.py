@@ -1,6 +1,8 @@
 """The benchmark harness with a contestant that does nothing: turns, stopping, records, and a contestant that fails."""
 
 import json
+import shutil
+import subprocess
 import sys
 import textwrap
 import time
@@ -67,6 +69,21 @@ def test_contestants_take_turns_and_are_recorded(interleave, script, tmp_path):
     interleave.append_results(tmp_path / "results" / "x.jsonl", [{**interleave.machine(), **r} for r in records])
     lines = (tmp_path / "results" / "x.jsonl").read_text().splitlines()
     assert {"date", "commit", "cpu", "cores", "case", "args"} <= json.loads(lines[1]).keys()
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
+def test_figures_tell_the_commit_and_whether_the_code_was_another(interleave, monkeypatch, tmp_path):
+    monkeypatch.setattr(interleave, "HERE", tmp_path / "benchmarks")
+    code, results = tmp_path / "code.py", tmp_path / "benchmarks" / "results" / "x.jsonl"
+    interleave.append_results(results, [{}])
+    code.write_text("1")
+    for command in ("init -q", "add .", "-c user.name=n -c user.email=e commit -qm m"):
+        subprocess.run(["git", "-C", tmp_path, *command.split()], check=True)
+    interleave.append_results(results, [{}])
+    commit = interleave.machine()["commit"]
+    assert len(commit) == 12 and int(commit, 16)
+    code.write_text("2")
+    assert interleave.machine()["commit"] == f"{commit}-dirty"
 
 
 def test_a_waiting_contestant_is_stopped(interleave, script):
