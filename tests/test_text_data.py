@@ -537,6 +537,24 @@ def test_what_killed_processes_left_half_written_goes_when_the_file_is_written_n
             writer.communicate()
 
 
+def test_a_file_that_another_process_takes_for_abandoned_is_begun_anew(tmp_path):
+    fcntl, path = pytest.importorskip("fcntl"), tmp_path / "x"
+    temporary = tmp_path / f"x.{os.getpid()}-{threading.get_ident()}.tmp"
+    other = open(temporary, "wb")
+    fcntl.flock(other, fcntl.LOCK_EX)
+
+    def remove():
+        temporary.unlink()
+        other.close()
+
+    removal = threading.Timer(0.2, remove)
+    removal.start()
+    with write_atomically(path) as file:
+        removal.join()
+        file.write(b"whole")
+    assert cached_files(tmp_path) == ["x"] and path.read_bytes() == b"whole"
+
+
 def test_threads_that_write_one_file_leave_one_of_theirs(tmp_path):
     path, begun = tmp_path / "x", threading.Barrier(2)
 

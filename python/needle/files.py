@@ -10,6 +10,7 @@ import math
 import os
 import stat
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,9 +57,11 @@ def remove_abandoned(path: Path) -> None:
 def _open_locked(path: Path) -> BinaryIO:
     while True:
         file = open(path, "wb")
-        if _lock(file.fileno()) is None or (path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))):
+        locked = _lock(file.fileno())
+        if locked is None or (locked and path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno()))):
             return file
         file.close()  # another process took it for abandoned before it was locked
+        time.sleep(0.001)  # it may not have removed it yet
 
 
 def _lock(place: int) -> bool | None:
