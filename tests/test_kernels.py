@@ -365,6 +365,14 @@ def test_products_see_nothing_of_the_one_before(dtype, trans_a, trans_b):
         check("matmul", dtype, a, 0, (), lda, trans_a, b, 0, (), ldb, trans_b, Out((m, n)), (), m, k, n, False)
 
 
+@on_cpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_matmul_of_many_rows_and_columns_and_of_great_depth(dtype):
+    """Columns for many rows are packed as wide as there is room for, beside the sums of the depths."""
+    m, k, n = 520, 4000, 512
+    check("matmul", dtype, In(normal(m, k)), In(normal(k, n)), Out((m, n)), m, k, n)
+
+
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
 @pytest.mark.parametrize("k", [41, 512])
 def test_matmul_of_integers_wraps(dtype, k):
