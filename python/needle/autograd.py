@@ -789,10 +789,10 @@ class Tensor(Value):
         return ops.EWisePow()(base, self)
 
     def __matmul__(self, other):
-        return ops.MatMul()(self, self._constant(other))
+        return ops.matmul(self, self._constant(other))
 
     def __rmatmul__(self, other):
-        return ops.MatMul()(self._constant(other), self)
+        return ops.matmul(self._constant(other), self)
 
     def __neg__(self):
         return ops.Negate()(self)
@@ -830,7 +830,7 @@ class Tensor(Value):
 
     def matmul(self, other: Tensor) -> Tensor:
         """``self @ other``."""
-        return ops.MatMul()(self, other)
+        return ops.matmul(self, other)
 
     def sum(self, axes=None, keepdims: bool = False, axis=None, dtype=None, out=None) -> Tensor:
         """``ops.summation``: over an axis, several, or all (None), which gives shape (1,). axis: another name of axes.

@@ -759,12 +759,15 @@ class MatMul(_InputRead):
         return grad_a, grad_b
 
 
+_MATMUL = MatMul()
+
+
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product: (..., m, k) @ (..., k, n) -> (..., m, n), leading axes broadcast; 1-D as in numpy.
 
     raises: ShapeError if the inner lengths differ.
     """
-    return MatMul()(a, b)
+    return _MATMUL(a, b)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 from .. import dtype as dt
@@ -135,6 +136,16 @@ def _slices(a: NDArray, axis: int) -> list[NDArray]:
     return [a._view(shape, strides, a._offset + i * a.strides[axis]) for i in range(a.shape[axis])]
 
 
+def _write_parts(out: NDArray, args: Sequence[NDArray], strides: tuple[int, ...], offsets: Sequence[int]) -> None:
+    """Copies each array to its offset in ``out``, whose elements lie ``strides`` apart there.
+
+    ``out`` is new: no graph can have read it, so that nothing is stamped as written in place.
+    """
+    copy = out.device.require().strided_copy
+    for a, offset in zip(args, offsets):
+        copy(a._handle, a._strides, a._offset, out._handle, strides, offset, a._shape)
+
+
 def _as_tuple(op: str, args: Any) -> TensorTuple:
     """Several Tensors as one value. raises: DTypeError for what are none."""
     try:
@@ -158,8 +169,8 @@ class Stack(_NoRead):
             raise ShapeError(f"[stack] shapes differ: {[a.shape for a in args]}")
         axis = normalize_axis(self.axis, first.ndim + 1, "stack")
         out = _empty(first.shape[:axis] + (len(args),) + first.shape[axis:], _widest(args), first.device)
-        for part, a in zip(_slices(out, axis), args):
-            part.copy_from(a)
+        strides = out.strides
+        _write_parts(out, args, strides[:axis] + strides[axis + 1 :], [i * strides[axis] for i in range(len(args))])
         return out
 
     def gradient(self, out_grad, node):
@@ -206,12 +217,9 @@ class Concatenate(_NoRead):
         rest = [a.shape[:axis] + a.shape[axis + 1 :] for a in args]
         if any(r != rest[0] for r in rest):
             raise ShapeError(f"[concatenate] shapes differ beside axis {axis}: {[a.shape for a in args]}")
-        length = sum(a.shape[axis] for a in args)
+        *starts, length = accumulate([a.shape[axis] for a in args], initial=0)
         out = _empty(first.shape[:axis] + (length,) + first.shape[axis + 1 :], _widest(args), first.device)
-        start = 0
-        for a in args:
-            out._view(a.shape, out.strides, start * out.strides[axis]).copy_from(a)
-            start += a.shape[axis]
+        _write_parts(out, args, out.strides, [start * out.strides[axis] for start in starts])
         return out
 
     def gradient(self, out_grad, node):
