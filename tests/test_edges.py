@@ -561,6 +561,19 @@ def test_memory_of_a_gpu_is_asked_for_in_the_order_of_the_default_stream(monkeyp
     assert from_dlpack(Theirs()).numpy().tolist() == [0, 1, 2] and asked == [1]
 
 
+@pytest.mark.parametrize("name", ["cuda_sim", "cuda"])
+def test_memory_of_a_gpu_is_ready_for_the_stream_that_reads_it(name, monkeypatch):
+    """JAX and PyTorch's side streams wait neither for the default stream nor for needle's."""
+    device, waited = usable(name), []
+    module, a = device.require(), array([1.0, 2.0], device) + 1
+    sync = module.sync
+    monkeypatch.setattr(module, "sync", lambda: waited.append(True) or sync())
+    for stream, times in ((None, 0), (1, 0), (-1, 0), (2, 1), (1 << 40, 1)):
+        waited.clear()
+        a.__dlpack__(stream=stream)
+        assert len(waited) == times, stream
+
+
 def test_memory_of_others_that_cannot_be_shared():
     odd = np.zeros(17, np.uint8)[1:].view(np.float32)
     with pytest.raises(ValueError, match="not aligned to its elements of 4 bytes"):

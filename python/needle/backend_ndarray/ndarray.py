@@ -248,6 +248,8 @@ class NDArray:
     def __dlpack__(self, *, stream=None, max_version=None, dl_device=None, copy=None):
         """A DLPack capsule that shares this memory, or has a copy of it (the CPU devices, cuda and cuda_sim).
 
+        stream: of CUDA, on which a GPU's memory will be read, as DLPack numbers them. The default one (None, 1) waits for that of
+        ``cuda()`` by itself; for another, this call waits for the device, unless the consumer asks for nothing (-1).
         max_version: the latest DLPack version that the consumer reads; numpy writes only to memory that comes as version 1.
         """
         if dl_device is not None and tuple(dl_device) != self.__dlpack_device__():
@@ -257,6 +259,8 @@ class NDArray:
         if any(stride < 0 and n > 1 for n, stride in zip(self._shape, self._strides)):  # which torch aborts on
             raise BufferError("[dlpack] a negative stride (accepted: none; copy() gives an array without)")
         mod = self._device.require()
+        if self._device.is_gpu and stream not in (None, 1, -1):
+            mod.sync()
         if hasattr(mod, "to_dlpack"):
             versioned = max_version is not None and max_version[0] >= 1
             return mod.to_dlpack(self._handle, self._shape, self._strides, self._offset, versioned)
