@@ -42,12 +42,12 @@ def stand_in(tmp_path_factory):
 
 
 @pytest.fixture
-def device(request, stand_in):
+def device(request):
     """A device whose products are the library's."""
     found = usable(request.param)
     before, _ = found.cublaslt_in_use()
     if request.param == "cuda_sim":
-        found.use_cublaslt(stand_in)
+        found.use_cublaslt(request.getfixturevalue("stand_in"))
     elif not before:
         pytest.skip("no cuBLASLt here")
     found.reset_launch_counts()
