@@ -574,6 +574,25 @@ def test_memory_of_a_gpu_is_ready_for_the_stream_that_reads_it(name, monkeypatch
         assert len(waited) == times, stream
 
 
+@pytest.mark.parametrize("name", ["cuda"])
+def test_pytorch_shares_memory_of_a_gpu(name):
+    device, torch = usable(name), pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch has no GPU")
+    ours = array(np.arange(1 << 20), device) + 1
+    theirs = torch.from_dlpack(ours)
+    assert theirs.is_cuda and theirs[-1].item() == 1 << 20
+    theirs.mul_(2)
+    np.testing.assert_array_equal(ours.numpy(), 2 * np.arange(1, (1 << 20) + 1))
+    theirs = torch.arange(1 << 20, dtype=torch.float32, device="cuda") + 1
+    shared = from_dlpack(theirs)
+    assert shared.device == device and (shared + 1).numpy()[-1] == (1 << 20) + 1
+    shared.fill(7)
+    assert theirs.unique().tolist() == [7]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.from_dlpack(ours + 1).sum(dtype=torch.float64).item() == (1 << 40) + (1 << 21)
+
+
 def test_memory_of_others_that_cannot_be_shared():
     odd = np.zeros(17, np.uint8)[1:].view(np.float32)
     with pytest.raises(ValueError, match="not aligned to its elements of 4 bytes"):
