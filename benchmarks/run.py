@@ -4,6 +4,7 @@
     python benchmarks/run.py step --busy 1                   # one core busy elsewhere
     python benchmarks/run.py step --threads 1 2 4            # scaling
     python benchmarks/run.py attention adds --rounds 5 --waits passive
+    BEAM=2 python benchmarks/run.py tinygrad --tinygrad-python ../tinygrad-env/bin/python
 
 Prints a table and appends one JSON line per contestant and row to benchmarks/results/<group>.jsonl. PyTorch runs once
 per way of waiting (--waits); its best is the one to compare with.
@@ -23,6 +24,7 @@ from interleave import HERE, WAITS, Contestant, Row, Worker, append_results, cor
 
 NEEDLE_WORKER = HERE / "needle_worker.py"
 TORCH_WORKER = HERE / "peers" / "torch_worker.py"
+TINYGRAD_WORKER = HERE / "peers" / "tinygrad_worker.py"
 
 
 def _step(batch_size: int, seq_len: int, vocab_size: int, **more) -> Row:
@@ -89,6 +91,8 @@ GROUPS: dict[str, list[Row]] = {
     "layers": [_conv(16, 32), _conv(64, 32), _conv(128, 16), _recurrent("RNN"), _recurrent("LSTM"), *NORMS],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
     "gemm": [_gemm(1024, 512, 50304), _gemm(1024, 512, 2048), _gemm(1024, 2048, 512), _gemm(512, 512, 512)],
+    # Small: tinygrad takes minutes to compile a step, and with BEAM=2 more to find the fastest kernels.
+    "tinygrad": [_gemm(512, 512, 512), _gemm(1024, 512, 2048), _step(4, 128, 2048, model_size="14m")],
     "gpu_step": [
         replace(_step(*shape, 50304, pattern=pattern, precision=precision), settle=1, steps=3)
         for precision in ("fp32", "bf16")
@@ -171,6 +175,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="+", choices=GROUPS)
     parser.add_argument("--torch-python", default=sys.executable, help="a Python that has torch (default: this one)")
+    parser.add_argument("--tinygrad-python", help="a Python that has tinygrad (default: without it; it does gemm and pythia_step)")
     parser.add_argument("--needle-python", default=sys.executable, help="a Python that has needle (default: this one)")
     parser.add_argument("--only", choices=("needle", "torch"), help="run one side alone")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda_sim (default: cpu)")
@@ -231,6 +236,8 @@ def _contestants(options: argparse.Namespace) -> list[Contestant]:
             raise SystemExit(f"[benchmarks] {options.torch_python} has no torch (--torch-python, or --only needle)")
         waits = options.waits if options.device == "cpu" else ["default"]
         found += [Contestant(f"torch-{way}", options.torch_python, TORCH_WORKER, way) for way in waits]
+    if options.tinygrad_python:
+        found.append(Contestant("tinygrad", options.tinygrad_python, TINYGRAD_WORKER))
     return found
 
 

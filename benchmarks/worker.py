@@ -27,6 +27,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+PYTHIA_SIZES = {"14m": (128, 4, 512), "70m": (512, 8, 2048)}  # the peers': width, heads, feed-forward; 6 layers
+
 
 @dataclass
 class Case:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torch_pythia import Pythia, generate, make_optimizer, train_step
 
-from worker import Case, serve
+from worker import PYTHIA_SIZES, Case, serve
 
 
 def _place(device: str) -> str:
@@ -38,9 +38,6 @@ def _case(step: Callable[[], float | None], device: str) -> Case:
     return Case(step, versions, torch.get_num_threads(), memory, finish=torch.cuda.synchronize)
 
 
-SIZES = {"14m": (128, 4, 512), "70m": (512, 8, 2048)}  # width, heads, feed-forward; 6 layers
-
-
 def pythia_step(
     batch_size: int,
     seq_len: int,
@@ -56,7 +53,7 @@ def pythia_step(
     """
     device = _place(device)
     torch.manual_seed(0)
-    model = Pythia(vocab_size, seq_len, *SIZES[model_size]).to(device)
+    model = Pythia(vocab_size, seq_len, *PYTHIA_SIZES[model_size]).to(device)
     optimizer = make_optimizer(model)
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch_size, seq_len + 1))
     ids, targets = (torch.from_numpy(part.copy()).to(device) for part in (tokens[:, :-1], tokens[:, 1:]))
