@@ -401,6 +401,14 @@ def test_the_gradient_of_a_gradient_leaves_retained_ones_alone(host, accumulate,
     assert untouched.grad is None
 
 
+def test_a_sum_of_gradients_with_graphs_can_be_differentiated(host):
+    x = leaf([2.0], host)
+    (x * x * x).backward(create_graph=True)
+    (x * x).backward(accumulate=True, create_graph=True)
+    x.grad.backward()
+    assert x.grad.item() == 6 * 2 + 2
+
+
 def test_derivatives_of_any_order(host):
     x = leaf([2.0], host)
     y = x * x * x * x
@@ -686,6 +694,14 @@ def test_only_a_leaf_stops_requiring_a_gradient(host):
     assert y.requires_grad and (x * 3).op is None
 
 
+def test_what_requires_a_gradient_already_keeps_its_history(host):
+    x = leaf([2.0], host)
+    y = x * 3
+    y.requires_grad = True
+    (y * y).backward()
+    assert x.grad.item() == 36
+
+
 @pytest.mark.parametrize("decorator", [ndl.no_grad(), ndl.enable_grad(), ndl.remat, amp.autocast("cpu")])
 def test_what_runs_after_its_call_is_not_decorated(decorator):
     def generator(x):
@@ -898,6 +914,28 @@ def test_adding_to_a_gradient_beside_a_tuple_without_one(host):
     assert x.grad.item() == 2 * (2 + 3 * 5)
 
 
+def test_an_op_without_a_gradient_is_named(host):
+    class Double(autograd.TensorOp):
+        def compute(self, a):
+            return a * 2
+
+    with pytest.raises(NotImplementedError, match=r"\[Double\] has no gradient"):
+        Double()(leaf([1.0], host)).backward()
+
+
+def test_a_gradient_that_does_not_fit_its_item_of_a_tuple_is_refused(host):
+    class Sum(autograd.TensorOp):
+        def compute(self, pair):
+            return pair[0] + pair[1]
+
+        def gradient(self, out_grad, node):
+            return ops.make_tuple(out_grad, out_grad.sum())
+
+    x = leaf([1.0, 2.0], host)
+    with pytest.raises(GraphError, match=r"Sum.gradient gave one of shape \(1,\) for an input of shape \(2,\)"):
+        Sum()(ops.make_tuple(x, x)).sum().backward()
+
+
 def test_a_gradient_in_borrowed_memory_is_copied(host):
     theirs = np.array([1.0, 2.0], np.float32)
 
@@ -1013,6 +1051,15 @@ def test_what_is_put_off_is_computed_from_what_was_there(host, monkeypatch):
     x.data = x.data * 3
     with pytest.raises(GraphError, match="changed in place"):
         y.numpy()
+
+
+def test_a_value_on_the_way_to_one_that_was_put_off_is_there_too(host, monkeypatch):
+    monkeypatch.setattr(autograd, "LAZY_MODE", True)
+    x = leaf([1.0], host)
+    y = x * 2
+    assert (y + 1).item() == 3
+    x.data = x.data * 3
+    assert y.item() == 2
 
 
 def test_threads_that_use_a_leaf_at_once_agree_on_its_node(host, monkeypatch):
@@ -1181,6 +1228,21 @@ def test_arrays_of_numpy_beside_a_tensor_take_its_precision(host):
     np.testing.assert_array_equal([(x * third).numpy(), (third * x).numpy()], [[1 / 3, 4 / 3]] * 2)
     assert (leaf([1.0, 2.0], host, dtype="float16") * third).dtype == "float16"
     assert (leaf([1, 2], host, dtype="int32", requires_grad=False) + np.array([1, 2])).dtype == "int64"
+
+
+def test_arrays_of_numpy_are_operands_of_each_operator(host):
+    x, a = leaf([1.0, 2.0], host), np.array([3.0, 4.0], np.float32)
+    for y, expected, grad in (
+        (x - a, [-2, -2], [1, 1]),
+        (a - x, [2, 2], [-1, -1]),
+        (x / a, [1 / 3, 1 / 2], [1 / 3, 1 / 4]),
+        (a / x, [3, 2], [-3, -1]),
+        (x**a, [1, 16], [3, 32]),
+        (a**x, [3, 16], [3 * math.log(3), 16 * math.log(4)]),
+    ):
+        y.sum().backward()
+        np.testing.assert_allclose([y.numpy(), x.grad.numpy()], [expected, grad], rtol=1e-5)
+        assert y.dtype == "float32"
 
 
 def test_sums_that_numpy_asks_for(host):
