@@ -604,7 +604,8 @@ def test_a_scaler_that_is_not_enabled_changes_nothing(host):
     scaler = amp.GradScaler(init_scale=64, enabled=False)
     loss = ndl.Tensor([3.0], device=host)
     assert scaler.scale(loss) is loss and scaler.get_scale() == 1 and not scaler.is_enabled() and scaler.state_dict() == {}
-    scaler.load_state_dict(amp.GradScaler().state_dict())
+    for state in (amp.GradScaler().state_dict(), {}):
+        scaler.load_state_dict(state)
     opt, params, fill = with_gradients(host, [[np.inf, 1.0]])
     fill(scaler)
     scaler.unscale_(opt)

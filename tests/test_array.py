@@ -455,6 +455,9 @@ def test_devices_are_pickled_by_name():
         device = ndl.as_device(name)
         assert device.enabled() or name == "cuda"
         assert pickle.loads(pickle.dumps(device)) is device
+    for wrong in (["cpu"], {}, 0, "gpu"):
+        with pytest.raises(DeviceError, match=r"unknown device: .* \(accepted: a device, or its name: cpu, "):
+            ndl.as_device(wrong)
     with pytest.raises(TypeError, match=r"\[pickle\] mine\(\) is not pickled \(accepted: cpu, "):
         pickle.dumps(device_module.BackendDevice("mine", None))
 

@@ -190,7 +190,8 @@ def test_clipping_in_place(host, make):
     for q, g in zip(p[::2], ([3.0, 0], [0, 4.0])):
         q.grad = ndl.Tensor(g, device=host)
     opt = make(p)
-    for max_norm, norm, kept in ((10, 5, 1), (1, 5, 0.2), (1, 1, 0.2)):
+    small = 3e-6 / (5 + 1)  # of a norm of 5e-6, to which 1e-6 is added as in PyTorch
+    for max_norm, norm, kept in ((10, 5, 1), (1, 5, 0.2), (1, 1, 0.2), (5e-6, 1, 1e-6), (3e-6, 5e-6, small)):
         assert abs(opt.clip_grad_norm(max_norm) - norm) < 1e-5
         assert p[1].grad is None
         np.testing.assert_allclose(p[0].grad.numpy(), [3 * kept, 0], rtol=1e-5)

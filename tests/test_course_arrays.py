@@ -161,7 +161,10 @@ def test_what_a_device_makes(device):
     for array, values in zip(drawn, (np.random.randn(2, 3), np.random.rand(4), np.random.rand(2))):
         np.testing.assert_array_equal(array.numpy(), values.astype("float32"))
         assert array.device == device and array.dtype == "float32"
-    np.testing.assert_array_equal(device.one_hot(3, np.array([2, 0]), dtype="float32").numpy(), [[0, 0, 1], [1, 0, 0]])
+    for dtype in ("float32", None):
+        rows = device.one_hot(3, np.array([2, 0]), dtype=dtype)
+        np.testing.assert_array_equal(rows.numpy(), [[0, 0, 1], [1, 0, 0]])
+        assert rows.dtype == "float32"
     assert device.empty((2, 3)).shape == (2, 3) and device.empty((2,), dtype=None).dtype == "float32"
     np.testing.assert_array_equal(device.full((2,), fill_value=1.5, dtype="float32").numpy(), [1.5, 1.5])
 

@@ -117,6 +117,7 @@ def test_memory_given_to_an_array_holds_it(device):
     handle = array(range(12), device)._handle
     np.testing.assert_array_equal(NDArray.make((2, 2), (-4, 1), device, handle, 9).numpy(), [[9, 10], [5, 6]])
     assert NDArray.make((0, 4), device=device, handle=handle, offset=12).size == 0
+    np.testing.assert_array_equal(NDArray.make((2, 2), device=device, handle=handle, offset=8).numpy(), [[8, 9], [10, 11]])
     for shape, strides, offset in (((5, 5), None, 0), ((2,), None, -1), ((12,), None, 1), ((2, 2), (1,), 0), ((2,), (-1,), 0)):
         with pytest.raises(ShapeError, match=r"\[view\]"):
             NDArray.make(shape, strides, device, handle, offset)
@@ -346,6 +347,18 @@ def test_truth_values_are_no_numbers(device):
         ):
             with pytest.raises(ValueError, match=rf"^\[{op}\] no kernel for dtype bool$"):
                 make()
+
+
+def test_an_update_takes_arrays_of_one_size(device):
+    w, g, scale, small = (array(np.ones(n), device) for n in (3, 3, 1, 2))
+    for update in (
+        lambda: kernels.sgd_step(w, small, None, 0.1, 0.0, 0.0),
+        lambda: kernels.sgd_step(w, g, small, 0.1, 0.9, 0.0),
+        lambda: kernels.adam_step(w, g, g * 1, small, scale, 0.1, 0.9, 0.99, 1e-8, 0.0, 0.0, 1),
+    ):
+        with pytest.raises(ShapeError, match=r"sizes differ: param is \(3,\)"):
+            update()
+    assert w.numpy().tolist() == [1, 1, 1]
 
 
 def test_what_is_no_number(device):

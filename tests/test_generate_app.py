@@ -387,7 +387,7 @@ WRONG = [
     ("evaluate", ["--text", "no-such-file"], "cannot read no-such-file: No such file or directory"),
     ("evaluate", ["--text", "no\nsuch\nfile"], "cannot read no such file: No such file or directory"),
     ("evaluate", ["--text", ""], "[path] is empty"),
-    ("evaluate", ["--text", "/dev/null"], "too short: /dev/null"),
+    ("evaluate", ["--text", "/dev/null"], "too short: /dev/null has 0 tokens (at least 1)"),
     ("evaluate", ["--text", "README.md", "--window", 0], "[window] is 0"),
     ("evaluate", ["--text", "README.md", "--window", 8, "--stride", 9], "[stride] is 9"),
     ("evaluate", ["--lambada", "README.md"], "line 1 of README.md is no JSON object"),

@@ -588,9 +588,14 @@ def test_an_optimizer_without_parameters_or_with_wrong_numbers(kind):
         with pytest.raises(TypeError, match=f"{name} is of type str"):
             kind([p], **{name: "0.1"})
         kind([p], **{name: 0})
-    of_one = {SGD: {"momentum": 1.0}, Adam: {"beta2": 1.0}, AdamW: {"betas": (0.9, 1.0)}}
-    with pytest.raises(ValueError, match=r"(momentum|beta2) is 1.0 .*below 1"):
-        kind([p], **of_one[kind])
+    of_one = {
+        SGD: [{"momentum": 1.0}],
+        Adam: [{"beta1": 1.0}, {"beta2": 1.0}],
+        AdamW: [{"betas": (1.0, 0.9)}, {"betas": (0.9, 1.0)}],
+    }
+    for wrong in of_one[kind]:
+        with pytest.raises(ValueError, match=r"(momentum|beta[12]) is 1.0 .*below 1"):
+            kind([p], **wrong)
     with pytest.raises(ValueError, match=r"a parameter of shape \(1,\) is the result of MulScalar"):
         kind([p * 2])
     kind([(p * 2).detach(), ndl.Tensor([1.0], requires_grad=False)])
@@ -604,8 +609,10 @@ def test_layers_are_of_the_dtype_and_on_the_device_asked_for(host):
     for kind, *sizes in (
         (nn.Linear, 2, 3), (nn.Conv, 2, 3, 3), (nn.Embedding, 2, 3), (nn.BatchNorm1d, 2), (nn.BatchNorm2d, 2), (nn.LayerNorm, 2),
         (nn.RNN, 2, 3), (nn.LSTM, 2, 3), (nn.Transformer, 4, 4, 1), (nn.BlockSparseLinear, 16, 16, layout),
+        (Pythia, PythiaConfig(layers=1, width=16, heads=2, feed_forward=16, vocab_size=8)),
     ):  # fmt: skip
         layer = kind(*sizes, device=host, dtype="float64")
+        assert {p.dtype for p in layer.parameters()} == {"float64"}
         assert {p.device for p in layer.parameters()} == {host}
         assert {str(values.dtype) for values in layer.state_dict().values()} == {"float64"}
         layer.load_state_dict({name: values.tolist() for name, values in layer.state_dict().items()})

@@ -414,6 +414,7 @@ def test_a_plan_says_where_the_peak_is():
     assert p.step_bytes >= 12 * TINY.parameter_count()
     assert p.reads == []  # train_step is needle's, and reads what it gives
     assert "layers.1" in str(p) and f"{p.peak_bytes:,} bytes" in str(p)
+    assert f"step 2: {p.peak_op} of {p.peak_module}, {p.peak_place}; " in p.where and p.peak_module
 
 
 def test_the_peak_of_a_gradient_is_where_its_op_was_called(cpu):
@@ -786,6 +787,14 @@ def test_the_picture_is_one_page_without_network(tmp_path, cpu):
     page = memory.picture(p.trace, tmp_path / "memory.html").read_text()
     assert "gradient of Linear" in page and "lt;genexpr" in page and "layers.1.dense" in page and "peak" in page
     assert not re.search(r"<script[^>]*\ssrc=|<link\s", page)
+
+
+def test_a_picture_shows_the_categories_that_there_are(tmp_path, cpu):
+    pytest.importorskip("plotly")
+    with memory.trace(cpu) as t:
+        x = nn.Parameter(ndl.ones(1000, device=cpu))
+    page = memory.picture(t, tmp_path / "memory.html").read_text()
+    assert x.requires_grad and '"name":"parameter"' in page and '"name":"optimizer state"' not in page
 
 
 def test_a_mark_of_a_picture_is_shown_as_it_is_written(tmp_path, cpu):

@@ -714,6 +714,8 @@ def test_the_app(app, tmp_path, tokenizer):
         and f"train with: python apps/train_pythia.py --dataset '{tmp_path}/out put/x' --vocab_size" in done.stdout
     )
     assert found(tmp_path / "out put" / "x") == expected(tokenizer, texts)
+    plain = app("prepare_data", tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "plain", "--no_end_of_text")
+    assert plain.returncode == 0 and found(tmp_path / "plain") == expected(tokenizer, texts, ())
     for arguments, said in (
         (("--workers", 0), "[workers] is 0"),
         (("--workers", "two"), "argument --workers: invalid int value: 'two'"),
