@@ -785,6 +785,16 @@ def test_a_macs_disk_is_told_to_empty_its_own_cache(tmp_path, monkeypatch, there
     assert (tmp_path / "a").read_bytes() == b"kept"
 
 
+def test_a_first_checkpoint_that_is_not_written_leaves_nothing(tmp_path):
+    def write(path):
+        (path / "x").write_bytes(b"x")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        CheckpointFolder(tmp_path / "run").save(1, write)
+    assert [*(tmp_path / "run").iterdir()] == []
+
+
 def test_leftovers_of_a_killed_process_go_with_the_next_save(two):
     shutil.copytree(two.path / "step-000002", two.path / "step-000009")  # renamed, and not yet in the index
     for step in (3, 10):

@@ -164,6 +164,7 @@ def test_what_comes_later_wins(tmp_path):
     loss, held = charts["loss"]["lines"]
     assert loss["x"] == list(range(1, 161)) and loss["y"][149] > 2 and loss["y"][150:] == [1.0] * 10
     assert held["x"] == [100, 160] and "a time 100" in html and "new" in html and "a time 200" not in html
+    assert ">held-out loss 4.000</span>" in html
 
 
 def test_a_page_is_written_anew_from_what_is_new(tmp_path):
