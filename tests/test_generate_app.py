@@ -63,6 +63,16 @@ def test_text_goes_on_from_the_prompt(app, made, run):
     assert re.search(r"^30 tokens in [\d.]+ s, [\d.,]+ tokens/s; reading \d+ took [\d.]+ s$", done.stderr, re.MULTILINE)
 
 
+def test_an_empty_prompt_needs_a_token_to_begin_with(app, made, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(next((made / "dense").glob("step-*")), model)
+    tokenizer = model / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|another|>"))
+    done = app("generate", "--model", model, "--prompt", "", "--max_new_tokens", 2)
+    assert (done.returncode, done.stdout) == (2, "") and "[prompt] empty, and the tokenizer has no token" in done.stderr
+    assert app("generate", "--model", model, "--prompt", "the", "--max_new_tokens", 2).returncode == 0
+
+
 def test_text_ends_where_the_folder_says(app, made, tmp_path):
     model, prompt = tmp_path / "model", ("--prompt", "the quick", "--max_new_tokens", 30)
     shutil.copytree(next((made / "dense").glob("step-*")), model)
