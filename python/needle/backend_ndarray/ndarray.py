@@ -1019,6 +1019,16 @@ def empty(shape, dtype="float32", device=None) -> NDArray:
     return _new(as_shape(shape), dt.name_of(dtype or "float32"), device)
 
 
+def write_parts(out: NDArray, arrays: Iterable[NDArray], strides: tuple[int, ...], offsets: Iterable[int]) -> None:
+    """Copies each array to its offset in ``out``, a new array, where its elements lie ``strides`` apart.
+
+    No graph can have read a new array, so that nothing is stamped as written in place.
+    """
+    copy = out._device.require().strided_copy
+    for a, offset in zip(arrays, offsets):
+        copy(a._handle, a._strides, a._offset, out._handle, strides, offset, a._shape)
+
+
 def full(shape, fill_value, dtype="float32", device=None) -> NDArray:
     """An array of ``fill_value``."""
     out = empty(shape, dtype, device)

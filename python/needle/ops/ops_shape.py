@@ -12,6 +12,7 @@ from ..autograd import Tensor, TensorTuple, TensorTupleOp, check_tensors
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_ndarray.ndarray import check_one_device as _check_one_device
 from ..backend_ndarray.ndarray import empty as _empty
+from ..backend_ndarray.ndarray import write_parts as _write_parts
 from ..backend_ndarray.shapes import frozen, normalize_axis, pad_widths
 from ..errors import ShapeError
 from ._reads import _NoRead
@@ -134,16 +135,6 @@ def _slices(a: NDArray, axis: int) -> list[NDArray]:
     """Views, one for each place along ``axis``, without it."""
     shape, strides = a.shape[:axis] + a.shape[axis + 1 :], a.strides[:axis] + a.strides[axis + 1 :]
     return [a._view(shape, strides, a._offset + i * a.strides[axis]) for i in range(a.shape[axis])]
-
-
-def _write_parts(out: NDArray, args: Sequence[NDArray], strides: tuple[int, ...], offsets: Sequence[int]) -> None:
-    """Copies each array to its offset in ``out``, whose elements lie ``strides`` apart there.
-
-    ``out`` is new: no graph can have read it, so that nothing is stamped as written in place.
-    """
-    copy = out.device.require().strided_copy
-    for a, offset in zip(args, offsets):
-        copy(a._handle, a._strides, a._offset, out._handle, strides, offset, a._shape)
 
 
 def _as_tuple(op: str, args: Any) -> TensorTuple:
