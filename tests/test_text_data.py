@@ -69,6 +69,15 @@ def test_stdlib_is_this_pythons_source_without_tests_and_holds_out_whole_files(t
     assert load_corpus("stdlib", cache_dir=tmp_path) == corpus
 
 
+def test_what_is_no_text_in_a_stdlib_is_left_out(folder, tmp_path, monkeypatch):
+    for file in folder.rglob("*.txt"):
+        file.rename(file.with_suffix(".py"))
+    (folder / "binary.py").write_bytes(b"x = 1\0\xff\n" * 99)
+    monkeypatch.setattr(text_corpus.sysconfig, "get_path", lambda name: str(folder))
+    corpus = load_corpus("stdlib", cache_dir=tmp_path / "cache")
+    assert {piece.path.name for piece in corpus.train + corpus.held_out} == {f"{i}.py" for i in range(40)}
+
+
 def test_folder_holds_out_whole_files_and_never_a_copy_of_one(folder, tmp_path):
     for file in list(folder.glob("*.txt")):
         (folder / f"copy-of-{file.name}").write_bytes(file.read_bytes())

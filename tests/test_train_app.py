@@ -1421,6 +1421,7 @@ def test_the_plan_is_what_the_run_takes(text, tmp_path):
     assert done.returncode == 0 and f"planned peak memory {peak / 2**20:,.0f} MiB" in done.stdout, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("peak_bytes", 0) for row in rows) == peak
+    assert f"with evaluation; peak memory {peak / 2**20:,.0f} MiB" in done.stdout
     done = outside(*command(text, *shape, "--max_steps", 3, "--memory_limit", peak - 1, "--checkpoint_dir", tmp_path / "less"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f"[memory_limit] the step needs {peak:,} bytes at its peak (planned); the limit is {peak - 1:,} bytes;" in done.stderr
