@@ -287,7 +287,8 @@ def test_a_region_brought_back_holds_only_what_gradients_read(host):
     assert live[0] == live[1]
 
 
-def test_what_comes_into_a_region_beside_a_weight_is_not_computed_again(host):
+def counted():
+    """(counts, an op that adds a number and counts in them how often that number was added)"""
     counts = Counter()
 
     class Probe(ops.AddScalar):
@@ -295,19 +296,18 @@ def test_what_comes_into_a_region_beside_a_weight_is_not_computed_again(host):
             counts[self.scalar] += 1
             return super().compute(a)
 
+    return counts, Probe
+
+
+def test_what_comes_into_a_region_beside_a_weight_is_not_computed_again(host):
+    counts, Probe = counted()
     x, w = leaf(np.ones(10), host), leaf(np.ones(10), host)
     ndl.remat(lambda y: ops.sin(w + y), Probe(1)(x)).sum().backward()
     assert counts == {1: 1}
 
 
 def test_a_second_backward_computes_nothing_that_no_gradient_reads(host):
-    counts = Counter()
-
-    class Probe(ops.AddScalar):
-        def compute(self, a):
-            counts[self.scalar] += 1
-            return super().compute(a)
-
+    counts, Probe = counted()
     x = leaf(np.ones(10), host)
     loss = Probe(2)(ops.exp(Probe(1)(x))).sum()
     for _ in range(2):
