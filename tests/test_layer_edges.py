@@ -66,6 +66,15 @@ def test_the_norm_of_no_gradients(device, kind):
     assert kind is not AdamW or (norm.device, norm.shape) == (device, (1,))
 
 
+def test_adamw_clips_a_small_norm_as_pytorch_does(device):
+    p = nn.Parameter(leaf([1.0, 2.0], device))
+    p.grad = leaf([3e-6, 4e-6], device)
+    optimizer = AdamW([p], betas=(0.5, 0.9))
+    optimizer.clip_grad_norm(3e-6)
+    optimizer.step()
+    np.testing.assert_allclose(optimizer.m[p].numpy(), [0.75e-6, 1e-6], rtol=1e-5)  # 1e-6 is added to the norm
+
+
 def test_a_state_on_another_device_than_its_parameter(cpu):
     first, second = (nn.Parameter(leaf(np.ones(2), cpu)) for _ in range(2))
     optimizer = SGD([first, second], momentum=0.5)
@@ -686,6 +695,8 @@ def test_batch_norm_in_evaluation_has_its_eps(device):
     layer = nn.BatchNorm1d(2, eps=0.1, device=device)
     y = layer.eval()(leaf(np.ones((3, 2)), device))
     np.testing.assert_allclose(y.numpy(), 1 / np.sqrt(1.1), rtol=1e-6)  # a running mean of 0 and variance of 1
+    layer.bias.data = leaf([0.5, -1.0], device)
+    np.testing.assert_allclose(layer(leaf(np.ones((3, 2)), device)).numpy()[0], y.numpy()[0] + [0.5, -1], rtol=1e-6)
 
 
 def test_dropout_of_everything(device):
@@ -1182,6 +1193,13 @@ def test_files_that_are_no_cifar_10(tmp_path):
         with pytest.raises(DataError, match=r"\[cifar10\] cannot read"):
             data.CIFAR10Dataset(str(tmp_path), train=False)
     assert not (tmp_path / "touched").exists()
+
+
+def test_cifar_10_as_python_2_wrote_it(tmp_path):
+    image, labels = (pickle.dumps(x, protocol=2)[2:-1] for x in (np.full((2, 3072), 255, np.uint8), [3, 4]))
+    (tmp_path / "test_batch").write_bytes(b"\x80\x02}U\x04data" + image + b"sU\x06labels" + labels + b"s.")  # its str is bytes
+    dataset = data.CIFAR10Dataset(str(tmp_path), train=False)
+    assert dataset.y.tolist() == [3, 4] and dataset.X.shape == (2, 3, 32, 32) and (dataset.X == 1).all()
 
 
 def test_files_that_are_no_mnist_or_text(tmp_path):
