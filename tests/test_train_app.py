@@ -668,7 +668,7 @@ def test_a_step_whose_gradients_overflow_is_skipped_counted_and_said(run, tmp_pa
 
 WRONG = [
     (("--precision", "int8"), "unknown precision: int8"),
-    (("--model", "70b"), "unknown model: 70b"),
+    (("--model", "70b"), "[model] unknown model: 70b ("),
     (("--pattern", "star"), "unknown pattern: star"),
     (("--device", "tpu"), "unknown device: tpu"),
     (("--sparse", "--seq_len", "50"), "no multiple of the block size"),
