@@ -349,6 +349,13 @@ def test_truth_values_are_no_numbers(device):
                 make()
 
 
+def test_to_join_arrays_is_no_write_in_place(device):
+    """Each would have every later op look whether something that it needs was overwritten."""
+    parts, before = [leaf(np.ones((2, 3)), device) for _ in range(2)], ndarray.writes.last
+    assert ops.stack(parts, 1).shape == (2, 2, 3) and ops.concatenate(parts, 1).shape == (2, 6)
+    assert ndarray.writes.last == before
+
+
 def test_an_update_takes_arrays_of_one_size(device):
     w, g, scale, small = (array(np.ones(n), device) for n in (3, 3, 1, 2))
     for update in (

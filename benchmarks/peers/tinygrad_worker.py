@@ -12,7 +12,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
-os.environ.setdefault("NUM_CPU_THREADS", os.environ.get("OMP_NUM_THREADS", ""))  # read when tinygrad is imported
+if "OMP_NUM_THREADS" in os.environ:
+    os.environ.setdefault("NUM_CPU_THREADS", os.environ["OMP_NUM_THREADS"])  # read when tinygrad is imported
 
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, nn
@@ -62,7 +63,7 @@ class Pythia:
         angles = np.arange(seq_len)[:, None] * 10000.0 ** (-np.arange(0, rotary, 2) / rotary)
         self.angles = [Tensor(np.tile(f(angles), 2).astype(np.float32)).is_param_(False) for f in (np.cos, np.sin)]  # (T, rotary)
         for name, parameter in nn.state.get_state_dict(self).items():
-            if parameter.ndim == 2 and "angles" not in name:
+            if parameter.ndim == 2 and parameter.is_param:
                 residual = name.endswith(("dense.weight", "down.weight"))
                 std = 2 / (layers * math.sqrt(width)) if residual else math.sqrt(2 / (5 * width))
                 parameter.assign(Tensor.normal(*parameter.shape, std=std)).realize()
@@ -91,7 +92,7 @@ def pythia_step(
         raise SystemExit("[worker] tinygrad is compared in fp32 only")
     Tensor.manual_seed(0)
     model = Pythia(vocab_size, seq_len, *PYTHIA_SIZES[model_size])
-    parameters = [p for name, p in nn.state.get_state_dict(model).items() if "angles" not in name]
+    parameters = [p for p in nn.state.get_parameters(model) if p.is_param]
     optimizer = nn.optim.OptimizerGroup(*(
         nn.optim.AdamW([p for p in parameters if (p.ndim >= 2) == matrices], lr=1e-3, b1=0.9, b2=0.95, weight_decay=decay)
         for matrices, decay in ((True, 0.1), (False, 0.0))
