@@ -166,7 +166,7 @@ struct AttentionTiles {
     }
     pipeline<kStages>(
         steps,
-        [&](int, int stage) {
+        [&](int stage) {
           next_step();
           if (coming.skipped) return;
           copy_step(other(stage, 0), kOwnsQueries ? g.k : g.q, tile, coming);

@@ -137,22 +137,23 @@ __device__ void mma_pair(float (&left)[4], float (&right)[4], const uint32_t (&a
   ptx::mma_m16n8k16<T>(right, a, b_right);
 }
 
-// use(step, stage) for steps 0 .. steps - 1, each after what load(step, stage) copied has arrived;
-// the Stages - 1 steps after it are on their way meanwhile. One barrier a step: behind it the data
-// of all threads is there, and nobody reads the stage of the step before any more, which is the
-// next to be filled. What load starts before the first step may also be started before the call.
+// use(step, stage) for steps 0 .. steps - 1, each after what load(stage), called once for each step
+// in their order, copied for it has arrived; the Stages - 1 steps after it are on their way
+// meanwhile. One barrier a step: behind it the data of all threads is there, and nobody reads the
+// stage of the step before any more, which is the next to be filled. What load starts before the
+// first step may also be started before the call.
 template <int Stages, class Load, class Use>
 __device__ void pipeline(int steps, Load load, Use use) {
   static_assert(Stages >= 2, "one stage to read, one to fill");
   for (int s = 0; s < Stages - 1; ++s) {
-    if (s < steps) load(s, s);
+    if (s < steps) load(s);
     ptx::cp_async_commit();
   }
   int stage = 0, filled = Stages - 1;
   for (int s = 0; s < steps; ++s) {
     ptx::cp_async_wait<Stages - 2>();
     __syncthreads();
-    if (s + Stages - 1 < steps) load(s + Stages - 1, filled);
+    if (s + Stages - 1 < steps) load(filled);
     ptx::cp_async_commit();
     use(s, stage);
     stage = stage + 1 == Stages ? 0 : stage + 1;

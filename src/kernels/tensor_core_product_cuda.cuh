@@ -84,7 +84,7 @@ class TensorCoreProduct {
   __device__ void add_slices(Stages& shared, const int (&lines)[2], int slices, Next& next) {
     pipeline<kStages>(
         slices,
-        [&](int, int stage) {
+        [&](int stage) {
           const auto slice = next();
           const int depth = min(slice.depth, kDepth);
           T* const a = shared[stage];
