@@ -537,6 +537,15 @@ def test_a_trace_of_two_layers(cpu):
     assert len(places[0]) == 1 and places[0] == places[1]
 
 
+def test_a_peak_as_a_trace_begins_is_made_by_nobody(cpu):
+    layer, x, held = nn.Linear(4, 4, device=cpu), ndl.init.ones(2, 4, device=cpu), empty((1000,), device=cpu)
+    with memory.trace(cpu) as t:
+        del held
+        y = layer(x)
+    assert t.events[-1][1].module and y.size and t.peak_bytes == t.start_bytes
+    assert t.peak_module == "" and t.peak_site == memory.sites.NOWHERE
+
+
 def test_modules_of_a_table_are_in_the_order_of_their_numbers():
     rows = {name: {**dict.fromkeys(CATEGORIES, 0), "activation": 1} for name in ("", "layers.10", "layers.2", "embed")}
     names = [line.split()[0] for line in module_table(rows).splitlines()]

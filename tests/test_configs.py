@@ -89,6 +89,14 @@ def test_what_is_advised_changes_no_step():
     assert len(Budget(options, 300, ndl.meta(), False).advice.changes) == 3
 
 
+def test_a_run_fits_where_nobody_knows_what_is_there(monkeypatch, capsys):
+    monkeypatch.setattr("needle.memory.capacity", lambda device: 0)
+    budget = Budget(parse(["--batch_size", "1", "--seq_len", "64", "--model", "14m"]), 300, ndl.meta(), False)
+    assert budget.bytes == 0 and budget.peak() > 0
+    budget.show()
+    assert capsys.readouterr().out.endswith("fits: meta() has an unknown amount\n")
+
+
 def test_flags_override_what_a_file_says(file):
     path = file("sparse: true\nlr: 3e-4\nmax_steps: 12\nbetas: [0, 0.5]\ndevice: cpu\ncheckpoint_layers: 2\nmemory_limit: 1GiB\n")
     options = from_config(path)

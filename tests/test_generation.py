@@ -478,7 +478,7 @@ def test_ids_outside_the_vocabulary(cpu):
         small(device=cpu).generate([[1, 61]])
     with pytest.raises(IndexError, match="id -1 in a prompt"):
         small(device=cpu).generate([[1, -1]])
-    with pytest.raises(IndexError, match="eos_token_id 100 is outside"):
+    with pytest.raises(IndexError, match=r"eos_token_id 100 is outside the vocabulary \(0..60\)"):
         small(device=cpu).generate([[1]], eos_token_id=100)
     with pytest.raises(IndexError, match="pad_token_id 61 is outside"):
         small(device=cpu).generate([[1]], pad_token_id=61)
