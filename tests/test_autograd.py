@@ -535,6 +535,15 @@ def test_a_leaf_that_is_frozen_for_a_while_is_a_constant_in_what_is_made_meanwhi
         assert w.grad.numpy() == [12.0 * k]
 
 
+def test_a_leaf_that_is_frozen_after_its_last_use_keeps_its_gradient_where_others_are_added_to(host):
+    x, w = leaf([2.0], host), leaf([3.0], host)
+    (x * w * w).sum().backward()
+    y = (x * w * w).sum()
+    w.requires_grad = False
+    y.backward(accumulate=True)
+    assert (x.grad.item(), w.grad.item()) == (18, 12)
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_a_graph_from_before_a_leaf_was_frozen_can_be_differentiated_twice(host, lazy, monkeypatch):
     monkeypatch.setattr(autograd, "LAZY_MODE", lazy)
@@ -1018,6 +1027,14 @@ def test_lazy_mode(host, monkeypatch):
     assert y._data is None
     y.backward()
     assert x.grad.item() == 7 and y.item() == 12
+
+
+def test_a_value_that_is_put_off_can_be_given(host, monkeypatch):
+    monkeypatch.setattr(autograd, "LAZY_MODE", True)
+    x = leaf([3.0], host)
+    y = x * 2
+    y.cached_data = leaf([5.0], host).cached_data
+    assert y.item() == 5 and (y + 1).item() == 6
 
 
 def test_what_is_put_off_without_a_gradient_has_no_history_once_it_is_there(host, monkeypatch):

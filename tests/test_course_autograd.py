@@ -159,6 +159,9 @@ def test_fields_of_a_value(ab):
     made = Tensor.__new__(Tensor)
     made._init(ops.EWiseMul(), [a, b])
     np.testing.assert_array_equal(made.numpy(), A * B)
+    assert made.requires_grad is True
+    made._init(ops.EWiseMul(), [constant, constant])
+    assert made.requires_grad is False
     leaf = Tensor.__new__(Tensor)
     leaf._init(None, [], cached_data=a.cached_data, requires_grad=False)
     assert leaf.is_leaf() and not leaf.requires_grad and leaf.num_outputs == 1
