@@ -144,6 +144,7 @@ CASES = [
     OpCase("matmul_batched", ops.matmul, [(2, 1, 5, 7), (3, 7, 3)], ["MatMul"], np.matmul, looser=4, reason="sums"),
     OpCase("matmul_rows", ops.matmul, [(2, 4, 7), (7, 3)], ["MatMul"], np.matmul, looser=4, reason="sums"),
     OpCase("matmul_vector", ops.matmul, [(4, 7), (7,)], ["MatMul"], np.matmul, looser=4, reason="sums"),
+    OpCase("vector_matrix", ops.matmul, [(7,), (7, 3)], ["MatMul"], np.matmul, looser=4, reason="sums"),
     OpCase("vector_matmul", ops.matmul, [(7,), (2, 7, 3)], ["MatMul"], np.matmul, looser=4, reason="sums"),
     OpCase("dot", ops.matmul, [(7,), (7,)], ["MatMul"], np.matmul, looser=4, reason="sums"),
     OpCase("linear", ops.linear, [(2, 4, 7), (7, 3), (3,)], ["Linear"], lambda x, w, b: x @ w + b, looser=4, reason="sums"),

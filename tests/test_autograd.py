@@ -257,6 +257,14 @@ def test_a_tensor_on_another_device_requires_a_gradient_if_it_did(cpu):
         )
 
 
+def test_an_array_beside_a_tensor_is_a_constant(host):
+    x, values = leaf([1.0, 2.0], host), np.array([3, 5], "float32")
+    for other in (leaf(values, host).cached_data, values):
+        for product in (x * other, other * x):
+            product.backward()
+            assert product.numpy().tolist() == [3, 10] and x.grad.numpy().tolist() == [3, 5]
+
+
 def test_what_is_no_tensor_is_named(host):
     x = leaf(np.eye(2), host)
     with pytest.raises(DTypeError, match=r"\[MatMul\] input 1 is of type list \(accepted: a Tensor\)"):

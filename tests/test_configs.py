@@ -212,5 +212,6 @@ def test_no_such_file():
 
 def test_the_default_rate_is_a_short_warmup_and_a_cosine_to_a_tenth():
     assert [learning_rate(s, 5, 1.0) for s in (0, 1, 4)] == pytest.approx([1, 1, 0.1 + 0.45 * (1 + 0.5 * -(2**0.5))], abs=1e-9)
+    assert [learning_rate(s, 100, 1.0) for s in (0, 8, 9, 10)] == [0.1, 0.9, 1, 1]
     rates = [learning_rate(s, 2000, 1.0) for s in range(2000)]
     assert rates[0] == 0.01 and rates[99] == rates[100] == max(rates) == 1 and rates[-1] == pytest.approx(0.1, abs=1e-5)

@@ -574,6 +574,20 @@ def test_the_fewest_that_fit_are_found(most):
         memory.smallest(peak_of, 99 - 10 * most, most)
 
 
+def test_a_table_of_what_fits():
+    peak_of = lambda batch, more=0: (10 * batch + more) << 20  # noqa: E731
+    settings = [("plain", {}), ("more", {"more": 30}), ("too much", {"more": 55})]
+    rows = [re.split(" {2,}", row.strip()) for row in memory.fitting_table(peak_of, "64MiB", settings, 4 << 20, 5).splitlines()]
+    assert rows[0] == ["setting", "largest micro-batch", "its peak", "peak of 1"]
+    assert rows[-3:] == [
+        ["plain", "5 or more", "50.00 MiB", "10.00 MiB"],
+        ["more", "3", "60.00 MiB", "40.00 MiB"],
+        ["too much", "none", "-", "65.00 MiB"],
+    ]
+    with pytest.raises(ShapeError, match=r"\[plan\] 64.00 MiB is not more than the reserve of 64.00 MiB"):
+        memory.fitting_table(peak_of, "64MiB", settings, 64 << 20)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 5, 9, 10, 11, 63])
 def test_the_chunks_that_a_plan_leaves_out_change_nothing(cpu, rows):
     def build(device):

@@ -148,6 +148,15 @@ def test_a_word_without_an_end_is_cut_and_counted(tmp_path, tokenizer, small):
     assert decoded == "中" * 500 + " " + "b" * 100 + "<|endoftext|>" + "中" * 500 + "<|endoftext|>"
 
 
+# The first and the last of each number of bytes, and some between.
+@pytest.mark.parametrize("letter", "\u0080é\u07ff\u0800ก中\uffff\U00010000😀\U0010ffff")
+def test_no_character_is_cut(small, letter):
+    width = len(letter.encode())
+    for before in range(width):
+        cut = text_blocks.Cutter(True).cut(b"a" * before + letter.encode() * 200, 0, 50)
+        assert cut == (200 - (200 - before) % width, True)
+
+
 @pytest.mark.parametrize("before", ["a", "ab"])
 def test_a_line_end_is_not_cut(tmp_path, tokenizer, small, before):
     (tmp_path / "x.txt").write_bytes(before.encode() + b"\r\n" * 500)

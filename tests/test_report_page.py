@@ -194,6 +194,13 @@ def test_a_run_goes_on_without_a_page(tmp_path, monkeypatch, capsys):
     assert [path.name for path in tmp_path.iterdir()] == [page.METRICS]
 
 
+def test_of_ten_steps_one_is_printed(tmp_path, capsys):
+    with Reporter(tmp_path, about(steps=25)) as report:
+        for step in range(1, 26):
+            report.step(row(step), 0)
+    assert re.findall(r"^step +(\d+)/25 ", capsys.readouterr().out, re.MULTILINE) == ["1", "10", "20", "25"]
+
+
 def test_long_runs_are_thinned(tmp_path):
     steps, most = 20_003, 33.0
     html, charts = written(tmp_path, [row(s, loss=most if s == 7777 else 2.0 + s % 2) for s in range(1, steps + 1)])
