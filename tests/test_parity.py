@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,12 @@ def test_gradient_equals_finite_differences(case, host):
 @by_name
 def test_second_derivative_equals_finite_differences(case, host):
     check_second_derivative(case, host)
+
+
+@by_name
+def test_second_derivative_of_its_square_equals_finite_differences(case, host):
+    """Where the gradient of the op's output has a history too."""
+    check_second_derivative(replace(case, run=lambda *inputs: (out := case.run(*inputs)) * out), host)
 
 
 @by_name
