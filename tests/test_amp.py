@@ -219,6 +219,7 @@ def test_a_region_is_of_one_device():
         with amp.autocast("cpu_numpy", "float16"):
             assert (here @ here).dtype == "float16" and (there @ there).dtype == "bfloat16"
     assert (amp.autocast("cpu").dtype, amp.autocast("cuda").dtype) == ("bfloat16", "float16")
+    assert amp.autocast("cpu", np.float16).dtype == "float16"
 
 
 def test_a_device_of_ones_own_has_regions():

@@ -295,6 +295,8 @@ def test_empty_and_zero_dimensional(device):
         e.max()
     s = NDArray(2.5, device=device)
     assert s.shape == () and (s * 2).item() == 5
+    for reduced in (s.sum(), s.prod(), s.max(), s.min(), s.mean()):
+        assert reduced.item() == 2.5 and reduced.shape == (() if device.numpy_semantics else (1,))
 
 
 def test_devices_by_name(device):
@@ -343,7 +345,9 @@ def test_interchange(host):
     assert ours[0, 1].item() == 50
     tensor = ndl.from_dlpack(theirs)
     assert not tensor.requires_grad and np.shares_memory(np.from_dlpack(tensor), theirs)
-    assert tensor.__dlpack_device__() == ours.__dlpack_device__() == (1, 0)
+    assert tensor.__dlpack_device__() == ours.__dlpack_device__() == a.__dlpack_device__() == (1, 0)
+    with pytest.raises(DeviceError, match=r"\[dlpack\] meta\(\) has no memory to share"):
+        NDArray(X, device=ndl.meta()).__dlpack__()
     assert asarray(np.float64(3)).dtype == "float64" and asarray(theirs).dtype == "int64"
     for values, dtype in (
         (np.uint32([2**32 - 1]), "int64"),

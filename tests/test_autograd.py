@@ -366,6 +366,13 @@ def test_two_leaves_never_share_a_gradient_array(host, factor):
     np.testing.assert_array_equal(seed.numpy(), [1, 1])
 
 
+def test_each_element_of_a_gradient_has_its_own_memory(host):
+    x = leaf([[1.0, 2.0, 3.0]], host)
+    x.sum().backward()
+    x.grad.realize_cached_data()[0, 0] = 9.0
+    assert x.grad.numpy().tolist() == [[9, 1, 1]]
+
+
 def test_gradient_of_a_gradient(host):
     x, y = leaf([6.0], host), leaf([0.0], host)
     out = x * x + x * y

@@ -441,6 +441,8 @@ def test_integer_powers(device):
     for power in (-1, np.int64(-1)):  # a number that is negative makes floats
         found = array([2, -4], device, "int32") ** power
         assert found.dtype == device.default_float and found.numpy().tolist() == [0.5, -0.25]
+    ones = array([2, 0], device, "int32") ** 0
+    assert ones.dtype == "int32" and ones.numpy().tolist() == [1, 1]
     for of in (array, leaf):  # as does a number that is no whole one under them
         x = of([2, 1], device, "int32")
         for base, dtype in ((3, "int32"), (2.5, device.default_float), (np.float32(2.5), device.default_float)):

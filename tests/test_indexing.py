@@ -184,6 +184,7 @@ def test_a_parameter_is_written_in_place(device):
     "index, message",
     [
         ([0, 3], "index 3 is out of bounds for axis 0 with size 3"),
+        ([-3, 3], "index 3 is out of bounds for axis 0 with size 3"),
         (([0], [-4]), "index -4 is out of bounds for axis 1 with size 3"),
         (([0, 1], [0, 1, 2]), "could not be broadcast together with shapes (2,) (3,)"),
         (([0], 0, 0, 0), "too many indices for shape (3, 3, 4)"),

@@ -258,6 +258,9 @@ def test_a_sample_is_of_all_the_text(tmp_path, tokenizer, small, monkeypatch):
     sources, _ = text_blocks.find_sources([tmp_path / f"{text[:2]}.txt" for text in texts], [])
     assert list(text_blocks.sample_text(sources, set(), "text", False, 4000)) == texts[::4]
     assert list(text_blocks.sample_text(sources[:10], set(), "text", False, 1000)) == texts[:10]
+    assert list(text_blocks.sample_text(sources, set(), "text", False, 1000)) == texts[:20]  # more than was said, as of a .gz
+    blocks = text_blocks.read_blocks(sources, set(), text_blocks.Place(0, 0, 1), text_blocks.Cutter(exact=True))
+    assert [block.done_bytes for block in blocks] == list(range(100, 4001, 100))
 
 
 @pytest.mark.parametrize("before", [None, "true"])
