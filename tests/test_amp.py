@@ -754,6 +754,10 @@ def test_bad_scales(arguments, said):
         amp.GradScaler(**arguments)
 
 
+def test_the_least_scales():
+    assert amp.GradScaler(init_scale=2, growth_factor=1.0, min_scale=2).get_scale() == 2
+
+
 def test_misuse_of_the_scaler(host):
     scaler = amp.GradScaler()
     with pytest.raises(GraphError, match="no step"):

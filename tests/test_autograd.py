@@ -366,6 +366,13 @@ def test_two_leaves_never_share_a_gradient_array(host, factor):
     np.testing.assert_array_equal(seed.numpy(), [1, 1])
 
 
+def test_a_gradient_that_goes_to_several_is_not_added_to(host):
+    x, y, z = leaf([1.0, 2.0], host), leaf([3.0, 4.0], host), leaf([5.0, 6.0], host)
+    seed = leaf([7.0, 8.0], host, requires_grad=False)
+    ((x + y) + (x + z)).backward(seed)
+    assert [v.numpy().tolist() for v in (x.grad, y.grad, z.grad, seed)] == [[14, 16], [7, 8], [7, 8], [7, 8]]
+
+
 def test_each_element_of_a_gradient_has_its_own_memory(host):
     x = leaf([[1.0, 2.0, 3.0]], host)
     x.sum().backward()
@@ -1042,6 +1049,16 @@ def test_lazy_mode(host, monkeypatch):
     assert y._data is None
     y.backward()
     assert x.grad.item() == 7 and y.item() == 12
+
+
+def test_what_is_put_off_is_let_go_on_the_way(host, monkeypatch):
+    monkeypatch.setattr(autograd, "LAZY_MODE", True)
+    y = leaf(np.zeros(1000), host)
+    for _ in range(9):
+        y = y + 1
+    live = host.memory_stats()["live"]
+    host.reset_peak()
+    assert y.numpy()[-1] == 9 and host.memory_stats()["peak"] - live <= 2 * 4000
 
 
 def test_a_value_that_is_put_off_can_be_given(host, monkeypatch):

@@ -312,6 +312,11 @@ def test_what_may_be_drawn_is_worked_out_by_hand():
     assert [x.tolist() for x in equal] == [[0, 1], [0.5, 0.5]]  # two reach it
 
 
+def test_the_nucleus_of_many_equal_tokens_is_the_first_of_them():
+    ids, p = generation.distribution(np.zeros(8192), GenerationConfig(do_sample=True, top_k=0, top_p=0.25))
+    assert ids.tolist() == list(range(2048)) and (p == 1 / 2048).all()
+
+
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0, 50.0])
 @pytest.mark.parametrize("top_p", [1e-9, 0.5, 0.9, 0.999])
 def test_the_nucleus_of_many_tokens(scale, top_p):
