@@ -299,6 +299,13 @@ def test_empty_and_zero_dimensional(device):
         assert reduced.item() == 2.5 and reduced.shape == (() if device.numpy_semantics else (1,))
 
 
+def test_another_dtype_is_a_copy_also_if_it_is_the_same(device):
+    a = NDArray(X, device=device)
+    a.astype("float32")[0] = 9.0
+    np.testing.assert_array_equal(a.numpy(), X)
+    assert a.astype("float32", copy=False) is a
+
+
 def test_devices_by_name(device):
     a = NDArray(X, device=device.name)
     assert a.device is device and a.to(device.name) is a and ndl.init.zeros(2, device=device.name).device is device

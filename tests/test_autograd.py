@@ -15,8 +15,10 @@ import needle as ndl
 from making import leaf
 from needle import amp, autograd, backward, graph, nn, ops
 from needle.autograd import TensorTupleOp
+from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.backend_ndarray.host_memory import ACTIVATION, GRADIENT, OPTIMIZER_STATE
+from needle.backend_ndarray.ndarray import full, matmul
 from needle.errors import DeviceError, DTypeError, GraphError, ShapeError
 from needle.models import Pythia, PythiaConfig
 from needle.nn.nn_basic import no_dropout
@@ -611,6 +613,28 @@ def test_backward_through_what_an_optimizer_has_changed_is_refused(host, optimiz
     y = ops.exp(ops.tanh(x @ w)).sum()
     y.backward()
     optimizer([w]).step()
+    with pytest.raises(GraphError, match="changed in place"):
+        y.backward()
+
+
+WRITES = {
+    "a number": lambda a: a.__setitem__(slice(None), 5.0),
+    "an array": lambda a: a.__setitem__(slice(None), np.ones((2, 1), "float32")),
+    "a part": lambda a: a[1:].__setitem__((0, 0), a[:1, :1].copy()),
+    "filled": lambda a: a.fill(5),
+    "added": lambda a: a.add_in_place(1),
+    "multiplied": lambda a: a.mul_in_place(2),
+    "a product": lambda a: matmul(a.copy(), full((1, 1), 2.0, device=a.device), out=a),
+    "unscaled": lambda a: kernels.unscale([a], 0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_backward_through_what_has_been_written_to_is_refused(host, write):
+    w = leaf([[3.0], [4.0]], host)
+    y = ops.exp(ops.tanh(w)).sum()
+    y.backward()
+    WRITES[write](w.cached_data)
     with pytest.raises(GraphError, match="changed in place"):
         y.backward()
 

@@ -513,7 +513,7 @@ def test_whole_numbers_that_int64_does_not_have(device):
     large = np.array([5, 2**63], "uint64")
     with pytest.raises(OverflowError, match="is outside int64"):
         ndarray.asarray(large, device)
-    assert ndarray.asarray(large[:1], device).numpy().tolist() == [5]
+    assert ndarray.asarray(large[:1], device).numpy().tolist() == [5] and ndarray.asarray(large[:0], device).shape == (0,)
 
 
 def test_a_scalar_is_one_number(device):

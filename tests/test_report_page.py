@@ -165,6 +165,8 @@ def test_what_comes_later_wins(tmp_path):
     assert loss["x"] == list(range(1, 161)) and loss["y"][149] > 2 and loss["y"][150:] == [1.0] * 10
     assert held["x"] == [100, 160] and "a time 100" in html and "new" in html and "a time 200" not in html
     assert ">held-out loss 4.000</span>" in html
+    html, charts = written(tmp_path, [*a_run(300), {"step": 300, "held_out_loss": 4.0}, {"step": 300, "sample": "in another time"}])
+    assert charts["loss"]["lines"][1]["x"] == [100, 200, 300] and "in another time" in html and "a time 300" not in html
 
 
 def test_a_page_is_written_anew_from_what_is_new(tmp_path):
