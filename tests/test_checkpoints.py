@@ -326,7 +326,9 @@ def test_the_last_k_and_the_best_are_kept(tmp_path):
     for step, loss in enumerate(losses):
         saved = folder.save(step, write(step))
         assert folder.newest() == (saved, [])
+        assert folder.held_out_loss(saved) is None
         folder.mark(saved, loss)
+        assert folder.held_out_loss(saved) == loss
         best = losses.index(min(losses[: step + 1]))
         kept = sorted({best} | set(range(max(0, step - 2), step + 1)))
         assert sorted(value(path) for path in tmp_path.glob("step-*")) == kept

@@ -297,12 +297,15 @@ def test_ops_by_keyword(device):
         ops.summation(cube, axes=(0, 2)).shape == (3,)
         and ops.summation(cube).shape == (1,)
         and ops.summation(cube, axes=1).shape == (2, 4)
+        and ops.Summation(1)(cube).shape == (2, 4)
     )
     np.testing.assert_array_equal(ops.flip(a, axes=(0,)).numpy(), A[::-1])
     dilated = ops.dilate(a, dilation=1, axes=(0, 1))
     np.testing.assert_array_equal(dilated.numpy(), [[1, 0, 2, 0], [0, 0, 0, 0], [3, 0, 4, 0], [0, 0, 0, 0]])
     np.testing.assert_array_equal(ops.undilate(dilated, axes=(0, 1), dilation=1).numpy(), A)
     assert ops.dilate(a, axes=(2,), dilation=1).shape == (2, 2)  # an axis that is not there
+    for op in (ops.dilate, ops.undilate):
+        np.testing.assert_array_equal(op(a, axes=(0, 1), dilation=0).numpy(), A)
     np.testing.assert_array_equal(ops.dilate(a, axes=-1, dilation=1).numpy(), [[1, 0, 2, 0], [3, 0, 4, 0]])
     np.testing.assert_array_equal(ops.undilate(dilated, axes=(-2,), dilation=1).numpy(), [[1, 0, 2, 0], [3, 0, 4, 0]])
     image, kernel = Tensor(np.ones((1, 4, 4, 2)), device=device), Tensor(np.ones((3, 3, 2, 5)), device=device)

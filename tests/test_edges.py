@@ -230,13 +230,23 @@ def test_assigning_a_view_of_the_array_to_the_array(device, n):
     def itself(x):
         x[:] = x
 
+    def every_other(x):
+        x[2::2] = x[:-2:2]
+
     check(itself, (n * n,))
+    check(every_other, (6,))  # one element is in both
     check(forward, (n * n,))
     check(reverse, (n * n,))
     check(turn, (n, n))
     t = leaf(range(n * n), device, requires_grad=False)
     t[1:] = t[:-1]
     np.testing.assert_array_equal(t.numpy(), np.maximum(np.arange(n * n) - 1, 0))
+
+
+def test_parts_of_rows_are_added_where_they_lie(device):
+    x = array(range(10), device)
+    for a, b in ((x[2:5], x[7:]), (x[:3], x[2:5]), (x[2:5], x[:3]), (x[4:7], x[4:7])):
+        np.testing.assert_array_equal((a + b).numpy(), a.numpy() + b.numpy())
 
 
 # --- numbers and dtypes ---

@@ -1,6 +1,7 @@
 """What lies at the edges of ops and their gradients, on every device: infinite slopes, empty products, arguments that are none."""
 
 import contextlib
+import re
 import threading
 
 import numpy as np
@@ -446,6 +447,19 @@ def test_attention_to_keys_of_no_weight(device, causal):
         assert not found.numpy().any()
 
 
+def test_attention_to_what_lies_in_another_order(device):
+    values = np.random.default_rng(0).standard_normal((3, 1, 2, 20, 8))
+    layout, plain = dense_layout(20, 20, 16), [array(v, device) for v in values]
+    wanted = kernels.attention(*plain, layout, 0.5)
+    for turned in (
+        [array(v[:, ::-1, ::-1], device).flip((1, 2)) for v in values],
+        [array(v[..., ::-1], device).flip((3,)) for v in values],
+        [array(v.swapaxes(2, 3), device).permute((0, 1, 3, 2)) for v in values],
+    ):
+        for found, same in zip(kernels.attention(*turned, layout, 0.5), wanted):
+            np.testing.assert_array_equal(found.numpy(), same.numpy())
+
+
 def test_what_a_missing_block_would_meet_is_not_read(device):
     layout = BlockLayout([[True, False]], 16)
     blocks, dense = array(np.ones((1, 1, 16, 16)), device), np.ones((1, 32, 2))
@@ -598,6 +612,48 @@ def test_dtypes_that_kernels_cannot_take(device):
     for wrong in (leaf([1, 1], device, "float64"), leaf([1, 1], device, "float16")):
         with pytest.raises(DTypeError, match=rf"^\[layer_norm\] dtypes differ: float32 and {wrong.dtype}"):
             ops.layer_norm(x, row, wrong)
+    layout = BlockLayout([[True]], 16)
+    tile, wide = leaf(np.ones((1, 16, 16)), device), leaf(np.ones((1, 16, 16)), device, "float64")
+    blocks = [ops.reshape(t, (1, 1, 16, 16)) for t in (tile, wide)]
+    for name, product, operands in (
+        ("sdd", ops.sdd, (tile, wide)), ("dsd", ops.dsd, (blocks[0], wide)), ("dds", ops.dds, (tile, blocks[1])),
+    ):  # fmt: skip
+        with pytest.raises(DTypeError, match=rf"^\[blocksparse_{name}\] dtypes differ: float32 and float64"):
+            product(*operands, layout)
+    loss = lambda hidden, weight: ops.linear_cross_entropy(hidden, weight, leaf([0, 1], device))  # noqa: E731
+    for name, op, *shapes in (("attention", ops.attention, *[(1, 2, 3, 4)] * 3), ("linear_cross_entropy", loss, (2, 3), (3, 5))):
+        for which in range(1, len(shapes)):
+            inputs = [leaf(np.ones(shape), device, "float64" if i == which else "float32") for i, shape in enumerate(shapes)]
+            with pytest.raises(DTypeError, match=rf"^\[{name}\] dtypes differ: float32 and float64"):
+                op(*inputs)
+    for kernel, arrays in (
+        (kernels.sgd_step, (None, 0.1, 0.9, 0.0)),
+        (kernels.adam_step, (*[array([1], device)] * 3, *[0.1] * 6, 1)),
+    ):
+        with pytest.raises(DTypeError, match=r"^\[\w+_step\] needs floating arrays, got int32"):
+            kernel(array([1], device, "int32"), array([1], device), *arrays)
+    image, kernel = (leaf(np.ones(shape), device, "bool", requires_grad=False) for shape in ((1, 3, 3, 1), (2, 2, 1, 1)))
+    with pytest.raises(DTypeError, match=r"^\[conv\] no convolution of bool arrays"):
+        ops.conv(image, kernel)
+
+
+def test_devices_that_kernels_cannot_take(device):
+    there = ndl.cpu() if device != ndl.cpu() else ndl.cpu_numpy()
+    x, ids = leaf(np.ones((2, 2)), device), leaf([0, 1], there, "int32", requires_grad=False)
+    for op in (ops.embedding, ops.cross_entropy, lambda x, ids: ops.linear_cross_entropy(x, x, ids)):
+        with pytest.raises(DeviceError, match=rf"^\[\w+\] .*{re.escape(str(there))}"):
+            op(x, ids)
+    for name, op, *shapes in (
+        ("batch_norm", ops.batch_norm, (2, 3), (3,), (3,)), ("attention", ops.attention, *[(1, 2, 3, 4)] * 3),
+        ("lstm", ops.lstm, (2, 1, 4), (1, 3), (1, 3), (4, 12), (3, 12), (12,)), ("conv", ops.conv, (1, 3, 3, 1), (2, 2, 1, 1)),
+    ):  # fmt: skip
+        for which in range(1, len(shapes)):
+            with pytest.raises(DeviceError, match=rf"^\[{name}\] .*{re.escape(str(there))}"):
+                op(*[leaf(np.ones(shape), there if i == which else device) for i, shape in enumerate(shapes)])
+    with pytest.raises(DeviceError, match=r"^\[rotary\] "):
+        ops.rotary(leaf(np.ones((1, 1, 2, 2)), device), *[array(np.ones((2, 1)), there)] * 2)
+    with pytest.raises(DeviceError, match=r"^\[sgd_step\] "):
+        kernels.sgd_step(x.cached_data, array(np.ones((2, 2)), there), None, 0.1, 0.9, 0.0)
 
 
 def test_cells_take_states_of_one_shape(device):

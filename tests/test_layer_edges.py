@@ -486,6 +486,18 @@ def test_a_parameter_of_two_names(device):
     assert other.out[0].weight is other.embedding.weight
 
 
+@pytest.mark.parametrize("kind, beta2", [(Adam, 0.999), (AdamW, 0.95)])
+def test_moments_are_those_of_the_gradient_itself(host, kind, beta2):
+    x = leaf([1.0, 1.0], host)
+    x.grad = leaf([2.0, -3e-8], host, requires_grad=False)
+    optimizer = kind([x], lr=0.5, eps=1e-8, weight_decay=0.0)
+    optimizer.step()
+    state = optimizer.state_dict()
+    np.testing.assert_allclose(state["m.0"], [0.2, -3e-9], rtol=1e-5)
+    np.testing.assert_allclose(state["v.0"], [4 * (1 - beta2), 9e-16 * (1 - beta2)], rtol=1e-4)
+    np.testing.assert_allclose(x.numpy(), [0.5, 1 + 0.5 * 0.75], rtol=1e-5)  # 3e-8 / (3e-8 + eps)
+
+
 def test_an_optimizer_of_ones_own_needs_no_states(cpu):
     class SignDescent(Optimizer):
         def step(self):
