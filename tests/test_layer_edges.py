@@ -498,6 +498,15 @@ def test_moments_are_those_of_the_gradient_itself(host, kind, beta2):
     np.testing.assert_allclose(x.numpy(), [0.5, 1 + 0.5 * 0.75], rtol=1e-5)  # 3e-8 / (3e-8 + eps)
 
 
+@pytest.mark.parametrize("kind, moment, after", [(Adam, 0.2, 1.9), (AdamW, 0.1, 1.8)])
+def test_adam_adds_decay_to_the_gradient_and_adamw_takes_it_off_the_weight(host, kind, moment, after):
+    x = leaf([2.0], host)
+    x.grad = leaf([1.0], host, requires_grad=False)
+    optimizer = kind([x], lr=0.1, weight_decay=0.5)
+    optimizer.step()
+    np.testing.assert_allclose([optimizer.state_dict()["m.0"].item(), x.item()], [moment, after], rtol=1e-5)
+
+
 def test_an_optimizer_of_ones_own_needs_no_states(cpu):
     class SignDescent(Optimizer):
         def step(self):
