@@ -3,6 +3,7 @@
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from needle.optim import AdamW
 from pythia_app import config_file
 from pythia_app.memory import Budget
 from pythia_app.options import _parser, parse
-from pythia_app.trainer import learning_rate, make_config
+from pythia_app.trainer import evaluated, learning_rate, make_config
 
 pytest.importorskip("yaml")
 ROOT = Path(__file__).parent.parent
@@ -208,6 +209,11 @@ def test_no_such_file():
     for name in ("no-such-file", ".", "n" * 5000, ""):
         with pytest.raises(DataError, match=re.escape("[config] cannot read")):
             from_config(name)
+
+
+def test_the_text_that_is_evaluated_is_what_is_asked_for():
+    text = SimpleNamespace(held_out=range(99_999))
+    assert [len(evaluated(text, *given)) for given in ((8,), (8, 100), (200, 100), (40_000,))] == [32_768, 100, 201, 40_001]
 
 
 def test_the_default_rate_is_a_short_warmup_and_a_cosine_to_a_tenth():

@@ -439,6 +439,21 @@ def test_whole_numbers_beside_float64_are_exact(device):
         assert (array([0], device, "float64") + number).item() == full((1,), number, "float64", device).item() == number
 
 
+def test_quotients_are_floats(device):
+    seven, two = array([7], device, "int32"), array([2], device, "int32")
+    for quotient in (
+        seven / two,
+        seven / array([2], device, "int64"),
+        seven / 2,
+        7 / two,
+        seven / array([True], device, "bool") / 2,
+    ):
+        assert quotient.dtype == device.default_float and quotient.item() == 3.5
+    assert (array([7], device, "float64") / two).dtype == (array([7], device) / array([2], device, "float64")).dtype == "float64"
+    if not device.numpy_semantics:  # floats of numpy are taken as they would be stored
+        assert (seven + np.array([0.5])).dtype == device.default_float
+
+
 def test_integer_powers(device):
     for dtype in ("int32", "int64"):
         least = dt.LIMITS[dtype][0]

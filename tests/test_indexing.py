@@ -191,6 +191,7 @@ def test_a_parameter_is_written_in_place(device):
         ((MASK, 0), "too many indices for shape (3, 3, 4)"),
         (([0], ..., ...), "an index has more than one ..."),
         (np.array([True, False]), "boolean index did not match indexed array along axis 0"),
+        (np.ones((3, 2), bool), "boolean index did not match indexed array along axis 1: (3, 2) for (3, 3)"),
         ([0.5], "an index is an array of float64 (accepted: whole numbers or bool)"),
         (np.array([1.0]), "an index is an array of float64 (accepted: whole numbers or bool)"),
         (ndl.Tensor([1.0, 1.5]), "1.5 in an index is no whole number"),

@@ -1317,6 +1317,7 @@ def test_tensorboard_reads_the_events(run, tmp_path, monkeypatch):
     for name in ("loss", "lr", "grad_norm", "tokens_per_second", "peak_bytes", "held_out_loss"):
         expected = [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
         assert [(event.step, event.value) for event in events.Scalars(name)] == expected, name
+        assert all(event.wall_time > 1e9 for event in events.Scalars(name))
     assert [event.step for event in events.Scalars("peak_bytes/activation")] == [1, 2, 3, 4, 5]
     assert {2, 5} <= {event.step for event in events.Tensors("sample/text_summary")}  # this reader purges scalars alone
 
