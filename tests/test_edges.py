@@ -336,6 +336,7 @@ def test_ids_outside_their_range_are_named(device):
     x = array(np.ones((2, 3)), device)
     for text, make in (
         ("[embedding] id -1 at position 1 is outside the vocabulary (0..1)", lambda: kernels.embedding(x, array([0, -1], device, "int32"))),
+        ("[embedding] id 1 at position 0 is outside the vocabulary (0..0)", lambda: kernels.embedding(x[:1], array([1], device, "int32"))),
         ("[one_hot] id 2 at position 0 is outside the depth (0..1)", lambda: kernels.one_hot(array([2], device, "int64"), 2)),
         (f"[one_hot] id {2**32} at position 0 is outside the depth (0..1)", lambda: init.one_hot(2, np.array([2**32]), device)),
         ("[cross_entropy] target 3 at position 1 is outside the classes (0..2)", lambda: kernels.cross_entropy(x, array([-100, 3], device))[0]),
