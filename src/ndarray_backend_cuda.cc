@@ -232,7 +232,11 @@ int64_t scratch_bytes() { return device().scratch_bytes; }
 Scratch scratch(int64_t bytes) {
   Device& d = device();
   if (bytes > d.scratch_bytes) throw std::logic_error("more scratch memory asked than there is");
-  return {d.scratch, std::unique_lock<std::mutex>(d.scratch_mutex)};
+  Scratch held{d.scratch, std::unique_lock<std::mutex>(d.scratch_mutex)};
+#if NEEDLE_EMULATED
+  cuda_sim_narrow(d.scratch, size_t(bytes), size_t(d.scratch_bytes), stream());
+#endif
+  return held;
 }
 
 void copy_on_device(void* to, const void* from, int64_t bytes) {

@@ -21,6 +21,10 @@
 #include "launch_sim.h"
 #include "scheduler.h"
 
+#if NEEDLE_ASAN
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace needle::sim {
 
 namespace {
@@ -222,6 +226,16 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   return do_or_enqueue(stream, [=] { std::memset(to, value, bytes); });
 }
+#if NEEDLE_ASAN
+void cuda_sim_narrow(void* area, size_t bytes, size_t area_bytes, cudaStream_t stream) {
+  do_or_enqueue(stream, [=] {
+    __asan_unpoison_memory_region(area, bytes);
+    __asan_poison_memory_region(static_cast<char*>(area) + bytes, area_bytes - bytes);
+  });
+}
+#else
+void cuda_sim_narrow(void*, size_t, size_t, cudaStream_t) {}
+#endif
 cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *total = total_bytes();
   *free = free_bytes();

@@ -128,3 +128,8 @@ inline cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*
   return cudaSuccess;
 }
 inline cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
+
+// The emulator's own: what follows on the stream may touch the first bytes of an area alone, which
+// a build with AddressSanitizer sees to.
+NEEDLE_SIM_HIDDEN void cuda_sim_narrow(void* area, size_t bytes, size_t area_bytes,
+                                       cudaStream_t stream);
