@@ -9,12 +9,13 @@ import pytest
 
 import needle as ndl
 from needle.checkpoints import CheckpointFolder
+from needle.data.text import TokenBatches
 from needle.errors import DataError, ShapeError
 from needle.models import Pythia, PythiaConfig, train_step
 from needle.optim import AdamW
 from pythia_app import config_file
 from pythia_app.memory import Budget
-from pythia_app.options import _parser, parse
+from pythia_app.options import RANGES, SMALLEST, _parser, parse
 from pythia_app.trainer import evaluated, learning_rate, make_config
 
 pytest.importorskip("yaml")
@@ -77,7 +78,9 @@ def test_flags_have_the_defaults_of_what_they_are_given_to():
     adamw = {"lr": options.lr, "betas": tuple(options.betas), "eps": options.eps, "weight_decay": options.weight_decay}
     assert adamw.items() <= of(AdamW).items() and options.keep_last == of(CheckpointFolder)["keep_last"]
     assert options.max_grad_norm == of(train_step)["max_norm"] == of(AdamW.clip_grad_norm)["max_norm"]
-    assert (options.block_size, options.window) == (PythiaConfig().block, PythiaConfig().window)
+    config = PythiaConfig()
+    assert (options.block_size, options.window, options.dropout) == (config.block, config.window, config.dropout)
+    assert options.seed == of(Pythia)["seed"] == of(TokenBatches)["seed"]
 
 
 def test_what_is_advised_changes_no_step():
@@ -114,6 +117,8 @@ def test_a_checkpoint_keeps_what_makes_the_model(file):
     saved = {**vars(parse([])), "lr": 0.5, "seq_len": 256, "seed": 7}
     options = parse(["--config", str(file("lr: 0.25\nseq_len: 64"))], saved)
     assert options.seq_len == 256 and options.lr == 0.25 and options.seed == 7
+    older = {name: value for name, value in saved.items() if name not in ("in_order", "save_every")}  # from before those flags
+    assert vars(parse([], older)) == vars(parse([], saved))
 
 
 def test_what_is_written_is_what_is_read(tmp_path, file):
@@ -196,13 +201,23 @@ def test_a_wrong_file_ends_in_one_line(file, text, said):
     assert len(message) < 300 + len(str(path))
 
 
-@pytest.mark.parametrize("name, value", [("lr", 0), ("max_grad_norm", 0), ("min_lr_ratio", 2), ("eps", 0), ("weight_decay", "nan")])
+@pytest.mark.parametrize(
+    "name, value", [("lr", 0), ("max_grad_norm", 0), ("min_lr_ratio", 1.01), ("eps", 0), ("weight_decay", "nan")]
+)
 def test_values_out_of_range_are_those_of_flags(file, name, value):
     for wrong in (lambda: parse([f"--{name}", str(value)]), lambda: from_config(file(f"{name}: {value}"))):
         with pytest.raises(ShapeError, match=rf"\[{name}\] is "):
             wrong()
     with pytest.raises(ShapeError, match="betas"):
         parse(["--betas", "0.9", "1"])
+
+
+def test_the_ends_of_ranges_are_accepted():
+    of_numbers = {"eps": (SMALLEST, 1), "min_lr_ratio": (0, 1), "weight_decay": (0, 1), "dropout": (0, 0.999), "lr": (1e-38, 1e38)}
+    of_numbers |= {"max_grad_norm": (1e-38, 1e38), "epochs": (1e-38, 1e6)}
+    for name, ends in (RANGES | of_numbers).items():
+        for value in ends:
+            assert getattr(parse(["--batch_size", "1", "--seq_len", "1", f"--{name}", str(value)]), name) == value
 
 
 def test_no_such_file():

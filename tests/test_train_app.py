@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -29,13 +30,15 @@ from needle.data.prepare import prepare
 from needle.data.text import load_text, unigram_entropy
 from needle.data.text_tokenizer import load_tokenizer, train_tokenizer
 from needle.data.token_files import TokenWriter
-from needle.models import GenerationConfig, Pythia, PythiaConfig, pretrained, pythia
+from needle.models import GenerationConfig, Pythia, PythiaConfig, pretrained, pythia, score_text
+from needle.models.training import Step
 from pythia_app import events as events_module
-from pythia_app import options
+from pythia_app import loop, options
 from pythia_app.config_file import STARTED
 from pythia_app.flops import published
 from pythia_app.loading import tokenizer_of_run
 from pythia_app.options import parse
+from pythia_app.report import Reporter
 from pythia_app.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -261,9 +264,15 @@ def test_training_on_a_token_file_is_resumed_bitwise(run, interrupted, tmp_path)
     assert done.returncode == 0 and done.stderr == ""
     assert "tokens 300.bin: 38,000 training tokens, 2,000 held out, vocabulary 300" in done.stdout
     assert '"sample"' not in (whole / "metrics.jsonl").read_text()  # there is no tokenizer
-    assert interrupted(*flags, parts).returncode == 130 and len(losses(parts)) == 2
-    assert run(*flags, parts, "--resume").returncode == 0
+    assert interrupted(*flags, parts, "--save_every", 2).returncode == 130 and len(losses(parts)) == 2
+    assert "held_out_loss" not in (parts / "metrics.jsonl").read_text()  # though a checkpoint was due
+    done = run(*flags, parts, "--resume")
+    assert done.returncode == 0 and "\n1,024 tokens in " in done.stdout
     assert losses(parts) == losses(whole)
+    rows = [json.loads(line) for line in (parts / "metrics.jsonl").read_text().splitlines()]
+    assert [row["tokens"] for row in rows if "loss" in row] == [256, 512, 768, 1024, 1280, 1536]
+    seconds = [row["seconds"] for row in rows if "loss" in row]
+    assert sorted({0, *seconds}) == [0, *seconds]
     in_order = run(*flags, tmp_path / "in order", "--in_order", "--max_steps", 2)
     assert in_order.returncode == 0 and losses(tmp_path / "in order") != losses(whole)[:2]
     for wrong, said in (("--vocab_size=299", "token id outside the vocabulary: 299 (0 to 298"), ("--max_tokens=5", "too short")):
@@ -350,7 +359,9 @@ def test_accumulation_eval_only_and_comparison(run, text, tmp_path):
     assert table.returncode == 0, table.stderr
     idle = [f"note: --{name} has no effect with --compare_dense" for name in ("checkpoint_dir", "save_every")]
     assert table.stderr.splitlines() == idle and not (tmp_path / "none").exists()
-    assert "attention ms/step" in table.stdout and "dense" in table.stdout and "local" in table.stdout
+    assert "attention ms/step" in table.stdout
+    for kind in (r"dense +1\.000", r"local +0\.700"):
+        assert re.search(rf"^{kind}( +\d+){{4}}( +\d\.\d{{3}}){{2}}$", table.stdout, re.M), table.stdout
 
 
 def test_the_loss_of_untrained_weights_is_named_so(main, tmp_path):
@@ -556,6 +567,74 @@ def test_epochs_of_a_comparison(run, monkeypatch):
     steps.clear()  # of a text of two windows, which batches run through several times
     assert run("--compare_dense", "--epochs", 8, "--max_tokens", 129, "--seq_len", 64, "--batch_size", 8).returncode == 0
     assert steps == [2] * 4
+
+
+def test_steps_of_a_comparison(run, interrupted, monkeypatch):
+    """By default it is short; Ctrl-C ends it after its step."""
+    steps, train_step = [], Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self: steps.append(self.steps) or train_step(self))
+    assert interrupted("--compare_dense").returncode == 130 and steps == [20, 20]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the steps of runs are asked for: (weights, optimizer, its rate, ids of the first micro-batch, other arguments) of each.
+    None is made, and a run ends with the second.
+    """
+    found = []
+
+    def train_step(model, optimizer, micro_batches, *rest):
+        found.append((model.embed_in.numpy(), optimizer, optimizer.lr, next(micro_batches)[0].numpy(), rest))
+        if len(found) % 2 == 0:
+            raise KeyboardInterrupt
+        return Step(1.0, 1.0)
+
+    monkeypatch.setattr(pythia_app.trainer, "train_step", train_step)
+    return found
+
+
+def test_a_step_is_made_with_what_the_flags_say(run, asked, tmp_path):
+    flags = (
+        "--lr", 2e-3, "--warmup_steps", 0, "--min_lr_ratio", 0.5, "--max_steps", 2, "--betas", 0.8, 0.9, "--eps", 1e-5,
+        "--weight_decay", 0.25, "--max_grad_norm", 0.75, "--accumulation_steps", 3, "--precision", "bf16",
+    )  # fmt: skip
+    assert run(*flags, "--checkpoint_dir", tmp_path / "run").returncode == 130
+    _, optimizer, _, ids, rest = asked[0]
+    assert [step[2] for step in asked] == pytest.approx([2e-3, 1.5e-3]) and ids.shape == (2, 64)
+    assert optimizer.betas == (0.8, 0.9) and optimizer.eps == 1e-5 and rest[:3] == (3, 0.75, "bf16")
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.25, 0.0}
+
+
+def test_weights_and_the_order_of_the_text_are_of_the_seed(run, asked, tmp_path):
+    for n, seed in enumerate((3, 3, 4)):
+        assert run("--seed", seed, "--checkpoint_dir", tmp_path / str(n)).returncode == 130
+        assert f"max_steps: {options.STEPS}\n" in (tmp_path / str(n) / "config.yaml").read_text()
+    first, same, other = asked[::2]
+    for part in (0, 3):
+        assert (first[part] == same[part]).all() and not (first[part] == other[part]).all()
+
+
+def test_a_token_file_whose_sequences_have_their_last_target_is_taken_by_them(run, asked, tmp_path):
+    (tmp_path / "writing").mkdir()
+    writer = TokenWriter(tmp_path / "writing", 300)
+    writer.write(np.arange(65 * 60) % 300, range(65, 65 * 60 + 1, 65))
+    writer.finish(tmp_path / "tokens")
+    assert run("--dataset", tmp_path / "tokens", "--in_order", "--checkpoint_dir", tmp_path / "run").returncode == 130
+    assert asked[0][3][:, 0].tolist() == [0, 65]
+
+
+def test_the_held_out_loss_is_the_mean_over_its_tokens(run, tmp_path):
+    """Of sequences that have their last target, three in batches of two."""
+    ids = np.random.default_rng(0).zipf(1.5, (60, 65)) % 300
+    (tmp_path / "writing").mkdir()
+    writer = TokenWriter(tmp_path / "writing", 300)
+    writer.write(ids.ravel(), range(65, ids.size + 1, 65))
+    writer.finish(tmp_path / "tokens")
+    assert run("--dataset", tmp_path / "tokens", "--max_steps", 1, "--checkpoint_dir", tmp_path).returncode == 0
+    (found,) = [row["held_out_loss"] for row in map(json.loads, open(tmp_path / "metrics.jsonl")) if "held_out_loss" in row]
+    model = Pythia.from_pretrained(tmp_path / "step-000001")
+    parts = [score_text(model, sequence, 64, 64).loss for sequence in ids[-3:].astype(np.int32)]
+    assert found == pytest.approx(np.mean(parts), rel=1e-6) and np.std(parts) > 0.01
 
 
 def test_checkpointing_changes_no_loss(run, tmp_path):
@@ -795,6 +874,7 @@ def test_a_run_that_has_its_steps_says_that_nothing_is_left(run, tmp_path):
         f"going on after step 2 from {tmp_path / 'step-000002'}, of 2 steps: nothing is left to train"
         in run(*flags, "--resume").stdout
     )
+    assert ", of 1 steps: nothing is left" in run("--epochs", 1e-6, "--resume", *flags[2:]).stdout
 
 
 def test_what_kernels_take_of_a_gpu_is_no_room_for_arrays(text, tmp_path):
@@ -1300,6 +1380,29 @@ def test_what_is_measured_as_it_runs(text, tmp_path):
     samples = [row for row in rows if "sample" in row]
     assert [row["step"] for row in samples] == [row["step"] for row in rows if "held_out_loss" in row] == [1, 2, 3, 4]
     assert samples[-1]["prompt"] + samples[-1]["sample"] in done.stdout and len({row["prompt"] for row in samples}) == 1
+
+
+def test_figures_of_time_are_of_the_steps_since_the_run_went_on(run, tmp_path, monkeypatch):
+    """On a clock on which ten seconds pass from one look to the next: two looks in a step."""
+    flags, left, seeds = ("--seed", 7, "--checkpoint_dir", tmp_path, "--max_steps"), [], []
+    step, generate = Reporter.step, Pythia.generate
+    monkeypatch.setattr(Reporter, "step", lambda self, row, seconds: left.append(seconds) or step(self, row, seconds))
+    monkeypatch.setattr(Pythia, "generate", lambda self, ids, config: seeds.append(config.seed) or generate(self, ids, config))
+    assert run(*flags, 2).returncode == 0
+    left.clear()
+    clock = itertools.count(1000, 10)
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert run("--resume", *flags, 5).returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["tokens_per_second"] for row in rows if row["step"] > 2 and "loss" in row] == [12.8] * 3
+    assert left == [40, 20, 0] and seeds == [7, 7]
+
+
+def test_what_a_step_leaves_behind_is_said(run, tmp_path, monkeypatch):
+    kept, train_step = [], Trainer.train_step
+    monkeypatch.setattr(Trainer, "train_step", lambda self: kept.append(self.model.embed_out * 2) or train_step(self))
+    done = run("--max_steps", 3, "--checkpoint_dir", tmp_path)
+    assert done.returncode == 0 and "`kept` (test_train_app.py:" in done.stdout and "keeps the graph of 1 step" in done.stdout
 
 
 def test_tensorboard_reads_the_events(run, tmp_path, monkeypatch):
