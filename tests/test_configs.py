@@ -99,6 +99,11 @@ def test_a_run_fits_where_nobody_knows_what_is_there(monkeypatch, capsys):
     assert budget.bytes == 0 and budget.peak() > 0
     budget.show()
     assert capsys.readouterr().out.endswith("fits: meta() has an unknown amount\n")
+    limited = Budget(
+        parse(["--batch_size", "1", "--seq_len", "64", "--model", "14m", "--memory_limit", "1MiB"]), 300, ndl.meta(), False
+    )
+    with pytest.raises(ShapeError, match=r"\[memory_limit\] .* the limit is 1.00 MiB"):
+        limited.peak()
 
 
 def test_flags_override_what_a_file_says(file):

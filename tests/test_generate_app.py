@@ -1,6 +1,7 @@
 """apps/generate.py and apps/evaluate.py as a user runs them, on a model that apps/train_pythia.py has just made."""
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -103,8 +105,11 @@ def test_several_prompts_and_stdin(made):
     assert two.startswith(f"--- 1 of 2 ---\n{alone}")
 
 
-def test_of_several_texts_the_first_that_goes_on_is_written_as_it_is_made(loaded, capsys):
+def test_of_several_texts_the_first_that_goes_on_is_written_as_it_is_made(loaded, capsys, monkeypatch):
     from generate import show
+
+    clock = itertools.count(10)
+    monkeypatch.setattr("generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
 
     _, tokenizer = loaded
     a, b, stop = tokenizer.encode("a")[0], tokenizer.encode("b")[0], tokenizer.end_of_text
@@ -117,7 +122,9 @@ def test_of_several_texts_the_first_that_goes_on_is_written_as_it_is_made(loaded
 
     assert show(source(), ["x", "y", "z"], [np.array([a])] * 3, [stop], tokenizer) == 0
     assert seen == ["--- 1 of 3 ---\nxa", "\n--- 2 of 3 ---\nybb", "a"]
-    assert capsys.readouterr().out == "\n--- 3 of 3 ---\nzb\n"
+    said = capsys.readouterr()
+    assert said.out == "\n--- 3 of 3 ---\nzb\n"
+    assert said.err == "7 tokens in 3.00 s, 2.3 tokens/s; reading 3 took 1.00 s\n"
 
 
 def test_what_is_written_is_utf8_at_every_moment(made):

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 import needle as ndl
 from needle import memory
 from needle.models import PythiaConfig, plannable
-from pythia_app import flops, page
+from pythia_app import flops, page, report
 from pythia_app.report import Reporter
 
 pytest.importorskip("plotly")
@@ -194,6 +195,28 @@ def test_a_run_goes_on_without_a_page(tmp_path, monkeypatch, capsys):
             report.step(row(step, tokens_per_second=1.0), 0)
     assert capsys.readouterr().out.count("no report.html: No module named 'plotly' (pip install plotly)\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == [page.METRICS]
+
+
+@pytest.mark.parametrize(
+    "drawing, nows, expected", [(0, [100, 110, 119.9, 121, 122], [100, 121]), (1, [100, 150, 200, 202, 250], [100, 202])]
+)
+def test_a_page_is_drawn_now_and_then_and_at_the_end(tmp_path, monkeypatch, drawing, nows, expected):
+    """Every twenty seconds, or in a hundredth of the time where that is more; with what came since at the end."""
+    drawn, clock = [], SimpleNamespace(now=0.0)
+
+    def write(*_):
+        drawn.append(clock.now)
+        clock.now += drawing
+
+    monkeypatch.setattr(page, "write", write)
+    monkeypatch.setattr(report, "time", SimpleNamespace(time=lambda: 1.7e9 + clock.now, perf_counter=lambda: clock.now))
+    with Reporter(tmp_path, about(utilization=1e-4)) as reporter:
+        for step, clock.now in enumerate(nows, start=1):
+            reporter.step(row(step, tokens_per_second=500.0), 0)
+        assert drawn == expected
+    assert drawn == [*expected, nows[-1]]
+    rows = [json.loads(line) for line in (tmp_path / page.METRICS).read_text().splitlines()]
+    assert [line["time"] for line in rows] == [1.7e9 + now for now in nows] and {line["mfu"] for line in rows} == {500.0 * 1e-4}
 
 
 def test_of_ten_steps_one_is_printed(tmp_path, capsys):

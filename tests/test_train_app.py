@@ -417,6 +417,15 @@ def test_a_run_that_began_with_weights_needs_no_other(run, text, tmp_path):
     assert f"--init_from {third} is not taken: a run goes on that began with {first / 'step-000002'}" in said
 
 
+def test_a_checkpoint_with_a_lower_held_out_loss_than_the_last_is_named(run, tmp_path, monkeypatch):
+    found = iter([2.0, 1.0, 3.0])
+    monkeypatch.setattr(Trainer, "held_out_loss", lambda self, text: next(found))
+    done = run("--max_steps", 3, "--save_every", 1, "--keep_last", 1, "--checkpoint_dir", tmp_path)
+    assert done.returncode == 0 and f"\nlowest held-out loss so far: {tmp_path / 'step-000002'}\n" in done.stdout
+    assert "held-out loss 3.000 nats, perplexity 20.1; " in done.stdout
+    assert CheckpointFolder(tmp_path).names() == ["step-000002", "step-000003"]
+
+
 def test_a_model_for_long_texts_stays_one(run, tmp_path):
     """And ends its texts as before."""
     model = Pythia(PythiaConfig.named("14m", vocab_size=300, max_seq_len=256))
@@ -430,7 +439,7 @@ def test_a_model_for_long_texts_stays_one(run, tmp_path):
             done = run(
                 "--init_from", tmp_path / "first", "--checkpoint_dir", made, "--resume", "--seq_len", seq_len, "--max_steps", steps
             )
-            assert done.returncode == 0, done.stderr
+            assert done.returncode == 0 and done.stderr == "", done.stderr
             saved = made / f"step-{steps:06d}"
             assert pretrained.read_config(saved).max_seq_len == expected
             assert pretrained.read_generation(saved) == model.generation_config
@@ -509,6 +518,8 @@ def test_a_tokenizer_that_was_kept_as_a_relative_path(tmp_path):
     options = parse(["--tokenizer", "gone.json"])
     assert tokenizer_of_run(options, None, tmp_path, {"options": {"tokenizer": "gone.json"}}) == tmp_path / "tokenizer.json"
     assert tokenizer_of_run(options, None, tmp_path, {"options": {"tokenizer": None}}) == Path("gone.json").absolute()
+    assert tokenizer_of_run(options, None, tmp_path, {"options": {"tokenizer": "other.json"}}) == Path("gone.json").absolute()
+    assert tokenizer_of_run(options, tmp_path, None, None) == Path("gone.json").absolute()
 
 
 def test_the_name_of_a_data_set_stays_its_name(tmp_path, monkeypatch):
@@ -857,14 +868,17 @@ def test_wikitext_without_a_network(text, tmp_path):
     assert "cannot reach the Hub: no route to host; data/wikitext-2 does not exist (put wiki.train.tokens" in done.stderr
 
 
-def test_what_cannot_fit_is_refused_before_it_starts(main, monkeypatch, tmp_path):
+def test_what_cannot_fit_is_refused_before_it_starts(main, run, monkeypatch, tmp_path):
     from needle import memory
 
     for there in ("capacity", "available"):  # of the machine, and of a GPU
         monkeypatch.setattr(memory, there, lambda device: 20 << 20)
     code, lines = main("--batch_size", 64, "--checkpoint_dir", tmp_path / "run")
     assert code == 2 and len(lines) == 1 and not (tmp_path / "run").exists()
-    assert re.search(rf"at its peak \(planned\); {re.escape(str(options.device('auto')))} has 20.00 MiB( free)?; none of", lines[0])
+    said = rf"at its peak \(planned\); {re.escape(str(options.device('auto')))} has 20.00 MiB( free)?; none of"
+    assert re.search(said, lines[0]) and lines[0].startswith("train_pythia.py: error: [memory] ")
+    plan = run("--batch_size", 64, "--plan")
+    assert plan.returncode == 0 and re.search(said, plan.stdout) and "fits:" not in plan.stdout
 
 
 def test_a_run_that_has_its_steps_says_that_nothing_is_left(run, tmp_path):
@@ -1384,6 +1398,8 @@ def test_what_is_measured_as_it_runs(text, tmp_path):
 
 def test_figures_of_time_are_of_the_steps_since_the_run_went_on(run, tmp_path, monkeypatch):
     """On a clock on which ten seconds pass from one look to the next: two looks in a step."""
+    import train_pythia
+
     flags, left, seeds = ("--seed", 7, "--checkpoint_dir", tmp_path, "--max_steps"), [], []
     step, generate = Reporter.step, Pythia.generate
     monkeypatch.setattr(Reporter, "step", lambda self, row, seconds: left.append(seconds) or step(self, row, seconds))
@@ -1391,10 +1407,17 @@ def test_figures_of_time_are_of_the_steps_since_the_run_went_on(run, tmp_path, m
     assert run(*flags, 2).returncode == 0
     left.clear()
     clock = itertools.count(1000, 10)
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    assert run("--resume", *flags, 5).returncode == 0
+    for module in (loop, train_pythia):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(train_pythia, "peak_flops", lambda device, precision: (1e9, precision))
+    done = run("--resume", *flags, 5)
+    assert done.returncode == 0 and "\n384 tokens in 1:10, 5 tokens/s with evaluation; peak memory " in done.stdout
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["tokens_per_second"] for row in rows if row["step"] > 2 and "loss" in row] == [12.8] * 3
+    rows = [row for row in rows if row["step"] > 2 and "loss" in row]
+    assert [row["tokens_per_second"] for row in rows] == [12.8] * 3
+    used = 12.8 * PythiaConfig.named("14m", vocab_size=300).flops_per_token(64) / 1e9
+    assert [row["mfu"] for row in rows] == pytest.approx([used] * 3, rel=1e-12)
+    assert ", of fp32<" in (tmp_path / "report.html").read_text()
     assert left == [40, 20, 0] and seeds == [7, 7]
 
 
