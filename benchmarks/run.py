@@ -135,8 +135,8 @@ for group in ("gpu_gemm", "gpu_attention", "gpu_products"):
 
 
 def _beside(group: str, row: Row) -> dict[str, Row]:
-    """What needle runs in the same turns as a row, by name: shares of the blocks; the sparse model and the attention of both; the
-    loss by whole logits; on a GPU the product by needle's own kernel."""
+    """What runs in the same turns as a row, by name: shares of the blocks; the sparse model and the attention of both; the loss by
+    whole logits; on a GPU the product by needle's own kernel; PyTorch's convolution of images whose channels lie side by side."""
     if group in ("attention", "attention_bf16", "gpu_attention", "gpu_products"):
         return {f"needle-{share:g}": replace(row, args={**row.args, "density": share}) for share in SHARES}
     if group == "loss":
@@ -145,6 +145,8 @@ def _beside(group: str, row: Row) -> dict[str, Row]:
         return {"needle-own": replace(row, args={**row.args, "own": True})}
     if group == "generation":
         return {"needle-local": replace(row, args={**row.args, **LOCAL})}
+    if row.case == "conv":
+        return {"torch-channels-last": replace(row, args={**row.args, "channels_last": True})}
     if group != "long":
         return {}
     shape = {name: row.args[name] for name in ("batch_size", "seq_len")}
@@ -201,10 +203,9 @@ def main() -> int:
                 failed = True
                 continue
             more = {name: _on(options.device, other) for name, other in _beside(group, row).items()}
-            beside = [Contestant(name, options.needle_python, NEEDLE_WORKER, row=other) for name, other in more.items()]
             records = measure(
                 _on(options.device, row),
-                contestants + (beside if options.only != "torch" else []),
+                contestants + [_contestant(name, other, options) for name, other in more.items() if _wanted(name, options.only)],
                 threads=threads,
                 rounds=options.rounds,
                 busy=options.busy,
@@ -225,6 +226,16 @@ def main() -> int:
         for worker in (kept or {}).values():
             worker.close()
     return 1 if failed else 0
+
+
+def _wanted(name: str, only: str | None) -> bool:
+    return only is None or name.startswith("torch") == (only == "torch")
+
+
+def _contestant(name: str, row: Row, options: argparse.Namespace) -> Contestant:
+    if name.startswith("torch"):
+        return Contestant(name, options.torch_python, TORCH_WORKER, row=row)
+    return Contestant(name, options.needle_python, NEEDLE_WORKER, row=row)
 
 
 def _contestants(options: argparse.Namespace) -> list[Contestant]:
@@ -257,7 +268,7 @@ def _print(records: list[dict]) -> None:
             rate = f"{r['us_per_op']:10.2f} us/op"
         device = f"{r['device_peak_bytes'] / 1e6:8.0f} MB device" if "device_peak_bytes" in r else ""
         print(
-            f"  {r['contestant']:14s} {r['median_s'] * 1e3:10.2f} ms ({r['p10_s'] * 1e3:.2f} to {r['p90_s'] * 1e3:.2f})"
+            f"  {r['contestant']:19s} {r['median_s'] * 1e3:10.2f} ms ({r['p10_s'] * 1e3:.2f} to {r['p90_s'] * 1e3:.2f})"
             f" {rate}  x{r.get('time_over_first', math.nan):.3g}  {r['peak_rss_bytes'] / 1e6:8.0f} MB peak{device}",
             flush=True,
         )

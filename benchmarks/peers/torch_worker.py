@@ -120,12 +120,18 @@ def attention(
     return _case(forward_backward if backward else forward, device)
 
 
-def _layer(layer: torch.nn.Module, shape: tuple[int, ...], device: str, dtype: str = "float32") -> Case:
+def _layer(
+    layer: torch.nn.Module,
+    shape: tuple[int, ...],
+    device: str,
+    dtype: str = "float32",
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> Case:
     """A layer's forward and all gradients, on an input of ``shape``, which its (first) output has, too."""
     device = _place(device)
-    layer.to(device, getattr(torch, dtype))
-    x = _array(np.random.default_rng(0), shape, device, dtype).requires_grad_()
-    grad = _array(np.random.default_rng(1), shape, device, dtype)
+    layer.to(device, getattr(torch, dtype), memory_format=memory_format)
+    x, grad = (_array(np.random.default_rng(seed), shape, device, dtype).contiguous(memory_format=memory_format) for seed in (0, 1))
+    x.requires_grad_()
 
     def step() -> None:
         x.grad = None
@@ -136,9 +142,15 @@ def _layer(layer: torch.nn.Module, shape: tuple[int, ...], device: str, dtype: s
     return _case(step, device)
 
 
-def conv(channels: int, side: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
-    """A layer of 3 x 3 kernels on images of side x side pixels, forward and all gradients."""
-    return _layer(torch.nn.Conv2d(channels, channels, 3, padding=1), (batch_size, channels, side, side), device, dtype)
+def conv(
+    channels: int, side: int, batch_size: int, channels_last: bool = False, device: str = "cpu", dtype: str = "float32"
+) -> Case:
+    """A layer of 3 x 3 kernels on images of side x side pixels, forward and all gradients.
+
+    channels_last: a pixel's channels lie side by side in the images, their gradients and the kernel.
+    """
+    layer, shape = torch.nn.Conv2d(channels, channels, 3, padding=1), (batch_size, channels, side, side)
+    return _layer(layer, shape, device, dtype, torch.channels_last if channels_last else torch.contiguous_format)
 
 
 def recurrent(kind: str, width: int, positions: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
