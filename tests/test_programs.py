@@ -70,7 +70,7 @@ class Program:
         }
         if self.rng.integers(6) == 0:
             return self.rng.random(shape[: self.rng.integers(1, len(shape) + 1)]) < 0.5
-        return tuple(pick[int(self.rng.integers(len(pick)))](n) for n in shape)
+        return tuple(pick[int(self.rng.integers(len(pick)))](n) if n else slice(None) for n in shape)
 
     def unary(self, i, shape):
         return self.one_of(UNARY), i
