@@ -31,8 +31,8 @@ template <class T>
 void gemm_of_windows(const Windows<T>& a, const WindowBlock& block, int64_t n, const T* b,
                      bool accumulate, accum_t<T>* c);
 
-// out (size) = or += the sums that part(i, to) puts into `to`, for i = 0 .. parts-1 in this order:
-// a task each, added by one thread. Room: parts * size at most.
+// out (size) = or += the sums that part(i, to) puts into `to`, a task each, added in the order of i
+// = 0 .. parts-1. Room: parts * size at most.
 template <int64_t Room, class T, class F>
 void add_parts(int64_t parts, int64_t size, bool accumulate, T* out, F&& part) {
   struct Sums {
@@ -40,11 +40,12 @@ void add_parts(int64_t parts, int64_t size, bool accumulate, T* out, F&& part) {
   };
   T* const sums = of_this_thread<Sums>().of_part;
   parallel_for(parts, [&](int64_t i) { part(i, sums + i * size); });
-  for (int64_t i = 0; i < size; ++i) {
-    T sum = accumulate ? out[i] : T(0);
-    for (int64_t at = i; at < parts * size; at += size) sum += sums[at];
-    out[i] = sum;
-  }
+  constexpr int64_t kAtOnce = 2048;
+  parallel_ranges(size, kAtOnce, [&](int64_t begin, int64_t end) {
+    if (!accumulate) std::fill(out + begin, out + end, T(0));
+    for (const T* of_part = sums; of_part < sums + parts * size; of_part += size)
+      for (int64_t i = begin; i < end; ++i) out[i] += of_part[i];
+  });
 }
 
 // Whether gemm_own is the faster way to each of `batch` products of this size, rather than tiles on

@@ -29,24 +29,26 @@ void for_window(const Windows<T>& w, int64_t window, F&& f) {
     }
 }
 
-constexpr int64_t kParts = 8;               // into which the windows of a small result are cut
-constexpr int64_t kPartWindows = 512;       // the least of a part
-constexpr int64_t kPartialSums = 64 << 10;  // elements of all parts: they are added by one thread
+constexpr int64_t kPartWindows = 512;      // the least of a part
+constexpr int64_t kPartialSums = 5 << 18;  // elements of all parts
 
-// out (elements, n) = or += windows^T @ dy (windows, n). Of a small result, whose elements are too
-// few for tasks of their own, a task is a part of the windows; the parts' sums are added in their
-// order.
+// out (elements, n) = or += windows^T @ dy (windows, n). A task is one of 16 or 8 parts of the
+// windows, whose sums are added in the order of the parts. Where those would be too many sums or
+// too few windows, threads share the elements, and wait for each other at every block of windows.
 template <class T>
 void add_up_windows(const Windows<T>& windows, int64_t n, const T* dy, bool accumulate,
                     accum_t<T>* out) {
   const int64_t count = windows.count(), size = windows.elements() * n;
-  const Cut parts(windows.all(), std::max(ceil_div(count, kParts), kPartWindows));
-  if (parts.count() < kParts || size > kPartialSums / parts.count())
-    return gemm_of_windows(windows, windows.all(), n, dy, accumulate, out);
-  add_parts<kPartialSums>(parts.count(), size, accumulate, out, [&](int64_t i, accum_t<T>* to) {
-    const WindowBlock part = parts[i];
-    gemm_of_windows(windows, part, n, dy + parts.first(part) * n, false, to);
-  });
+  for (const int64_t wanted : {16, 8}) {
+    const int64_t each = ceil_div(count, wanted), line = windows.cols.windows;
+    const Cut parts(windows.all(), each > line ? round_up(each, line) : each);
+    if (each < kPartWindows || parts.count() * size > kPartialSums) continue;
+    return add_parts<kPartialSums>(parts.count(), size, accumulate, out, [&](int64_t i, auto* to) {
+      const WindowBlock part = parts[i];
+      gemm_of_windows(windows, part, n, dy + parts.first(part) * n, false, to);
+    });
+  }
+  gemm_of_windows(windows, windows.all(), n, dy, accumulate, out);
 }
 
 }  // namespace
