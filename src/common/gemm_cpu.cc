@@ -245,8 +245,8 @@ struct Own {
     const int64_t groups =
         std::min(ceil_div(whole.count(), kMinRows), ceil_div(int64_t(4) * num_threads(), strips));
     const Cut tasks(whole, ceil_div(whole.count(), groups));
-    const bool in_place =
-        part.length % kGroup == 0 && whole.width >= kRows && (Loop::kByLines || step % kSets != 0);
+    const bool in_place = part.length % kGroup == 0 && Loop::at_once(whole.width) > 0 &&
+                          (Loop::kByLines || step % kSets != 0);
     const int64_t stride = stride_for(words) * kWord;
     // What was just written is slow to read: several times kRows are packed before they are read.
     const int64_t packed =
@@ -269,11 +269,19 @@ struct Own {
         const int64_t count = patch.block.count();
         typename Patch::Place next{patch};
         for (int64_t i = 0; i < count;) {
-          if (in_place && next.place + kRows <= patch.block.width) {
-            Loop::template multiply_rows<false>(kRows, cols, rows, next.window(), step, strip,
-                                                accumulate, to + i * ldc, ldc);
-            next.advance(kRows);
-            i += kRows;
+          if (int64_t there = in_place ? Loop::at_once(next.left()) : 0) {
+            const P* const first = next.window();
+            typename Loop::RowStride lda = step;
+            next.advance(there);
+            if constexpr (Loop::kHalves)
+              if (there == kRows / 2 && i + there < count && next.left() >= there) {
+                lda.next = next.window() - first;
+                next.advance(there);
+                there = kRows;
+              }
+            Loop::template multiply_rows<false>(there, cols, rows, first, lda, strip, accumulate,
+                                                to + i * ldc, ldc);
+            i += there;
             continue;
           }
           // Of several lines, or not all there.

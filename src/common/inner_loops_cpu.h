@@ -51,6 +51,10 @@ struct VectorLoop {
   static constexpr int64_t kWide = 2 * kCols;
   static constexpr bool kAcross = true;    // reads rows that do not lie along memory, too
   static constexpr bool kByLines = false;  // reads as much of a row at once as a line of the cache
+  static constexpr bool kHalves = false;   // two halves of the rows may lie anywhere
+  using RowStride = int64_t;
+  // How many of so many evenly spaced rows, and of what follows them, are worth reading at once.
+  static int64_t at_once(int64_t left) { return left < kRows ? 0 : kRows; }
 
   // The first R of kRows rows of C and as many of a panel's columns as V vectors have, of which
   // rows x cols are there. The rows of A lie along memory, lda elements apart, or across it, a word
@@ -128,12 +132,17 @@ struct TileLoop {
   using Mode = tiles::Use;
   static constexpr int kWord = 2, kGroup = tiles::kSide, kRows = 2 * tiles::kSide, kCols = kRows;
   static constexpr int64_t kWide = 8 * kCols;
-  static constexpr bool kAcross = false, kByLines = true;
+  static constexpr bool kAcross = false, kByLines = true, kHalves = true;
+  using RowStride = tiles::RowStride;
+  static int64_t at_once(int64_t left) {
+    constexpr int64_t kMost = kRows / 4;  // rows that are read, multiplied and left out
+    return left < kRows / 2 ? 0 : left < kRows - kMost ? kRows / 2 : std::min<int64_t>(left, kRows);
+  }
 
   // rows x cols of C from a panel of B.
   template <class Out>
-  static void micro(const Runs& runs, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
-                    int64_t ldc, int64_t rows, int64_t cols) {
+  static void micro(const Runs& runs, const P* a, RowStride lda, const P* b, bool accumulate,
+                    Out* c, int64_t ldc, int64_t rows, int64_t cols) {
     const int64_t height = round_up(rows, tiles::kSide), width = round_up(cols, tiles::kSide);
     const auto add_runs = [&](float* sums, int64_t ld) {
       for (int64_t i = 0; i < runs.count; ++i)
@@ -151,7 +160,7 @@ struct TileLoop {
 
   // kRows rows of A, or fewer, times panels of B, whose columns are all of C's.
   template <bool across, class Out>
-  static void multiply_rows(int64_t rows, int64_t cols, const Runs& runs, const P* a, int64_t lda,
+  static void multiply_rows(int64_t rows, int64_t cols, const Runs& runs, const P* a, RowStride lda,
                             const P* b, bool accumulate, Out* c, int64_t ldc) {
     static_assert(!across);
     for (int64_t j = 0; j < cols; j += kCols, b += runs.count * runs.length * kCols * kWord) {

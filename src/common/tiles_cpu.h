@@ -61,10 +61,16 @@ inline Rows rows_of(const bfloat16* from, int64_t ld, int64_t m, int64_t k, bflo
   return {buffer, width};
 }
 
+// Rows lie `stride` elements apart, and each kSide of them `next` elements from those before.
+struct RowStride {
+  int64_t stride, next;
+  RowStride(int64_t stride) : stride(stride), next(kSide * stride) {}
+};
+
 // C (m, n) = A B, or C += with accumulate: A (m, k) by its rows, B (k, n) by rows of words. k and
 // ldb count words, lda and ldc elements; m, n and k are multiples of kSide. Sums are rounded to
 // nearest; subnormal numbers are zero.
-void gemm(int64_t m, int64_t n, int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b,
+void gemm(int64_t m, int64_t n, int64_t k, const bfloat16* a, RowStride lda, const bfloat16* b,
           int64_t ldb, float* c, int64_t ldc, bool accumulate);
 
 // The words of two vectors' elements, rounded to bfloat16.
@@ -125,7 +131,7 @@ void add_products() {
 
 // R by V tiles of C, which stay in registers.
 template <int R, int V>
-void multiply(int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b, int64_t ldb, float* c,
+void multiply(int64_t k, const bfloat16* a, RowStride lda, const bfloat16* b, int64_t ldb, float* c,
               int64_t ldc, bool accumulate) {
   // f(tile, where it lies) for each tile of C.
   const auto each = [&](auto f) {
@@ -134,7 +140,7 @@ void multiply(int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b, int6
     if constexpr (R == 2) f(std::integral_constant<int, 2>{}, c + kSide * ldc);
     if constexpr (R == 2 && V == 2) f(std::integral_constant<int, 3>{}, c + kSide * (ldc + 1));
   };
-  const int64_t a_bytes = lda * sizeof(*a), b_bytes = ldb * 2 * sizeof(*b),
+  const int64_t a_bytes = lda.stride * sizeof(*a), b_bytes = ldb * 2 * sizeof(*b),
                 c_bytes = ldc * sizeof(*c);
   each([&](auto tile, float* at) {
     if (accumulate)
@@ -151,7 +157,7 @@ void multiply(int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b, int6
       add_products<1, 4, 7>();
     }
     if constexpr (R == 2) {
-      load<5>(a + kSide * lda, a_bytes);
+      load<5>(a + lda.next, a_bytes);
       add_products<2, 5, 6>();
       if constexpr (V == 2) add_products<3, 5, 7>();
     }
@@ -159,15 +165,15 @@ void multiply(int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b, int6
   each([&](auto tile, float* at) { store<tile>(at, c_bytes); });
 }
 
-inline void gemm(int64_t m, int64_t n, int64_t k, const bfloat16* a, int64_t lda, const bfloat16* b,
-                 int64_t ldb, float* c, int64_t ldc, bool accumulate) {
+inline void gemm(int64_t m, int64_t n, int64_t k, const bfloat16* a, RowStride lda,
+                 const bfloat16* b, int64_t ldb, float* c, int64_t ldc, bool accumulate) {
   for (int64_t j = 0; j < n; j += 2 * kSide)
     for (int64_t i = 0; i < m; i += 2 * kSide) {
       const bool tall = i + kSide < m, wide = j + kSide < n;
       const auto part = tall   ? wide ? multiply<2, 2> : multiply<2, 1>
                         : wide ? multiply<1, 2>
                                : multiply<1, 1>;
-      part(k, a + i * lda, lda, b + 2 * j, ldb, c + i * ldc + j, ldc, accumulate);
+      part(k, a + i / kSide * lda.next, lda, b + 2 * j, ldb, c + i * ldc + j, ldc, accumulate);
     }
 }
 

@@ -144,6 +144,7 @@ struct Patch {
     const P* window() const {
       return patch.data + patch.line_at[line] + place * patch.windows.step();
     }
+    int64_t left() const { return patch.block.width - place; }  // of its line
     void advance(int64_t n) {
       for (place += n; place >= patch.block.width; place -= patch.block.width) ++line;
     }
