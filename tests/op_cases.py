@@ -84,6 +84,17 @@ def cross_entropy(x, t):
     return -np.log(softmax(x))[np.arange(len(t)), t].mean(keepdims=True)
 
 
+def rnn(nonlinearity):
+    def run(x, h, w_ih, w_hh, bias):
+        y = []
+        for x_t in x:
+            h = nonlinearity(x_t @ w_ih + h @ w_hh + bias)
+            y.append(h)
+        return np.stack(y)
+
+    return run
+
+
 def lstm(x, h, c, w_ih, w_hh, bias):
     y = []
     for x_t in x:
@@ -189,6 +200,10 @@ CASES = [
            lambda a: cross_entropy(a, TARGETS)),
     OpCase("linear_cross_entropy", lambda h, w: ops.linear_cross_entropy(h, w, ids(TARGETS, h.device), chunk_bytes=60),
            [(5, 4), (4, 7)], ["LinearCrossEntropy"], lambda h, w: cross_entropy(h @ w, TARGETS), looser=4, reason="sums"),
+    OpCase("rnn", ops.rnn, [(3, 2, 5), (2, 4), (5, 4), (4, 4), (4,)], ["RNN"], rnn(np.tanh), looser=8,
+           reason="products of 3 positions"),
+    OpCase("rnn_relu", lambda *inputs: ops.rnn(*inputs, nonlinearity="relu"), [(2, 3, 4), (3, 5), (4, 5), (5, 5), (5,)], ["RNN"],
+           rnn(lambda x: np.maximum(x, 0)), looser=8, reason="products of 2 positions"),
     OpCase("lstm", lstm_output_and_state, [(3, 2, 5), (2, 4), (2, 4), (5, 16), (4, 16), (16,)], ["LSTM"], lstm, looser=8,
            reason="products of 3 positions"),
     OpCase("lstm_state", lambda *inputs: ops.lstm(*inputs)[1], [(1, 2, 5), (2, 4), (2, 4), (5, 16), (4, 16), (16,)], ["LSTM"],

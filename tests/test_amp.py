@@ -44,6 +44,7 @@ def blocks_layout():
 LOWERED = {
     "matmul": lambda t: t((4, 5)) @ t((5, 3)),
     "linear": lambda t: ops.linear(t((4, 5)), t((5, 3)), t((3,))),
+    "rnn": lambda t: ops.rnn(t((3, 2, 5)), t((2, 4)), t((5, 4)), t((4, 4)), t((4,))),
     "lstm": lambda t: ops.lstm(t((3, 2, 5)), t((2, 4)), t((2, 4)), t((5, 16)), t((4, 16)), t((16,)))[0],
     "attention": lambda t: ops.attention(t((1, 2, 16, 8)), t((1, 2, 16, 8)), t((1, 2, 16, 8))),
     "conv": lambda t: ops.conv(t((1, 6, 6, 2)), t((3, 3, 2, 4))),

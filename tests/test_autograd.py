@@ -85,6 +85,7 @@ READ = {
     "ab1": "CrossEntropy",
     "ab12": "BatchNorm LayerNorm",
     "abc01": "Attention",
+    "abcdy": "RNN",
     "abcde023": "LSTM",
 }
 
@@ -461,7 +462,7 @@ def test_a_gradient_with_a_graph_counts_an_input_that_is_there_twice_once(host):
         column, row = x[0, 0, :, :1], x[0, 0, :1]
         return ops.lstm(x[0, :, :, :1], column, column, row, row)[0]
 
-    for f in (lambda x: ops.attention(x, x, x * 0.5), lstm):
+    for f in (lambda x: ops.attention(x, x, x * 0.5), lambda x: ops.rnn(x[0], x[0, 0], x[0, 0], x[0, 0]), lstm):
         x = leaf(values, host)
         (f(x) * 2).backward()
         plain = x.grad.numpy()

@@ -512,6 +512,10 @@ def test_recurrent_modules(device):
             setattr(second, replaced, Tensor(np.zeros(getattr(second, replaced).shape), device=device))
         np.testing.assert_array_equal(module(x)[0].numpy(), np.zeros((4, 2, 5)))
     assert nn.RNNCell(3, 5, nonlinearity="relu", device=device)(Tensor(np.ones((2, 3)), device=device)).numpy().min() >= 0
+    assert nn.RNN(3, 5, nonlinearity="relu", device=device)(Tensor(np.ones((4, 2, 3)), device=device))[0].numpy().min() >= 0
+    for name, f in (("rnn", lambda: ops.rnn(x, x[0], x[0], x[0], None, "gelu")), ("rnn_cell", lambda: ops.rnn_cell(x[0], "gelu"))):
+        with pytest.raises(ValueError, match=rf"^\[{name}\] unknown nonlinearity: gelu \(accepted: tanh, relu\)"):
+            f()
     with pytest.raises(ValueError, match="unknown nonlinearity: Tanh"):
         nn.RNN(3, 5, nonlinearity="Tanh")
     lstm = nn.LSTM(3, 5, bias=False, device=device)

@@ -50,9 +50,10 @@ def test_differentiable_gradients_far_out(device, op):
     [
         (ops.softmax, [(8, 64)]),
         (ops.attention, [(1, 2, 24, 16)] * 3),
+        (ops.rnn, [(5, 3, 4), (3, 6), (4, 6), (6, 6)]),
         (lambda *inputs: ops.lstm(*inputs)[0], [(5, 3, 4), (3, 6), (3, 6), (4, 24), (6, 24)]),
     ],
-    ids=["softmax", "attention", "lstm"],
+    ids=["softmax", "attention", "rnn", "lstm"],
 )
 def test_differentiable_gradients_of_16_bits_are_rounded_once(device, op, shapes, dtype):
     """They come of several ops, in float32 as in the kernels that are one."""
@@ -584,6 +585,8 @@ def test_shapes_that_kernels_cannot_take(device):
     for name, op, *shapes in (
         ("softmax", ops.softmax, ()), ("log_softmax", ops.logsoftmax, ()),
         ("layer_norm", ops.layer_norm, (2, 3), (2,), (3,)), ("layer_norm", ops.layer_norm, (2, 3), (3,), (2,)),
+        ("rnn", ops.rnn, (2, 1, 4), (1, 3), (4, 3), (3, 3), (1,)), ("rnn", ops.rnn, (2, 1, 4), (1, 3), (3, 3), (3, 3), (3,)),
+        ("rnn", ops.rnn, (0, 1, 4), (1, 3), (4, 3), (3, 3), (3,)), ("rnn", ops.rnn, (2, 1, 4), (3,), (4, 3), (3, 3), (3,)),
         ("lstm", ops.lstm, (2, 1, 4), (1, 3), (1, 2), (4, 12), (3, 12), (12,)), ("lstm", ops.lstm, (2, 4), (1, 3), (1, 3), (4, 12), (3, 12), (12,)),
         ("lstm", ops.lstm, (0, 1, 4), (1, 3), (1, 3), (4, 12), (3, 12), (12,)), ("lstm", ops.lstm, (2, 1, 4), (), (1, 3), (4, 12), (3, 12), (12,)),
         ("rotary", rotary, (1, 2, 5, 4), (5, 2), (5, 1)), ("rotary", rotary, (1, 2, 5, 4), (5, 3), (5, 3)),
@@ -645,6 +648,7 @@ def test_devices_that_kernels_cannot_take(device):
             op(x, ids)
     for name, op, *shapes in (
         ("batch_norm", ops.batch_norm, (2, 3), (3,), (3,)), ("attention", ops.attention, *[(1, 2, 3, 4)] * 3),
+        ("rnn", ops.rnn, (2, 1, 4), (1, 3), (4, 3), (3, 3), (3,)),
         ("lstm", ops.lstm, (2, 1, 4), (1, 3), (1, 3), (4, 12), (3, 12), (12,)), ("conv", ops.conv, (1, 3, 3, 1), (2, 2, 1, 1)),
     ):  # fmt: skip
         for which in range(1, len(shapes)):

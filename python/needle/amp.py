@@ -52,9 +52,9 @@ class autocast(Region):
     As with ``no_grad`` each thread has its own. Like PyTorch's, the region of an absent device warns; so does that of another
     device around ops on ``meta``, which a plan runs on.
 
-    Lowered are matrix products, linear, convolution, LSTM, attention, block-sparse products and linear_cross_entropy. Softmax and
-    its logarithm, layer norm and batch norm, logsumexp, exp, log, powers, numbers divided by a Tensor, sums and means take float32.
-    Other ops keep their inputs, and give the widest dtype of these.
+    Lowered are matrix products, linear, convolution, RNN, LSTM, attention, block-sparse products and linear_cross_entropy. Softmax
+    and its logarithm, layer norm and batch norm, logsumexp, exp, log, powers, numbers divided by a Tensor, sums and means take
+    float32. Other ops keep their inputs, and give the widest dtype of these.
     raises: DTypeError, DeviceError.
     """
 

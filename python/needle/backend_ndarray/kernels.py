@@ -282,7 +282,55 @@ def batch_norm_backward(dy: NDArray, x: NDArray, weight: NDArray, mean: NDArray,
     return dx, dweight, dbias
 
 
-# --- LSTM ---
+# --- recurrent layers ---
+
+
+def _check_recurrent(op: str, gates: int, x: NDArray, w_ih: NDArray, w_hh: NDArray, bias: NDArray, **states: NDArray) -> None:
+    """raises: ShapeError, DTypeError and DeviceError for what does not fit."""
+    arrays = [x, *states.values(), w_ih, w_hh, bias]
+    _check(op, *arrays)
+    shapes, h = [a._shape for a in arrays], states["h"]
+    T, B, C, H = x._shape + h._shape[-1:] if x.ndim == 3 and h.ndim else (0, 0, 0, 0)
+    if T == 0 or shapes != [(T, B, C), *[(B, H)] * len(states), (C, gates * H), (H, gates * H), (gates * H,)]:
+        wide = f"{gates} H" if gates > 1 else "H"
+        accepted = f"(T, B, C), {'(B, H), ' * len(states)}(C, {wide}), (H, {wide}), ({wide},), T at least 1"
+        raise ShapeError(f"[{op}] shapes are {shapes} (accepted: {accepted})")
+
+
+def _of_input(x: NDArray, w_ih: NDArray, bias: NDArray) -> NDArray:
+    """x w_ih + bias for all positions at once: what each adds h w_hh to, in place."""
+    out = matmul(x, w_ih)
+    out.add_in_place(bias)
+    return out
+
+
+def rnn(x: NDArray, h: NDArray, w_ih: NDArray, w_hh: NDArray, bias: NDArray, nonlinearity: str) -> NDArray:
+    """The h of each position of x (T, B, C) from the state h (B, H): (T, B, H).
+
+    w_ih: (C, H); w_hh: (H, H); bias: (H,); nonlinearity: "tanh" or "relu".
+    """
+    _check_recurrent("rnn", 1, x, w_ih, w_hh, bias, h=h)
+    y = _of_input(x, w_ih, bias)
+    apply = getattr(x._device, f"ewise_{nonlinearity}")
+    for h_t in y:
+        matmul(h, w_hh, out=h_t, accumulate=True)
+        apply(h_t.contiguous_handle(), h_t.contiguous_handle())
+        h = h_t
+    return y
+
+
+def rnn_backward(dy: NDArray, y: NDArray, w_hh: NDArray, nonlinearity: str) -> tuple[NDArray, NDArray]:
+    """(dh, dsums), given dy (T, B, H): the gradients of the first h (B, H) and of what went into the nonlinearity, (T, B, H)."""
+    dsums = dy.copy()
+    w_hh_turned = w_hh.T.compact()  # once, for T products, which read its rows then
+    apply = getattr(y._device, f"ewise_{nonlinearity}_backward")
+    states, gradients = list(y), list(dsums)
+    for t in range(len(states) - 1, -1, -1):
+        if t + 1 < len(states):
+            matmul(gradients[t + 1], w_hh_turned, out=gradients[t], accumulate=True)
+        handle = gradients[t].contiguous_handle()
+        apply(states[t].contiguous_handle(), handle, handle)
+    return matmul(gradients[0], w_hh_turned), dsums
 
 
 def lstm(x: NDArray, h: NDArray, c: NDArray, w_ih: NDArray, w_hh: NDArray, bias: NDArray) -> tuple[NDArray, ...]:
@@ -291,14 +339,9 @@ def lstm(x: NDArray, h: NDArray, c: NDArray, w_ih: NDArray, w_hh: NDArray, bias:
 
     w_ih: (C, 4 H); w_hh: (H, 4 H); bias: (4 H,).
     """
-    _check("lstm", x, h, c, w_ih, w_hh, bias)
-    shapes = [a._shape for a in (x, h, c, w_ih, w_hh, bias)]
-    T, B, C, H = x._shape + h._shape[-1:] if x.ndim == 3 and h.ndim else (0, 0, 0, 0)
-    if T == 0 or shapes != [(T, B, C), (B, H), (B, H), (C, 4 * H), (H, 4 * H), (4 * H,)]:
-        accepted = "(T, B, C), (B, H), (B, H), (C, 4 H), (H, 4 H), (4 H,), T at least 1"
-        raise ShapeError(f"[lstm] shapes are {shapes} (accepted: {accepted})")
-    gates = matmul(x, w_ih)
-    gates.add_in_place(bias)
+    _check_recurrent("lstm", 4, x, w_ih, w_hh, bias, h=h, c=c)
+    T, B, H = (*x._shape[:2], h._shape[1])
+    gates = _of_input(x, w_ih, bias)
     y = _new((T, B, H), x._dtype, x._device)
     cells = _new((T, B, H), dt.accumulator(x._dtype), x._device)
     before = c.astype(cells._dtype, copy=False).contiguous_handle()

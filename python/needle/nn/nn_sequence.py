@@ -75,11 +75,8 @@ class RNNCell(_Cell):
 
     def forward(self, X: Tensor, h: Tensor | None = None) -> Tensor:
         self._check(X, *([] if h is None else [h]))
-        return self._next(self._of_input(X), self._zero_state(X) if h is None else h)
-
-    def _next(self, of_input: Tensor, h: Tensor) -> Tensor:
-        out = of_input + h @ self.W_hh
-        return ops.tanh(out) if self.nonlinearity == "tanh" else ops.relu(out)
+        h = self._zero_state(X) if h is None else h
+        return ops.rnn_cell(self._of_input(X) + h @ self.W_hh, self.nonlinearity)
 
 
 def _check_sequence(op: str, X: Tensor, input_size: int, layers: int, hidden_size: int, states: Sequence[Tensor]) -> None:
@@ -117,13 +114,11 @@ class RNN(Module):
         _check_sequence("RNN", X, first.input_size, self.num_layers, self.hidden_size, [] if h0 is None else [h0])
         zeros = init.zeros(X.shape[1], self.hidden_size, device=X.device, dtype=X.dtype)
         states = [zeros] * self.num_layers if h0 is None else list(ops.split(h0, 0))
-        for layer, cell in enumerate(self.rnn_cells):
-            h, steps = states[layer], []
-            for of_input in ops.split(cell._of_input(X), 0):  # one product for all positions
-                h = cell._next(of_input, h)
-                steps.append(h)
-            X, states[layer] = ops.stack(steps, 0), h
-        return X, ops.stack(states, 0)
+        last_h = []
+        for cell, h in zip(self.rnn_cells, states):
+            X = ops.rnn(X, h, cell.W_ih, cell.W_hh, cell._bias(), cell.nonlinearity)
+            last_h.append(X[-1])
+        return X, ops.stack(last_h, 0)
 
 
 def _check_pair(op: str, h: object) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import reduce
 
 from .. import dtype as dt
-from ..autograd import Tensor, TensorTupleOp, check_tensors
+from ..autograd import Tensor, TensorOp, TensorTupleOp, check_tensors
 from ..backend_ndarray import kernels
+from ..backend_ndarray.ndarray import NDArray
 from ..backend_ndarray.ndarray import full as _full
 from ..backend_ndarray.ndarray import matmul as _matmul
 from ..errors import ShapeError
-from .ops_mathematic import astype, sigmoid, tanh
+from .ops_mathematic import astype, relu, sigmoid, tanh
 from .ops_shape import reshape, split, stack
 from .ops_tuple import tuple_get_item
 
@@ -26,6 +27,89 @@ def lstm_cell(gates: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     i, f, g, o = split(reshape(gates, (c.shape[0], 4, c.shape[1])), 1)
     c = sigmoid(f) * c + sigmoid(i) * tanh(g)
     return sigmoid(o) * tanh(c), c
+
+
+def _inputs(op: str, x: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None, *states: Tensor) -> list[Tensor]:
+    """What a layer takes, of one dtype; zeros for no bias."""
+    check_tensors(op, x, *states, w_ih, w_hh, *([] if bias is None else [bias]))
+    if bias is None:
+        bias = Tensor.make_const(_full(w_hh.shape[-1:], 0, w_hh.dtype, w_hh.device))
+    inputs = (x, *states, w_ih, w_hh, bias)
+    dtype = reduce(dt.promote, [t.dtype for t in inputs])
+    return [astype(t, dtype) for t in inputs]
+
+
+def _input_and_weight_gradients(gates: NDArray, x: NDArray, h: NDArray, y: NDArray, w_ih: NDArray, wanted: list[bool]):
+    """[dx, dw_ih, dw_hh, dbias], None where not wanted, given the gradient of x w_ih + h w_hh + bias of each position, ``gates``
+    (T, B, G H). h: the first state; y: that after each position.
+    """
+    T, B, width = gates.shape
+    rows = gates.reshape((T * B, width))
+    dx = dw_ih = dw_hh = dbias = None
+    if wanted[0]:
+        dx = _matmul(gates, w_ih.T)
+    if wanted[1]:
+        dw_ih = _matmul(x.compact().reshape((T * B, x.shape[2])).T, rows)
+    if wanted[2]:
+        dw_hh = _matmul(h.T, rows[:B])
+        if T > 1:
+            _matmul(y[: T - 1].reshape(((T - 1) * B, y.shape[2])).T, rows[B:], out=dw_hh, accumulate=True)
+    if wanted[3]:
+        dbias = rows.sum(0)
+    return [dx, dw_ih, dw_hh, dbias]
+
+
+def _check_nonlinearity(op: str, nonlinearity: str) -> None:
+    if nonlinearity not in ("tanh", "relu"):
+        raise ValueError(f"[{op}] unknown nonlinearity: {nonlinearity} (accepted: tanh, relu)")
+
+
+def rnn_cell(sums: Tensor, nonlinearity: str = "tanh") -> Tensor:
+    """h' = tanh or relu(sums), of sums = x w_ih + h w_hh + bias (B, H). raises: ValueError for another nonlinearity."""
+    _check_nonlinearity("rnn_cell", nonlinearity)
+    return tanh(sums) if nonlinearity == "tanh" else relu(sums)
+
+
+class RNN(TensorOp):
+    """y: ``rnn_cell`` at each position of x, of x w_ih + h w_hh + bias.
+
+    The products with x, and those of the weights' gradients, are of all positions at once. source: Elman 1990.
+    """
+
+    autocast = "lower"
+    makes_gradients = True
+    reads_inputs = (0, 1, 2, 3)
+
+    def __init__(self, nonlinearity: str):
+        _check_nonlinearity("rnn", nonlinearity)
+        self.nonlinearity = nonlinearity
+
+    def compute(self, x, h, w_ih, w_hh, bias):
+        return kernels.rnn(x, h, w_ih, w_hh, bias, self.nonlinearity)
+
+    def gradient(self, out_grad, node):
+        x, h, w_ih, w_hh = (v.realize_cached_data() for v in node.inputs[:4])
+        y = node.realize_cached_data()
+        dh, dsums = kernels.rnn_backward(out_grad.realize_cached_data(), y, w_hh, self.nonlinearity)
+        wanted = [v.requires_grad for v in node.inputs]
+        dx, *weights = _input_and_weight_gradients(dsums, x, h, y, w_ih, wanted[:1] + wanted[2:])
+        return [None if g is None else Tensor.make_const(g) for g in (dx, dh, *weights)]
+
+    def reference(self, x, h, w_ih, w_hh, bias):
+        steps = []
+        for x_t in split(x, 0):
+            h = rnn_cell(x_t @ w_ih + h @ w_hh + bias, self.nonlinearity)
+            steps.append(h)
+        return stack(steps, 0)
+
+
+def rnn(x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tensor | None = None, nonlinearity: str = "tanh") -> Tensor:
+    """h' = tanh or relu(x w_ih + h w_hh + bias) of each position, (T, B, H): x (T, B, C), h (B, H), w_ih (C, H), w_hh (H, H),
+    bias (H,).
+
+    raises: ShapeError if they do not fit, ValueError for another nonlinearity.
+    """
+    return RNN(nonlinearity)(*_inputs("rnn", x, w_ih, w_hh, bias, h))
 
 
 class LSTM(TensorTupleOp):
@@ -54,20 +138,8 @@ class LSTM(TensorTupleOp):
         wanted = [v.requires_grad for v in node.inputs]
         x, h, c, w_ih, w_hh = (v.realize_cached_data() for v in node.inputs[:5])
         dh, dc = kernels.lstm_backward(dy, dc, c, w_hh, cells, gates)
-        T, B, H = y.shape
-        rows = gates.reshape((T * B, 4 * H))
-        dx = dw_ih = dw_hh = dbias = None
-        if wanted[0]:
-            dx = _matmul(gates, w_ih.T)
-        if wanted[3]:
-            dw_ih = _matmul(x.compact().reshape((T * B, x.shape[2])).T, rows)
-        if wanted[4]:
-            dw_hh = _matmul(h.T, rows[:B])
-            if T > 1:
-                _matmul(y[: T - 1].reshape(((T - 1) * B, H)).T, rows[B:], out=dw_hh, accumulate=True)
-        if wanted[5]:
-            dbias = rows.sum(0)
-        return [None if g is None else Tensor.make_const(g) for g in (dx, dh, dc, dw_ih, dw_hh, dbias)]
+        dx, *weights = _input_and_weight_gradients(gates, x, h, y, w_ih, wanted[:1] + wanted[3:])
+        return [None if g is None else Tensor.make_const(g) for g in (dx, dh, dc, *weights)]
 
     def reference(self, x, h, c, w_ih, w_hh, bias):
         steps = []
@@ -82,10 +154,5 @@ def lstm(x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, bias: Tens
 
     raises: ShapeError if they do not fit.
     """
-    check_tensors("lstm", x, h, c, w_ih, w_hh, *([] if bias is None else [bias]))
-    if bias is None:
-        bias = Tensor.make_const(_full(w_hh.shape[-1:], 0, w_hh.dtype, w_hh.device))
-    inputs = (x, h, c, w_ih, w_hh, bias)
-    dtype = reduce(dt.promote, [t.dtype for t in inputs])
-    found = LSTM()(*[astype(t, dtype) for t in inputs])
+    found = LSTM()(*_inputs("lstm", x, w_ih, w_hh, bias, h, c))
     return tuple_get_item(found, 0), tuple_get_item(found, 1)
