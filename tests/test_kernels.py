@@ -232,7 +232,9 @@ def test_where_of_one_row_beside_whole_arrays(dtype, one_row):
 # --- reductions and matrix products ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [(2, 70000, 1), (3, 5000, 1), (2, 9000, 3), (300, 9, 1), (1, 300, 40), (4, 33, 65)])
+@pytest.mark.parametrize(
+    "shape", [(2, 70000, 1), (3, 5000, 1), (2, 9000, 3), (2, 1100, 100), (300, 9, 1), (1, 300, 40), (4, 33, 65)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 def test_reductions(shape, dtype):
     x, n = normal(*shape), shape[0] * shape[2]
