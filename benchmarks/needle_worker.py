@@ -151,31 +151,44 @@ def product(kind: str, size: int, density: float, device: str = "cpu", dtype: st
     return _case(lambda: calls[kind]() and None, where, blocks=layout.nnz)
 
 
+def _layer(layer: nn.Module, shape: tuple[int, ...], device, dtype: str = "float32") -> Case:
+    """A layer's forward and all gradients, on an input of ``shape``, which its (first) output has, too."""
+    x = _array(np.random.default_rng(0), shape, device, requires_grad=True, dtype=dtype)
+    grad = _array(np.random.default_rng(1), shape, device, dtype=dtype)
+
+    def step() -> None:
+        out = layer(x)
+        (out[0] if isinstance(out, tuple) else out).backward(grad)
+
+    return _case(step, device)
+
+
 def conv(channels: int, side: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
     """A layer of 3 x 3 kernels on images of side x side pixels, forward and all gradients."""
     where = _device(device)
     layer = nn.Conv(channels, channels, 3, device=where, dtype=dtype)
-    images = _array(np.random.default_rng(0), (batch_size, channels, side, side), where, requires_grad=True, dtype=dtype)
-    grad = _array(np.random.default_rng(1), images.shape, where, dtype=dtype)
-    return _case(lambda: layer(images).backward(grad), where)
+    return _layer(layer, (batch_size, channels, side, side), where, dtype)
+
+
+def residual_block(channels: int, side: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
+    """Two 3 x 3 convolutions, each with batch norm and ReLU, and their input added, forward and all gradients."""
+    where = _device(device)
+    made = {"device": where, "dtype": dtype}
+    parts = [(nn.Conv(channels, channels, 3, **made), nn.BatchNorm2d(channels, **made), nn.ReLU()) for _ in range(2)]
+    block = nn.Residual(nn.Sequential(*parts[0], *parts[1]))
+    return _layer(block, (batch_size, channels, side, side), where, dtype)
 
 
 def recurrent(kind: str, width: int, positions: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
     """A layer of nn.RNN or nn.LSTM over a sequence, forward and all gradients."""
     where = _device(device)
-    layer = getattr(nn, kind)(width, width, device=where, dtype=dtype)
-    x = _array(np.random.default_rng(0), (positions, batch_size, width), where, requires_grad=True, dtype=dtype)
-    grad = _array(np.random.default_rng(1), x.shape, where, dtype=dtype)
-    return _case(lambda: layer(x)[0].backward(grad), where)
+    return _layer(getattr(nn, kind)(width, width, device=where, dtype=dtype), (positions, batch_size, width), where, dtype)
 
 
 def batch_norm(rows: int, width: int, device: str = "cpu") -> Case:
     """A layer of nn.BatchNorm1d in training, forward and all gradients."""
     where = _device(device)
-    layer = nn.BatchNorm1d(width, device=where)
-    x = _array(np.random.default_rng(0), (rows, width), where, requires_grad=True)
-    grad = _array(np.random.default_rng(1), x.shape, where)
-    return _case(lambda: layer(x).backward(grad), where)
+    return _layer(nn.BatchNorm1d(width, device=where), (rows, width), where)
 
 
 def adds(count: int, device: str = "cpu") -> Case:
@@ -227,4 +240,4 @@ def gemm(m: int, k: int, n: int, device: str = "cpu", dtype: str = "float32", ow
 
 if __name__ == "__main__":
     os.environ.setdefault("NEEDLE_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", ""))
-    serve(pythia_step, generation, read, attention, product, conv, recurrent, batch_norm, adds, loss, gemm)
+    serve(pythia_step, generation, read, attention, product, conv, residual_block, recurrent, batch_norm, adds, loss, gemm)

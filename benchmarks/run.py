@@ -50,8 +50,8 @@ def _generation(prompt: int, vocab_size: int = 10000, batch_size: int = 1, **mor
     return Row("generation", args, tokens=32 * batch_size, warmup=1)
 
 
-def _conv(channels: int, side: int) -> Row:
-    return Row("conv", {"channels": channels, "side": side, "batch_size": 64}, settle=1, steps=5)
+def _conv(channels: int, side: int, case: str = "conv") -> Row:
+    return Row(case, {"channels": channels, "side": side, "batch_size": 64}, settle=1, steps=5)
 
 
 def _recurrent(kind: str) -> Row:
@@ -88,7 +88,11 @@ GROUPS: dict[str, list[Row]] = {
     ],
     "attention": ATTENTION,
     "loss": [_loss(rows, vocab_size) for rows in (1024, 4096) for vocab_size in (10000, 50304)],
-    "layers": [_conv(16, 32), _conv(64, 32), _conv(128, 16), _recurrent("RNN"), _recurrent("LSTM"), *NORMS],
+    "layers": [
+        *(_conv(*size) for size in ((16, 32), (64, 32), (128, 16))),
+        *(_conv(*size, "residual_block") for size in ((64, 32), (128, 16))),
+        _recurrent("RNN"), _recurrent("LSTM"), *NORMS,
+    ],
     "adds": [Row("adds", {"count": 200}, ops=200, warmup=50, settle=10, steps=50)],
     "gemm": [_gemm(1024, 512, 50304), _gemm(1024, 512, 2048), _gemm(1024, 2048, 512), _gemm(512, 512, 512)],
     # Small: tinygrad takes minutes to compile a step, and with BEAM=2 more to find the fastest kernels.
@@ -145,7 +149,7 @@ def _beside(group: str, row: Row) -> dict[str, Row]:
         return {"needle-own": replace(row, args={**row.args, "own": True})}
     if group == "generation":
         return {"needle-local": replace(row, args={**row.args, **LOCAL})}
-    if row.case == "conv":
+    if row.case in ("conv", "residual_block"):
         return {"torch-channels-last": replace(row, args={**row.args, "channels_last": True})}
     if group != "long":
         return {}

@@ -125,10 +125,14 @@ def _layer(
     shape: tuple[int, ...],
     device: str,
     dtype: str = "float32",
-    memory_format: torch.memory_format = torch.contiguous_format,
+    channels_last: bool = False,
 ) -> Case:
-    """A layer's forward and all gradients, on an input of ``shape``, which its (first) output has, too."""
+    """A layer's forward and all gradients, on an input of ``shape``, which its (first) output has, too.
+
+    channels_last: a pixel's channels lie side by side in images, their gradients and kernels.
+    """
     device = _place(device)
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
     layer.to(device, getattr(torch, dtype), memory_format=memory_format)
     x, grad = (_array(np.random.default_rng(seed), shape, device, dtype).contiguous(memory_format=memory_format) for seed in (0, 1))
     x.requires_grad_()
@@ -145,12 +149,23 @@ def _layer(
 def conv(
     channels: int, side: int, batch_size: int, channels_last: bool = False, device: str = "cpu", dtype: str = "float32"
 ) -> Case:
-    """A layer of 3 x 3 kernels on images of side x side pixels, forward and all gradients.
+    """A layer of 3 x 3 kernels on images of side x side pixels, forward and all gradients."""
+    layer = torch.nn.Conv2d(channels, channels, 3, padding=1)
+    return _layer(layer, (batch_size, channels, side, side), device, dtype, channels_last)
 
-    channels_last: a pixel's channels lie side by side in the images, their gradients and the kernel.
-    """
-    layer, shape = torch.nn.Conv2d(channels, channels, 3, padding=1), (batch_size, channels, side, side)
-    return _layer(layer, shape, device, dtype, torch.channels_last if channels_last else torch.contiguous_format)
+
+class _Residual(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+def residual_block(
+    channels: int, side: int, batch_size: int, channels_last: bool = False, device: str = "cpu", dtype: str = "float32"
+) -> Case:
+    """Two 3 x 3 convolutions, each with batch norm and ReLU, and their input added, forward and all gradients."""
+    conv, norm, relu = torch.nn.Conv2d, torch.nn.BatchNorm2d, torch.nn.ReLU
+    parts = [(conv(channels, channels, 3, padding=1), norm(channels), relu()) for _ in range(2)]
+    return _layer(_Residual(*parts[0], *parts[1]), (batch_size, channels, side, side), device, dtype, channels_last)
 
 
 def recurrent(kind: str, width: int, positions: int, batch_size: int, device: str = "cpu", dtype: str = "float32") -> Case:
@@ -217,4 +232,4 @@ def product(kind: str, size: int, density: float, device: str = "cpu", dtype: st
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("highest")  # no TF32, as in needle
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    serve(pythia_step, generation, read, attention, product, conv, recurrent, batch_norm, adds, loss, gemm)
+    serve(pythia_step, generation, read, attention, product, conv, residual_block, recurrent, batch_norm, adds, loss, gemm)
