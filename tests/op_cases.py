@@ -177,6 +177,7 @@ CASES = [
     OpCase("concatenate", lambda a, b: ops.concatenate((a, b), 1), [(2, 3), (2, 1)], ["Concatenate"],
            lambda a, b: np.concatenate((a, b), 1)),
     OpCase("conv", lambda a, b: ops.conv(a, b, 1, 1), [(2, 5, 4, 3), (3, 3, 3, 2)], ["Conv"], looser=8, reason="sums of 27"),
+    OpCase("conv_bias", lambda a, b, bias: ops.conv(a, b, 1, 1, bias), [(2, 5, 4, 3), (3, 3, 3, 2), (2,)], ["Conv"], looser=8, reason="sums"),
     OpCase("conv_oblong", lambda a, b: ops.conv(a, b, 1, 1), [(2, 5, 4, 3), (2, 3, 3, 2)], ["Conv"], looser=8, reason="sums of 18"),
     OpCase("conv_stride", lambda a, b: ops.conv(a, b, 2, 1), [(1, 6, 5, 2), (3, 3, 2, 2)], ["Conv"], looser=8, reason="sums"),
     OpCase("conv_planes", lambda a, b: ops.conv(ops.permute(a, (0, 2, 3, 1)), b), [(2, 3, 5, 4), (3, 3, 3, 2)], ["Conv", "Permute"],

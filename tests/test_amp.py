@@ -48,6 +48,7 @@ LOWERED = {
     "lstm": lambda t: ops.lstm(t((3, 2, 5)), t((2, 4)), t((2, 4)), t((5, 16)), t((4, 16)), t((16,)))[0],
     "attention": lambda t: ops.attention(t((1, 2, 16, 8)), t((1, 2, 16, 8)), t((1, 2, 16, 8))),
     "conv": lambda t: ops.conv(t((1, 6, 6, 2)), t((3, 3, 2, 4))),
+    "conv_bias": lambda t: ops.conv(t((1, 6, 6, 2)), t((3, 3, 2, 4)), bias=t((4,))),
     "sdd": lambda t: ops.sdd(t((2, 32, 8)), t((2, 8, 32)), blocks_layout()),
     "dsd": lambda t: ops.dsd(t((2, 3, 16, 16)), t((2, 32, 8)), blocks_layout()),
     "dds": lambda t: ops.dds(t((2, 8, 32)), t((2, 3, 16, 16)), blocks_layout()),

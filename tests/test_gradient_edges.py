@@ -479,6 +479,9 @@ def test_arguments_of_ops(device):
     for kernel in ((7, 3), (3, 7)):
         with pytest.raises(ShapeError, match=r"\[conv\] kernel \d x \d is larger than the padded image 6 x 6"):
             ops.conv(x, leaf(np.ones((*kernel, 1, 1)), device))
+    for bias in ((1,), (3,), (), (1, 2)):
+        with pytest.raises(ShapeError, match=r"^\[conv\] bias is .* \(accepted: \(Cout,\), \(K, L, Cin, Cout\)\)"):
+            ops.conv(x, leaf(np.ones((3, 3, 1, 2)), device), bias=leaf(np.ones(bias), device))
     for q, k in ((x[0], x), (x, x[0])):
         with pytest.raises(ShapeError, match=r"\[attention\] q is .* \(accepted: \(batch, heads, positions, features\)\)"):
             ops.attention(q, k, k)
@@ -649,7 +652,8 @@ def test_devices_that_kernels_cannot_take(device):
     for name, op, *shapes in (
         ("batch_norm", ops.batch_norm, (2, 3), (3,), (3,)), ("attention", ops.attention, *[(1, 2, 3, 4)] * 3),
         ("rnn", ops.rnn, (2, 1, 4), (1, 3), (4, 3), (3, 3), (3,)),
-        ("lstm", ops.lstm, (2, 1, 4), (1, 3), (1, 3), (4, 12), (3, 12), (12,)), ("conv", ops.conv, (1, 3, 3, 1), (2, 2, 1, 1)),
+        ("lstm", ops.lstm, (2, 1, 4), (1, 3), (1, 3), (4, 12), (3, 12), (12,)),
+        ("conv", lambda a, b, bias: ops.conv(a, b, bias=bias), (1, 3, 3, 1), (2, 2, 1, 1), (1,)),
     ):  # fmt: skip
         for which in range(1, len(shapes)):
             with pytest.raises(DeviceError, match=rf"^\[{name}\] .*{re.escape(str(there))}"):

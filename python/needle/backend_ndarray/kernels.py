@@ -340,7 +340,7 @@ def lstm(x: NDArray, h: NDArray, c: NDArray, w_ih: NDArray, w_hh: NDArray, bias:
     w_ih: (C, 4 H); w_hh: (H, 4 H); bias: (4 H,).
     """
     _check_recurrent("lstm", 4, x, w_ih, w_hh, bias, h=h, c=c)
-    T, B, H = (*x._shape[:2], h._shape[1])
+    (T, B), H = x._shape[:2], h._shape[1]
     gates = _of_input(x, w_ih, bias)
     y = _new((T, B, H), x._dtype, x._device)
     cells = _new((T, B, H), dt.accumulator(x._dtype), x._device)

@@ -48,7 +48,5 @@ class Conv(Module):
         if x.ndim != 4 or x.shape[1] != self.in_channels:
             raise ShapeError(f"[Conv] x is {x.shape} (accepted: (N, {self.in_channels}, H, W))")
         image = ops.permute(x, (0, 2, 3, 1))
-        out = ops.conv(image, self.weight, stride=self.stride, padding=self.padding)
-        if self.bias is not None:
-            out = out + self.bias
+        out = ops.conv(image, self.weight, self.stride, self.padding, self.bias)
         return ops.permute(out, (0, 3, 1, 2))

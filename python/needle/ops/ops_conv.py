@@ -9,11 +9,13 @@ from .. import dtype as dt
 from ..autograd import Tensor
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import NDArray
+from ..backend_ndarray.ndarray import check_one_device as _check_one_device
 from ..backend_ndarray.ndarray import full as _full
 from ..backend_ndarray.shapes import frozen
 from ..errors import ShapeError, as_whole, check_count
 from ._reads import _InputRead, _NoRead
 from .ops_index import _Embed
+from .ops_mathematic import summation
 
 
 class _Axis(NamedTuple):
@@ -60,27 +62,35 @@ def _check_conv(a: NDArray, b: NDArray, padding: int) -> None:
 
 
 class Conv(_InputRead):
-    """2-D convolution: the product of each window of an image with the kernel.
+    """2-D convolution: the product of each window of an image with the kernel, plus a bias where there is a third input.
 
-    a: (N, H, W, Cin); b: (K, L, Cin, Cout); padding on both sides of H and W. Result: (N, H', W', Cout) with
+    a: (N, H, W, Cin); b: (K, L, Cin, Cout); bias: (Cout,); padding on both sides of H and W. Result: (N, H', W', Cout) with
     H' = (H + 2 padding - K) // stride + 1, W' likewise. raises: ShapeError for other ranks or unequal channels.
     """
 
     autocast = "lower"
+    reads_inputs = (0, 1)
 
     def __init__(self, stride: int = 1, padding: int = 0):
         self.stride = check_count("conv", "stride", stride)
         self.padding = check_count("conv", "padding", padding, 0)
 
-    def compute(self, a, b):
+    def compute(self, a, b, *bias):
         _check_conv(a, b, self.padding)
-        return _convolve(a, b, *_axes(a.shape, b.shape[:2], self.stride, self.padding))
+        out = _convolve(a, b, *_axes(a.shape, b.shape[:2], self.stride, self.padding))
+        for added in bias:
+            _check_one_device("conv", a, added)
+            if added.shape != out.shape[3:]:
+                raise ShapeError(f"[conv] bias is {added.shape}, kernel is {b.shape} (accepted: (Cout,), (K, L, Cin, Cout))")
+            out.add_in_place(added)
+        return out
 
     def gradient(self, out_grad, node):
-        a, b = node.inputs
+        a, b, *bias = node.inputs
+        sums = [summation(out_grad, (0, 1, 2)) if added.requires_grad else None for added in bias]  # while there is no other
         grad_a = _ImageGradient(a.shape[1:3], self.stride, self.padding)(out_grad, b) if a.requires_grad else None
         grad_b = _KernelGradient(b.shape[:2], self.stride, self.padding)(a, out_grad) if b.requires_grad else None
-        return grad_a, grad_b
+        return grad_a, grad_b, *sums
 
 
 class _ImageGradient(_InputRead):
@@ -155,12 +165,12 @@ class _KernelGradient(_InputRead):
         return grad_a, grad_dy
 
 
-def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1) -> Tensor:
+def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1, bias: Tensor | None = None) -> Tensor:
     """2-D convolution: a (N, H, W, Cin), b (K, L, Cin, Cout) -> (N, H', W', Cout), H' = (H + 2 padding - K) // stride + 1.
 
-    padding: zeros on each side of H and W; the default is the course's. raises: ShapeError.
+    padding: zeros on each side of H and W; the default is the course's. bias: (Cout,), added to each pixel. raises: ShapeError.
     """
-    return Conv(stride, padding)(a, b)
+    return Conv(stride, padding)(a, b, *([] if bias is None else [bias]))
 
 
 class _Dilation(_NoRead):
