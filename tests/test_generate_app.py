@@ -285,8 +285,11 @@ def test_bytes_are_those_of_the_text(app, made, tmp_path):
     assert done.returncode == 0 and "bits per byte nan; 0 bytes, 1 tokens" in done.stdout, done.stdout + done.stderr
     plain = load_tokenizer(next((made / "dense").glob("step-*")) / "tokenizer.json")
     plain.end_of_text = None  # then the first token is not predicted
-    ids, nbytes = evaluate.tokens(str(made / "words.txt"), plain, 30)
-    assert len(ids) == 30 and nbytes == len(plain.decode(ids[1:]).encode())
+    whole = plain.encode((made / "words.txt").read_text(encoding="utf-8"))
+    for most in (30, len(whole) - 3):  # of the first part that is encoded, and of the last
+        ids, nbytes = evaluate.tokens(str(made / "words.txt"), plain, most)
+        np.testing.assert_array_equal(ids, whole[:most])
+        assert nbytes == len(plain.decode(ids[1:]).encode())
     for word, first in (("\u8a71", ""), ("\u8a71\u984c", ""), ("a\u8a71", "a")):  # of which no token is a whole character
         (tmp_path / "text").write_text(word, encoding="utf-8")
         assert evaluate.tokens(str(tmp_path / "text"), plain, None)[1] == len(word.encode()) - len(first)
@@ -339,13 +342,30 @@ def loaded(made):
     return load_model(str(made / "dense"), ndl.cpu())
 
 
-def test_evaluation_through_the_library(app, made, loaded):
+def test_evaluation_through_the_library(app, made, loaded, monkeypatch):
     """What the app prints is the library's score of the end-of-text token and the text."""
+    clock = itertools.count(10, 2)
+    monkeypatch.setattr("evaluate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     model, tokenizer = loaded
     text = (made / "words.txt").read_text(encoding="utf-8")
     ids = np.concatenate([[tokenizer.end_of_text], tokenizer.encode(text)[:500]])
     done = app("evaluate", "--model", made / "dense", "--text", made / "words.txt", "--max_tokens", 500, "--device", "cpu")
-    assert f"loss {score_text(model, ids, 64, 32, 4).loss:.4f} " in done.stdout
+    assert f"loss {score_text(model, ids, 64, 32, 4).loss:.4f} " in done.stdout and ", 250 tokens/s\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "flags, shown, given",
+    [
+        (("--window", 1), "window 1, stride 1", (1, 1)),
+        (("--window", 8, "--stride", 8), "window 8, stride 8", (8, 8)),
+        (("--batch-size", 1), "window 64, stride 32", (64, 32, 1)),
+    ],
+)
+def test_windows_of_every_size(app, made, loaded, flags, shown, given):
+    model, tokenizer = loaded
+    ids = evaluate.tokens(str(made / "words.txt"), tokenizer, 100)[0]
+    done = app("evaluate", "--model", made / "dense", "--text", made / "words.txt", "--max_tokens", 100, *flags, "--device", "cpu")
+    assert f"loss {score_text(model, ids, *given).loss:.4f} " in done.stdout and f"{shown}, " in done.stdout, done.stderr
 
 
 def test_progress_fits_into_a_line(made, monkeypatch, capsys):
@@ -363,6 +383,30 @@ def test_a_word_of_many_tokens(app, made, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a dog and a c%s"}' % ("at" * 99))
     said = app("evaluate", "--model", made / "dense", "--lambada", tmp_path / "x.jsonl", "--window", 300).stdout
     assert re.search(r"perplexity per word \d(\.\d+)?e\+\d+\n", said)
+
+
+def test_a_word_as_long_as_the_window(app, made, loaded, tmp_path):
+    count = len(loaded[1].encode(" catatat"))
+    (tmp_path / "x.jsonl").write_text('{"text": "a dog and a catatat"}')
+    given = ("--model", made / "dense", "--lambada", tmp_path / "x.jsonl", "--window")
+    done = app("evaluate", *given, count)
+    assert done.returncode == 0 and " of 1 last words right" in done.stdout, done.stderr
+    done = app("evaluate", *given, count - 1)
+    assert done.returncode == 2 and f"and {count} in it (accepted: at least 1, and 1 to the window, {count - 1})" in done.stderr
+
+
+def test_words_that_a_tokenizer_leaves_out(app, made, tmp_path):
+    shutil.copytree(next((made / "dense").glob("step-*")), tmp_path / "model")
+    about = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    nothing = {"type": "Replace", "pattern": {"Regex": "\\s*fox"}, "content": ""}
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps({**about, "normalizer": nothing}))
+    for text, said in (
+        ("fox box", "has 0 tokens before its last word and"),
+        ("box fox", "tokens before its last word and 0 in it"),
+    ):
+        (tmp_path / "x.jsonl").write_text(json.dumps({"text": text}))
+        done = app("evaluate", "--model", tmp_path / "model", "--lambada", tmp_path / "x.jsonl")
+        assert done.returncode == 2 and f"line 1 of {tmp_path / 'x.jsonl'} " in done.stderr and said in done.stderr
 
 
 def test_a_folder_of_transformers_does_as_well(app, made, loaded, tmp_path):
@@ -404,6 +448,7 @@ WRONG = [
     ("evaluate", ["--text", "no-such-file"], "cannot read no-such-file: No such file or directory"),
     ("evaluate", ["--text", "no\nsuch\nfile"], "cannot read no such file: No such file or directory"),
     ("evaluate", ["--text", ""], "[path] is empty"),
+    ("evaluate", ["--text", "no\0path"], "cannot read no\0path: embedded null byte (a text file in UTF-8)"),
     ("evaluate", ["--text", "/dev/null"], "too short: /dev/null has 0 tokens (at least 1)"),
     ("evaluate", ["--text", "README.md", "--window", 0], "[window] is 0"),
     ("evaluate", ["--text", "README.md", "--window", 8, "--stride", 9], "[stride] is 9"),
@@ -417,6 +462,10 @@ WRONG = [
         "line 2 of {file} has 8 tokens before its last word and 200",
     ),
     ("evaluate", ["--lambada", b"[" * 100_000], "line 1 of {file} is no JSON object"),
+    ("evaluate", ["--lambada", b'{"text": "a b"}\n["text"]'], "line 2 of {file} is no JSON object"),
+    ("evaluate", ["--lambada", b'{"body": "a b"}'], 'line 1 of {file} is no JSON object with a "text"'),
+    ("evaluate", ["--lambada", b'{"text": ["a b"]}'], 'line 1 of {file} is no JSON object with a "text"'),
+    ("evaluate", ["--lambada", b'{"text": " word "}'], "line 1 of {file} has fewer than two words"),
 ]
 
 
@@ -429,6 +478,12 @@ def test_wrong_arguments_end_in_one_line(app, made, tmp_path, name, arguments, s
     arguments = [os.fsdecode(a) if isinstance(a, bytes) else a for a in arguments]
     done = app(name, "--model", made / "dense", *(["--prompt", "a"] if name == "generate" else []), *arguments)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["generate", "evaluate"])
+def test_a_model_is_needed(app, name):
+    done = app(name)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "arguments are required: --model" in done.stderr
 
 
 def test_what_a_model_writes_is_shown_on_a_terminal_and_not_obeyed(monkeypatch):
