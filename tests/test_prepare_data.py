@@ -5,12 +5,14 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -733,11 +735,33 @@ def test_the_app(app, tmp_path, tokenizer):
         (("--workers", "two"), "argument --workers: invalid int value: 'two'"),
         (("--save_every", "-1"), "[save_every] is -1.0"),
         (("--save_every", "nan"), "[save_every] is nan"),
+        (("--save_every", "inf"), "[save_every] is inf"),
         ((), "exists (accepted: another name, or --overwrite)"),
     ):
         flags = (tmp_path / "in put", "--tokenizer", tokenizer, "--output", tmp_path / "out put" / "x")
         done = app("prepare_data", *flags, *arguments)
         assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr and done.stdout == ""
+
+
+def test_what_was_left_out_is_said(app, tmp_path, tokenizer, small):
+    folder = tmp_path / "in"
+    write_inputs(folder)
+    given = folder, "--tokenizer", tokenizer, "--output"
+    said = app("prepare_data", *given, tmp_path / "plain").stdout.splitlines()
+    assert re.fullmatch(rf"{tmp_path}/plain.bin: 6 documents, [\d,]+ tokens of [\d,]+ bytes in \d+\.\d s", said[0])
+    train = f"train with: python apps/train_pythia.py --dataset {tmp_path}/%s --vocab_size {load_tokenizer(tokenizer).size}"
+    assert said[1:] == ["left out: 2 empty documents", train % "plain"]
+    for name in ("f.png", "g.png"):
+        (folder / name).write_bytes(b"\x89PNG\0")
+    (folder / "h.jsonl").write_text('{"body": "alpha"}\n{"text": "beta"}\n')
+    (folder / "i.txt").write_text("中" * 500)
+    assert app("prepare_data", *given, tmp_path / "more", "--skip_invalid").stdout.splitlines()[1:] == [
+        "left out: 2 empty documents",
+        "left out: 1 lines that are no object with a text",
+        f"left out: 2 files that are no text: {folder}/f.png ...",
+        "cut at 7 places of very long documents, where ids may not be those of the whole (docs/data.md)",
+        train % "more",
+    ]
 
 
 SMALL_BLOCKS = (
@@ -821,16 +845,52 @@ def test_a_folder_that_cannot_be_written(tmp_path, tokenizer):
         prepare([tmp_path / "x.txt"], closed / "out", tokenizer=tokenizer)
 
 
-def test_a_terminal_without_a_bar_gets_lines(monkeypatch):
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_how_far_it_is_is_said_now_and_then(monkeypatch, capsys):
+    """At the pace of this run: what those before have made took none of its time."""
     import prepare_data
 
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+    clock, said = [100], []
+    monkeypatch.setattr(prepare_data, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with prepare_data.Bar() as bar:
+        for clock[0], tokens in ((100, 5000), (109, 6000), (110, 7000), (119, 8000), (120, 9000)):
+            bar(module.Progress(tokens // 100, 300, module.Totals(text_bytes=1000 * tokens, tokens=tokens, documents=2)))
+            said.append(capsys.readouterr().err)
+    assert said == [
+        "",
+        "",
+        "23.3 %  2 documents, 7,000 tokens, 200 tokens/s, 0.20 MB/s\n",
+        "",
+        "30.0 %  2 documents, 9,000 tokens, 200 tokens/s, 0.20 MB/s\n",
+    ]
+
+
+def test_a_bar_on_a_terminal(monkeypatch):
+    import prepare_data
+
+    pytest.importorskip("rich")
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with prepare_data.Bar() as bar:
+        bar(module.Progress(5, 10, module.Totals(tokens=7)))
+    shown = sys.stderr.getvalue()
+    assert "━" in shown and re.search(r"50\.0 % .*0 documents, 7 tokens, ", shown), shown
+
+
+@pytest.mark.parametrize("without", ["rich", "a terminal that can go back"])
+def test_a_terminal_without_a_bar_gets_lines(monkeypatch, without):
+    import prepare_data
 
     monkeypatch.setattr(prepare_data, "SECONDS_A_LINE", 0)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("TERM", "xterm" if without == "rich" else "dumb")
+    if without == "rich":
+        monkeypatch.setitem(sys.modules, "rich.console", None)
     with prepare_data.Bar() as bar:
         bar(module.Progress(5, 10, module.Totals(tokens=7)))
     assert sys.stderr.getvalue().startswith("50.0 %  0 documents, 7 tokens")
