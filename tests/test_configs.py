@@ -10,6 +10,7 @@ import pytest
 import needle as ndl
 from needle.checkpoints import CheckpointFolder
 from needle.data.text import TokenBatches
+from needle.data.text_corpus import CORPORA
 from needle.errors import DataError, ShapeError
 from needle.models import Pythia, PythiaConfig, train_step
 from needle.optim import AdamW
@@ -70,6 +71,9 @@ def test_the_plan_of_a_config(capsys):
     assert train_pythia.main(["--model", "14m", "--plan", "--dataset", "no/such/tokens"]) == 2
     said = capsys.readouterr()
     assert not said.out and "unknown data set: 'no/such/tokens'" in said.err
+    for name in CORPORA:  # whose text may have yet to be downloaded
+        assert train_pythia.main(["--model", "14m", "--plan", "--dataset", name]) == 0
+        assert "layers.5" in capsys.readouterr().out
 
 
 def test_flags_have_the_defaults_of_what_they_are_given_to():

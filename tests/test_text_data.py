@@ -73,9 +73,14 @@ def test_what_is_no_text_in_a_stdlib_is_left_out(folder, tmp_path, monkeypatch):
     for file in folder.rglob("*.txt"):
         file.rename(file.with_suffix(".py"))
     (folder / "binary.py").write_bytes(b"x = 1\0\xff\n" * 99)
+    (folder / "LICENSE.txt").write_text(make_text(41))
     monkeypatch.setattr(text_corpus.sysconfig, "get_path", lambda name: str(folder))
     corpus = load_corpus("stdlib", cache_dir=tmp_path / "cache")
     assert {piece.path.name for piece in corpus.train + corpus.held_out} == {f"{i}.py" for i in range(40)}
+    for file in folder.rglob("*.py"):
+        file.unlink()
+    with pytest.raises(DataError, match=rf"\[stdlib\] no Python source: {folder} has no .py files \(give a file or folder of text"):
+        load_corpus("stdlib", cache_dir=tmp_path / "cache")
 
 
 def test_folder_holds_out_whole_files_and_never_a_copy_of_one(folder, tmp_path):
@@ -102,6 +107,22 @@ def test_a_folder_that_has_moved_holds_out_the_same_files(folder, tmp_path):
     for then, now in ((before.train, after.train), (before.held_out, after.held_out)):
         assert [piece.path.relative_to(folder) for piece in then] == [piece.path.relative_to(moved) for piece in now]
     assert after.key == before.key
+
+
+@pytest.mark.parametrize("files", [200, 80])
+def test_what_is_held_out_is_of_all_folders(tmp_path, files):
+    """Not the first ones of the alphabet, which may be of a kind of their own."""
+    for i in range(files):
+        (tmp_path / f"{i // 20}").mkdir(exist_ok=True)
+        (tmp_path / f"{i // 20}" / f"{i}.txt").write_text(f"{i:03} " * 25)
+    corpus = load_corpus(str(tmp_path), cache_dir=tmp_path)
+    assert len(corpus.held_out) == files // 20 and len({piece.path.parent for piece in corpus.held_out}) > 2
+
+
+def test_the_current_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    here, named = load_corpus(".", cache_dir=tmp_path), load_corpus(str(folder), cache_dir=tmp_path)
+    assert (here.name, named.name, here.key) == (".", "texts", named.key)
 
 
 def test_a_name_that_is_no_utf8(folder, tmp_path):
@@ -154,7 +175,11 @@ def test_pieces_are_read_in_parts_without_loss(tmp_path):
     text = "\ufeff" + "".join(f"zeile {i} größer\r\n" for i in range(150_000))  # 3 MB, BOM, Windows line ends
     (tmp_path / "big.txt").write_bytes(text.encode())
     corpus = load_corpus(str(tmp_path / "big.txt"), cache_dir=tmp_path)
-    assert len(list(corpus.train[0].texts("x"))) > 2
+    parts = list(corpus.train[0].texts("x"))
+    assert len(parts) > 2 and all(part.endswith("\n") for part in parts)
+    assert whole_text(corpus.train + corpus.held_out) == text[1:].replace("\r\n", "\n")
+    with open(tmp_path / "big.txt", "ab") as file:
+        file.write(b"more")
     assert whole_text(corpus.train + corpus.held_out) == text[1:].replace("\r\n", "\n")
     (tmp_path / "big.txt").write_text("abc")  # shorter than it was
     assert list(itertools.islice(corpus.train[0].texts("x"), 3)) == ["abc", ""]
@@ -189,9 +214,13 @@ def test_json_lines_are_left_to_prepare_data(folder, tmp_path, name):
 def test_wikitext_from_a_local_folder(tmp_path):
     local = tmp_path / "data" / "wikitext-2"
     local.mkdir(parents=True)
+    with pytest.raises(DataError, match=r"\[wikitext-2\] no train text in .*found nothing \(wiki.train.tokens"):
+        load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path)
     (local / "valid.txt").write_text(make_text(1))
     with pytest.raises(DataError, match=r"\[wikitext-2\] no train text in .*found valid.txt \(wiki.train.tokens"):
         load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path)
+    corpus = load_corpus(str(local), cache_dir=tmp_path)  # by its path a folder like any other
+    assert whole_text(corpus.train + corpus.held_out) == make_text(1)
     (local / "wiki.train.tokens").write_text(make_text(0))
     (local / "test.txt").write_text(make_text(2))
     for name in ("wikitext-2", str(local)):
@@ -207,6 +236,8 @@ def test_wikitext_from_the_hub(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", fake)
     corpus = load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path)
     assert whole_text(corpus.train) == lines["train"] and whole_text(corpus.held_out) == lines["validation"]
+    corpus.train[0].path.unlink()  # as of a download that was killed
+    assert load_corpus("wikitext-2", data_dir=tmp_path / "data", cache_dir=tmp_path) == corpus
 
     def offline(path, name):
         raise RuntimeError("no network\n  tried 5 times")
