@@ -131,6 +131,15 @@ def test_tokens_are_those_of_the_whole_documents(tmp_path, tokenizer, small, wor
     assert text.tokenizer.decode(np.concatenate([text.train, text.held_out])).startswith(texts[0][:20])
 
 
+def test_the_files_of_a_folder_come_in_the_order_of_their_names(tmp_path, tokenizer):
+    names = [f"{folder}/{file}" for folder in "bdacfe" for file in "cafedb"]
+    for name in names:
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    done = prepare(tmp_path / "in", tmp_path / "out", tokenizer=tokenizer)
+    assert found(done.prefix) == expected(tokenizer, sorted(names))
+
+
 def test_the_sizes_of_blocks_change_nothing(tmp_path, tokenizer, small):
     texts = write_inputs(tmp_path / "in")
     for i, sizes in enumerate([(1, 1, 200), (30, 100, 200), (1000, 3, 5000), (10**6, 10**6, 10**6)]):

@@ -160,7 +160,11 @@ def test_a_licence_beside_books_is_not_all_that_is_held_out(tmp_path, books):
     )
 
 
-@pytest.mark.parametrize("text", [make_text(3), "ein Wort über Größe " * 500, "é" * 5001], ids=["lines", "words", "é"])
+@pytest.mark.parametrize(
+    "text",
+    [make_text(3), ("x" * 19 + "\n") * 21, "ein Wort über Größe " * 500, "é" * 5001],
+    ids=["lines", "a line's end at the cut", "words", "é"],
+)
 def test_one_file_holds_out_its_end(tmp_path, text):
     file = tmp_path / "book.txt"
     file.write_text(text, encoding="utf-8")
