@@ -187,6 +187,9 @@ def test_pieces_are_read_in_parts_without_loss(tmp_path):
     assert whole_text(corpus.train + corpus.held_out) == text[1:].replace("\r\n", "\n")
     (tmp_path / "big.txt").write_text("abc")  # shorter than it was
     assert list(itertools.islice(corpus.train[0].texts("x"), 3)) == ["abc", ""]
+    (tmp_path / "big.txt").unlink()
+    with pytest.raises(DataError, match=r"\[x\] cannot read .*big.txt: No such file or directory \(a readable file\)"):
+        whole_text(corpus.train)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
