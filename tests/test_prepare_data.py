@@ -454,6 +454,16 @@ def test_what_a_run_left_may_be_damaged(tmp_path, tokenizer, small):
     assert pair(tmp_path / "x") == pair(tmp_path / "y")
 
 
+def test_what_is_left_of_a_run_that_was_being_dropped_is_none(tmp_path, tokenizer, small):
+    write_inputs(tmp_path / "in")
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer, report=stopped_after(4))
+    (tmp_path / ".x.partial" / "run.json").unlink()  # which goes first; a kill then left the rest
+    (tmp_path / "one.txt").write_text("alpha")
+    prepare([tmp_path / "one.txt"], tmp_path / "x", tokenizer=tokenizer)
+    assert found(tmp_path / "x") == expected(tokenizer, ["alpha"]) and leftovers(tmp_path) == []
+
+
 def test_a_file_that_changes_meanwhile(tmp_path, tokenizer, small):
     (tmp_path / "x.txt").write_text(make_text(0, 300))
 
