@@ -398,6 +398,7 @@ def test_what_changed_is_refused_and_restart_drops_it(tmp_path, tokenizer, small
         ({"key": "body"}, "--key"),
         ({"end_of_text": None}, "--end_of_text"),
         ({"inputs": [tmp_path / "in" / "a b.txt"]}, "the files are others"),
+        ({"inputs": [tmp_path / "in" / "c.jsonl"]}, "the files are others"),
     ):
         with pytest.raises(DataError, match=rf"has an unfinished run of something else: {said} \(as before, or --restart\)"):
             go(**changes)
@@ -442,7 +443,7 @@ def test_what_a_run_left_may_be_damaged(tmp_path, tokenizer, small):
         for field in {"run.json": ("skipped",), "state.json": ("totals", "place", "writer")}[name]:
             empty = type(as_written[field])()
             parts = [{**as_written[field], "tokens": n} for n in ("1", -1, None, 0.5)] if field in ("totals", "writer") else []
-            for wrong in (None, 3, "x", [[]], ["x", 0, 1], {"x": 1}, *parts, *([empty] if name == "state.json" else ())):
+            for wrong in (None, 3, "x", [[]], ["x", 0, 1], [-1], [5], {"x": 1}, *parts, *([empty] if name == "state.json" else ())):
                 (tmp_path / ".x.partial" / name).write_text(json.dumps({**as_written, field: wrong}))
                 with pytest.raises(
                     DataError, match=rf"\[output\] cannot go on: .*{name}: {field} is .* \(--restart begins again\)"
