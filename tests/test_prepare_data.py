@@ -492,7 +492,7 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, tokenizer, sma
 
 def test_who_reads_the_tokens_knows_what_ends_a_document(tmp_path, tokenizer):
     (tmp_path / "one.txt").write_text(make_text(1, 500))
-    for end in ("alpha", "<|endoftext|>", None, "beta"):
+    for end in ("alpha", "<|endoftext|>", None, "beta", " " * 4):  # the last is none of the model's, but added to them
         made = prepare([tmp_path / "one.txt"], tmp_path / "x", tokenizer=tokenizer, end_of_text=end, overwrite=True)
         for given in (None, tokenizer):
             text = load_text(str(made.prefix), tokenizer=given)
@@ -529,6 +529,11 @@ def test_a_tokenizer_that_lies_where_one_would_be_made_stays(tmp_path, tokenizer
     with pytest.raises(DataError, match=r"\[output\] .*x.tokenizer.json exists \(accepted: another name, or --overwrite\)"):
         prepare([tmp_path / "one.txt"], tmp_path / "x", vocab_size=257)
     assert beside.read_bytes() == tokenizer.read_bytes() and leftovers(tmp_path) == []
+    other = tmp_path / "other.json"  # as large and as old
+    other.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|ENDOFTEXT|>"))
+    os.utime(other, ns=(beside.stat().st_mtime_ns,) * 2)
+    with pytest.raises(DataError, match=r"\[output\] .*x.tokenizer.json exists"):
+        prepare([tmp_path / "one.txt"], tmp_path / "x", tokenizer=other, end_of_text=None)
     for given in (beside, tokenizer):  # itself, or its like
         prepare([tmp_path / "one.txt"], tmp_path / "x", tokenizer=given)
         assert beside.read_bytes() == tokenizer.read_bytes()
