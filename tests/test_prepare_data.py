@@ -342,6 +342,25 @@ def test_interrupted_and_gone_on_with(tmp_path, tokenizer, small, error):
     assert runs > 10 and pair(tmp_path / "parts") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
 
 
+def test_interrupted_when_tokens_were_written_of_which_nothing_is_noted_yet(tmp_path, tokenizer, small, monkeypatch):
+    write_inputs(tmp_path / "in")
+    prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=tokenizer)
+    write, written = module.TokenWriter.write, []
+
+    def stop(*given):
+        write(*given)
+        written.append(given)
+        if len(written) == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module.TokenWriter, "write", stop)
+        prepare([tmp_path / "in"], tmp_path / "parts", tokenizer=tokenizer, save_every_s=0)
+    assert (tmp_path / ".parts.partial" / "state.json").exists()
+    prepare([tmp_path / "in"], tmp_path / "parts", tokenizer=tokenizer)
+    assert pair(tmp_path / "parts") == pair(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("removed", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("given", [True, False])
 def test_stopped_when_the_last_file_had_its_name(tmp_path, tokenizer, small, monkeypatch, removed, given):
