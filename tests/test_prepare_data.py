@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import itertools
 import json
 import os
 import random
@@ -121,7 +122,8 @@ def test_tokens_are_those_of_the_whole_documents(tmp_path, tokenizer, small, wor
     raw = {path: path.read_bytes() for path in (tmp_path / "in put").iterdir()}
     assert done.totals.text_bytes == sum(len(gzip.decompress(b) if p.suffix.lower() == ".gz" else b) for p, b in raw.items())
     assert pair(tmp_path / "out" / "x")[2] == tokenizer.read_bytes() and leftovers(tmp_path / "out") == []
-    plain = prepare([tmp_path / "in put"], tmp_path / "plain", tokenizer=tokenizer, end_of_text=None)
+    plain = prepare([tmp_path / "in put"], tmp_path / "plain.idx", tokenizer=tokenizer, end_of_text=None)
+    assert plain.prefix == tmp_path / "plain"
     assert found(plain.prefix) == expected(tokenizer, texts, ())
     files = [tmp_path / "in put" / "c.jsonl", tmp_path / "in put" / "a b.txt"]  # as often and in the order in which they are given
     twice = prepare([*files, files[1]], tmp_path / "twice.bin", tokenizer=tokenizer, end_of_text="alpha")
@@ -129,6 +131,13 @@ def test_tokens_are_those_of_the_whole_documents(tmp_path, tokenizer, small, wor
     assert len(end) == 1 and found(twice.prefix) == expected(tokenizer, [*texts[1:4], texts[0], texts[0]], end)
     text = load_text(str(done.prefix))  # what training reads, with the tokenizer beside it
     assert text.tokenizer.decode(np.concatenate([text.train, text.held_out])).startswith(texts[0][:20])
+
+
+def test_a_home_folder(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "one.txt").write_text("alpha")
+    assert prepare("~/one.txt", "~/out", tokenizer=tokenizer).prefix == tmp_path / "out"
+    assert found(tmp_path / "out") == expected(tokenizer, ["alpha"])
 
 
 def test_the_files_of_a_folder_come_in_the_order_of_their_names(tmp_path, tokenizer):
@@ -342,6 +351,19 @@ def test_interrupted_and_gone_on_with(tmp_path, tokenizer, small, error):
     assert runs > 10 and pair(tmp_path / "parts") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
 
 
+def test_it_is_saved_every_so_many_seconds(tmp_path, tokenizer, small, monkeypatch):
+    write_inputs(tmp_path / "in")
+    clock, saved, state = [100], [], tmp_path / ".x.partial" / "state.json"
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def report(progress):
+        clock[0] += 1
+        saved.append(state.exists() and json.loads(state.read_text())["totals"]["text_bytes"])
+
+    prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer, save_every_s=3, report=report)
+    assert saved[0] is False and [len(list(same)) for _, same in itertools.groupby(saved[:12])] == [3, 3, 3, 3]
+
+
 def test_interrupted_when_tokens_were_written_of_which_nothing_is_noted_yet(tmp_path, tokenizer, small, monkeypatch):
     write_inputs(tmp_path / "in")
     prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=tokenizer)
@@ -461,8 +483,10 @@ def test_what_a_run_left_may_be_damaged(tmp_path, tokenizer, small):
         as_written = json.loads(kept)
         for field in {"run.json": ("skipped",), "state.json": ("totals", "place", "writer")}[name]:
             empty = type(as_written[field])()
-            parts = [{**as_written[field], "tokens": n} for n in ("1", -1, None, 0.5)] if field in ("totals", "writer") else []
-            for wrong in (None, 3, "x", [[]], ["x", 0, 1], [-1], [5], {"x": 1}, *parts, *([empty] if name == "state.json" else ())):
+            numbers = ("1", -1, None, 0.5, 1 << 70) if field in ("totals", "writer") else ()
+            parts = [{**as_written[field], "tokens": n} for n in numbers]
+            lists = [[[]], ["x", 0, 1], [-1], [5], [9] * 9]
+            for wrong in (None, 3, "x", {"x": 1}, *lists, *parts, *([empty] if name == "state.json" else ())):
                 (tmp_path / ".x.partial" / name).write_text(json.dumps({**as_written, field: wrong}))
                 with pytest.raises(
                     DataError, match=rf"\[output\] cannot go on: .*{name}: {field} is .* \(--restart begins again\)"
@@ -711,6 +735,7 @@ def test_other_bad_input(tmp_path, tokenizer):
         ([good], "out", {**made, "end_of_text": os.fsdecode(b"\xff")}, r"\[end_of_text\] the tokenizer has no '.udcff'"),
         ([good], "empty", made, r"\[output\] no name for files"),
         ([good], "new/", made, r"\[output\] no name for files"),
+        ([good], "new\0", made, r"\[output\] no name for files"),
         ([good], "x.txt/out", made, r"\[output\] cannot make .*Not a directory"),
     ):
         with pytest.raises(DataError, match=said) as info:
