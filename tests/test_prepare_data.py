@@ -364,7 +364,8 @@ def test_it_is_saved_every_so_many_seconds(tmp_path, tokenizer, small, monkeypat
     assert saved[0] is False and [len(list(same)) for _, same in itertools.groupby(saved[:12])] == [3, 3, 3, 3]
 
 
-def test_interrupted_when_tokens_were_written_of_which_nothing_is_noted_yet(tmp_path, tokenizer, small, monkeypatch):
+@pytest.mark.parametrize("last", [1, 5])
+def test_interrupted_when_tokens_were_written_of_which_nothing_is_noted_yet(tmp_path, tokenizer, small, monkeypatch, last):
     write_inputs(tmp_path / "in")
     prepare([tmp_path / "in"], tmp_path / "whole", tokenizer=tokenizer)
     write, written = module.TokenWriter.write, []
@@ -372,15 +373,30 @@ def test_interrupted_when_tokens_were_written_of_which_nothing_is_noted_yet(tmp_
     def stop(*given):
         write(*given)
         written.append(given)
-        if len(written) == 5:
+        if len(written) == last:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module.TokenWriter, "write", stop)
         prepare([tmp_path / "in"], tmp_path / "parts", tokenizer=tokenizer, save_every_s=0)
-    assert (tmp_path / ".parts.partial" / "state.json").exists()
+    names = {path.name for path in (tmp_path / ".parts.partial").iterdir()}
+    assert {"run.json", "tokenizer.json"} < names and ("state.json" in names) == (last > 1)
     prepare([tmp_path / "in"], tmp_path / "parts", tokenizer=tokenizer)
     assert pair(tmp_path / "parts") == pair(tmp_path / "whole")
+
+
+def test_ctrl_c_on_a_full_disk_is_told_as_one(tmp_path, tokenizer, small, monkeypatch):
+    write_inputs(tmp_path / "in")
+    write_whole = files.write_whole
+
+    def full(path):
+        if path.name == "state.json":
+            raise DataError(f"[output] cannot write {path}: No space left on device")
+        return write_whole(path)
+
+    monkeypatch.setattr(files, "write_whole", full)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer, report=stopped_after(2))
 
 
 @pytest.mark.parametrize("removed", [0, 1, 2, 3, 4])
