@@ -508,6 +508,11 @@ def test_what_a_run_left_may_be_damaged(tmp_path, tokenizer, small):
                     DataError, match=rf"\[output\] cannot go on: .*{name}: {field} is .* \(--restart begins again\)"
                 ):
                     prepare(*given, tokenizer=tokenizer)
+        (tmp_path / ".x.partial" / name).unlink()
+        (tmp_path / ".x.partial" / name).mkdir()
+        with pytest.raises(DataError, match=rf"\[output\] cannot go on: .*{name}: Is a directory \(--restart begins again\)"):
+            prepare(*given, tokenizer=tokenizer)
+        (tmp_path / ".x.partial" / name).rmdir()
         (tmp_path / ".x.partial" / name).write_bytes(kept)
     prepare(*given, tokenizer=tokenizer)
     prepare(str(tmp_path / "in"), tmp_path / "y", tokenizer=tokenizer)
