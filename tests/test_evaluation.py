@@ -27,7 +27,7 @@ def log_probabilities(model, ids):
 
 
 @pytest.mark.parametrize(
-    "window, stride, batch_size", [(32, 32, 1), (32, 8, 3), (16, 5, 4), (16, 1, 8), (100, 100, 1), (100, 50, 10**30)]
+    "window, stride, batch_size", [(32, 32, 1), (32, 8, 3), (32, 8, 4), (16, 5, 4), (16, 1, 8), (100, 100, 1), (100, 50, 10**30)]
 )
 def test_sliding_window_by_hand(model, window, stride, batch_size):
     ids = np.random.default_rng(0).integers(0, VOCABULARY, 75)
@@ -117,9 +117,11 @@ def test_bad_arguments(model):
         ((ids, 8, 0), "stride is 0"),
         ((ids, 8, 8, 0), "batch_size is 0"),
         ((ids + 0.5, 8), "float64"),
+        ((ids.reshape(2, 5), 8), r"\(2, 5\)"),
     ):
         with pytest.raises(ShapeError, match=said):
             score_text(model, *wrong)
+    assert score_text(model, ids[:2].tolist()).tokens == 1
     with pytest.raises(ShapeError, match="0 examples"):
         score_endings(model, [])
     for name in ("window", "batch_size"):
@@ -151,6 +153,7 @@ def test_ids_that_are_none_are_named(model):
 def test_figures_of_a_score():
     score = TextScore(nats=8 * math.log(2), tokens=4)
     assert score.loss == pytest.approx(2 * math.log(2)) and score.perplexity == pytest.approx(4) and score.bits_per_byte(8) == 1
+    assert score.bits_per_byte(1) == 8
     assert math.isnan(score.bits_per_byte(0))
     assert TextScore(nats=1e9, tokens=1).perplexity == WordScore(1, 0, nats=1e9).perplexity == math.exp(700)  # no OverflowError
 
