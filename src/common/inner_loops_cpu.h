@@ -155,7 +155,11 @@ struct TileLoop {
     if (accumulate)
       for (int64_t i = 0; i < rows; ++i) convert_run(c + i * ldc, cols, sums[i]);
     add_runs(sums[0], kCols);
-    for (int64_t i = 0; i < rows; ++i) convert_run(sums[i], cols, c + i * ldc);
+    for (int64_t i = 0; i < rows; ++i)
+      if constexpr (std::is_same_v<Out, bfloat16>)
+        tiles::round_sums(sums[i], cols, c + i * ldc);
+      else
+        convert_run(sums[i], cols, c + i * ldc);
   }
 
   // kRows rows of A, or fewer, times panels of B, whose columns are all of C's.

@@ -30,7 +30,7 @@ constexpr bool kCompiled = false;
 
 // Whether the processor multiplies tiles of bfloat16 and the system lets this process do so, for
 // which it is asked once: signal handlers' stacks must be larger from then on. Where they are not
-// kCompiled, gemm and pair do not exist.
+// kCompiled, gemm, pair and round_sums do not exist.
 bool available();
 
 // While one lives this thread may use tiles, all of them whole.
@@ -75,6 +75,9 @@ void gemm(int64_t m, int64_t n, int64_t k, const bfloat16* a, RowStride lda, con
 
 // The words of two vectors' elements, rounded to bfloat16.
 WordBits pair(Vec<float> first, Vec<float> second);
+
+// to (n) = sums of gemm, rounded to bfloat16.
+void round_sums(const float* sums, int64_t n, bfloat16* to);
 
 inline bool available() {
 #ifdef NEEDLE_TILES
@@ -177,11 +180,25 @@ inline void gemm(int64_t m, int64_t n, int64_t k, const bfloat16* a, RowStride l
     }
 }
 
+// Subnormal numbers become zero, which no sum of gemm is.
+inline HalfBits rounded(Vec<float> v) {
+  HalfBits bits;
+  asm("vcvtneps2bf16 %1, %0" : "=v"(bits) : "v"(v));
+  return bits;
+}
+
 inline WordBits pair(Vec<float> first, Vec<float> second) {
-  HalfBits low, high;
-  asm("vcvtneps2bf16 %1, %0" : "=v"(low) : "v"(first));
-  asm("vcvtneps2bf16 %1, %0" : "=v"(high) : "v"(second));
-  return __builtin_convertvector(low, WordBits) | __builtin_convertvector(high, WordBits) << 16;
+  return __builtin_convertvector(rounded(first), WordBits) |
+         __builtin_convertvector(rounded(second), WordBits) << 16;
+}
+
+inline void round_sums(const float* sums, int64_t n, bfloat16* to) {
+  int64_t i = 0;
+  for (; i + kSide <= n; i += kSide) {
+    const HalfBits bits = rounded(cpu::load(sums + i));
+    memcpy(to + i, &bits, sizeof bits);
+  }
+  convert_run(sums + i, n - i, to + i);
 }
 #else
 inline Use::Use() = default;
