@@ -314,7 +314,8 @@ def rnn(x: NDArray, h: NDArray, w_ih: NDArray, w_hh: NDArray, bias: NDArray, non
     apply = getattr(x._device, f"ewise_{nonlinearity}")
     for h_t in y:
         matmul(h, w_hh, out=h_t, accumulate=True)
-        apply(h_t.contiguous_handle(), h_t.contiguous_handle())
+        handle = h_t.contiguous_handle()
+        apply(handle, handle)
         h = h_t
     return y
 

@@ -87,7 +87,8 @@ class Conv(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b, *bias = node.inputs
-        sums = [summation(out_grad, (0, 1, 2)) if added.requires_grad else None for added in bias]  # while there is no other
+        # First, since it copies an out_grad whose channels do not lie last: while no other gradient takes memory.
+        sums = [summation(out_grad, (0, 1, 2)) if added.requires_grad else None for added in bias]
         grad_a = _ImageGradient(a.shape[1:3], self.stride, self.padding)(out_grad, b) if a.requires_grad else None
         grad_b = _KernelGradient(b.shape[:2], self.stride, self.padding)(a, out_grad) if b.requires_grad else None
         return grad_a, grad_b, *sums
@@ -168,7 +169,8 @@ class _KernelGradient(_InputRead):
 def conv(a: Tensor, b: Tensor, stride: int = 1, padding: int = 1, bias: Tensor | None = None) -> Tensor:
     """2-D convolution: a (N, H, W, Cin), b (K, L, Cin, Cout) -> (N, H', W', Cout), H' = (H + 2 padding - K) // stride + 1.
 
-    padding: zeros on each side of H and W; the default is the course's. bias: (Cout,), added to each pixel. raises: ShapeError.
+    padding: zeros on each side of H and W; the default is the course's. bias: (Cout,), cast and added to each pixel.
+    raises: ShapeError.
     """
     return Conv(stride, padding)(a, b, *([] if bias is None else [bias]))
 
