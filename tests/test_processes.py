@@ -1,10 +1,13 @@
-"""The CPU device in its process: several Python threads, children, the end of the interpreter, and how many threads it takes."""
+"""The CPU device in its process: several Python threads, children, the end of the interpreter, and how many threads and how much
+memory it may take.
+"""
 
 import contextlib
 import functools
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,9 +21,9 @@ from devices import usable
 from needle.backend_ndarray.ndarray import NDArray
 
 
-def run(program, preexec_fn=None, **environment):
+def run(program, preexec_fn=None, within=(), **environment):
     environment = {**os.environ, "PYTHONPATH": str(Path(ndl.__file__).parents[1]), **environment}
-    command = [sys.executable, "-c", program]
+    command = [*within, sys.executable, "-c", program]
     return subprocess.run(command, env=environment, preexec_fn=preexec_fn, capture_output=True, text=True, timeout=120)
 
 
@@ -264,16 +267,89 @@ def test_a_number_of_threads_that_is_none(cpu, number):
         cpu.set_num_threads(-1)
 
 
+def quotas():
+    """Cores that the control groups of this process, and those around them, may use."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        folder = Path("/sys/fs/cgroup", "cpu" if controllers else "", group[1:])
+        for path in (folder, *folder.parents) if not controllers or "cpu" in controllers.split(",") else ():
+            with contextlib.suppress(OSError, ValueError):  # "max": none
+                files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+                quota, period = map(int, " ".join((path / name).read_text() for name in files).split())
+                if quota > 0:
+                    yield math.ceil(quota / period)
+
+
 def test_there_are_as_many_threads_as_cores(cpu):
-    """Those that the process may use: of its affinity mask, less where a container has a quota."""
+    """Those that the process may use: of its affinity mask, less where its control groups have a quota."""
     cores = sorted(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cores = cores if quota == "max" else cores[: max(1, math.ceil(int(quota) / int(period)))]
+    cores = cores[: min(quotas(), default=None)]
     for wanted in (cores, cores[:1]):
         done = run(COUNT, preexec_fn=functools.partial(os.sched_setaffinity, 0, wanted), NEEDLE_NUM_THREADS="")
         assert done.stdout == f"2000000.0 {len(wanted)}\n", done.stderr
     assert run("import needle as ndl; print(ndl.cpu().num_threads())", NEEDLE_NUM_THREADS="4096").stdout == "4096\n"
+
+
+def grouped(folder, groups, limits):
+    """The beginning of a command that finds itself in these control groups, lines of /proc/self/cgroup, whose files have these texts,
+    by their paths. raises: Skipped where it cannot have mounts of its own.
+    """
+    (folder / "groups").write_text(groups)
+    for path, text in limits.items():
+        file = folder / "fs" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+    script = 'mount --bind "$0/fs" /sys/fs/cgroup && mount --bind "$0/groups" /proc/$$/cgroup && exec "$@"'
+    within = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, folder]
+    if shutil.which("unshare") is None or subprocess.run([*within, "true"], capture_output=True).returncode:
+        pytest.skip("this process cannot have mounts of its own (unshare)")
+    return within
+
+
+@pytest.mark.parametrize(
+    "limits, wanted",
+    [
+        ({"job/step/cpu.max": "100000 100000"}, 1),
+        ({"job/step/cpu.max": "max 100000", "job/cpu.max": "9999 10000", "cpu.max": "30000 10000"}, 1),
+        ({"job/step/cpu.max": "20000 10000", "cpu.max": "5000 10000"}, 1),  # of a container, which has no other group
+        ({"job/step/cpu.max": "100001 100000"}, 2),
+        ({"job/step/cpu.max": "max 100000", "other/cpu.max": "100000 100000"}, 2),
+        ({"cpu/a:b/cpu.cfs_quota_us": "100000", "cpu/a:b/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu/a:b/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_quota_us": "10", "cpu/cpu.cfs_period_us": "100"}, 1),
+        ({"cpu/a:b/cpu.cfs_quota_us": "-1", "cpu/a:b/cpu.cfs_period_us": "100000"}, 2),
+        ({}, 2),
+    ],
+)
+def test_there_are_as_many_threads_as_control_groups_have_cores(cpu, tmp_path, limits, wanted):
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    within = grouped(tmp_path, "2:cpuset:/other\n1:cpuacct,cpu:/a:b\n0::/job/step\n", {"kept": "", **limits})
+    affinity = functools.partial(os.sched_setaffinity, 0, cores)
+    done = run(COUNT, preexec_fn=affinity, within=within, NEEDLE_NUM_THREADS="")
+    assert done.stdout == f"2000000.0 {min(wanted, len(cores))}\n", done.stderr
+
+
+def memory_of(group, most, sums=""):
+    """The files of a control group of version 2, or of 1 below "memory": 40 MiB are used, of which 3 are of files."""
+    limit, usage = ("limit_in_bytes", "usage_in_bytes") if group.startswith("memory/") else ("max", "current")
+    stat = f"anon {37 << 20}\n{sums}inactive_file {2 << 20}\n{sums}active_file {1 << 20}"
+    return {f"{group}/memory.{limit}": most, f"{group}/memory.{usage}": 40 << 20, f"{group}/memory.stat": stat}
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        memory_of("job/step", 48 << 20),
+        memory_of("job/step", 48 << 20) | memory_of("job", 64 << 20) | memory_of("other", 41 << 20),
+        memory_of("job/step", "max") | memory_of("job", 48 << 20),
+        memory_of("job/step", 64 << 20) | memory_of(".", 48 << 20),
+        memory_of("memory/a:b", 48 << 20, "total_") | {"memory/a:b/cpu.max": ""},
+        memory_of("memory/a:b", 2**63 - 4096, "total_") | memory_of("memory/.", 48 << 20, "total_"),
+    ],
+)
+def test_there_is_as_much_memory_as_control_groups_have(tmp_path, limits):
+    program = "from needle import memory; print(memory.capacity('cpu_numpy') >> 20, memory.available('cpu_numpy') >> 20)"
+    within = grouped(tmp_path, "2:cpuset:/other\n1:hugetlb,memory:/a:b\n0::/job/step\n", limits)
+    assert run(program, within=within).stdout == "48 11\n"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda_sim"])

@@ -17,7 +17,7 @@ from pythia_app.trainer import make_config, planned_run
 class Budget:
     """The plan of a run with these options on ``device``, and the memory that is there for it.
 
-    bytes: ``--memory_limit``, or what the machine has, or what a GPU has left; 0: unknown. sparse: the kind of attention.
+    bytes: ``--memory_limit``, or what the process may have, or what a GPU has left; 0: unknown. sparse: the kind of attention.
     """
 
     def __init__(self, options: Namespace, vocab_size: int, device, sparse: bool):

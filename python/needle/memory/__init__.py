@@ -3,10 +3,11 @@ mistake.
 """
 
 from .accounting import MemoryStats, empty_cache, peak, process, reset_peak, set_limit, stats
-from .explain import advise, available, capacity
+from .explain import advise
 from .leaks import Leak, LeakCheck, LeakWarning, leaks
 from .picture import picture
 from .planning import Plan, fitting_table, largest, peak_bytes, plan, smallest
+from .room import available, capacity
 from .trace import Holder, trace
 from .units import GPUS, parse_bytes, readable
 

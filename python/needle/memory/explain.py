@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar, copy_context
-from pathlib import Path
 from threading import get_ident
 from typing import Any
 
 from ..backend_ndarray.device import BackendDevice
 from ..backend_ndarray.host_memory import CATEGORIES
-from ..backend_selection import as_device
 from ..errors import OutOfMemoryError
 from . import sites
 from .planning import Build, peak_bytes, planning
+from .room import capacity, card
 from .trace import ModuleNames, grouped, holders
 from .units import readable
 
@@ -92,52 +89,6 @@ def _adviser() -> advise | None:
 _explaining = ContextVar("explaining", default=False)
 
 
-def capacity(device: BackendDevice) -> int:
-    """Bytes that the device's allocator can give at most: the least of its limit and the GPU's memory, or the machine's and the
-    container's. 0: unknown."""
-    device = as_device(device)
-    limit = device.require().memory_stats()["limit"]
-    known = [limit] if limit else []
-    if device.is_gpu:
-        known.append(_card(device)[0])
-    else:
-        known += _container_limits()
-        with contextlib.suppress(ValueError, OSError, AttributeError):
-            known.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    return min(known, default=0)
-
-
-def available(device: BackendDevice) -> int:
-    """Bytes that the device's allocator can have now: what it holds, and what no other process has, nor the driver. 0: unknown.
-
-    The code of kernels is loaded as they are first used, and comes on top on a GPU. On a CPU what others have may be swapped out:
-    Linux only, elsewhere ``capacity``. source: proc(5), MemAvailable.
-    """
-    device = as_device(device)
-    known = [capacity(device)]
-    if device.is_gpu:
-        known.append(max(1, _card(device)[1]))
-    else:
-        with contextlib.suppress(OSError, StopIteration):
-            line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
-            known.append((int(line.split()[1]) << 10) + device.require().memory_stats()["reserved"])
-    return min(known)
-
-
-def _card(device: BackendDevice) -> tuple[int, int]:
-    """Bytes of a GPU's memory, and how many of them are free or needle's."""
-    module = device.require()
-    card = module.device_properties()
-    return card["total_bytes"], card["free_bytes"] + max(card["pool_bytes"], module.memory_stats()["reserved"])
-
-
-def _container_limits() -> Iterator[int]:
-    """Bytes that this container may use. source: the kernel's documentation of control groups, versions 2 and 1."""
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # "max": none
-            yield int(Path(path).read_text())
-
-
 def explain(error: OutOfMemoryError, message: str) -> str:
     """``message`` with all that is known about it, a line each."""
     device = next((d for d in sites.used_devices() if d.name == error.stats.get("device")), None)
@@ -173,7 +124,7 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
     elif error.stats["live"] + error.requested_bytes <= budget:
         held = "others hold it, or this process may not have it (ulimit -v)"
         if device.is_gpu:
-            total, room = _card(device)
+            total, room = card(device)
             held = f"{readable(max(0, total - room))} are other processes', the driver's, or for kernels (scratch memory)"
         yield f"the system gave no more of {readable(budget)}: {held}"
         budget = error.stats["live"]  # all that is sure to be there

@@ -19,7 +19,7 @@ from ..checkpoints import CheckpointFolder
 from ..checkpoints.tensors import INDEX, is_weights, read_folder, write_folder
 from ..data.text_tokenizer import END_OF_TEXT, TOKENIZER, TOKENIZER_CONFIG, TextTokenizer, load_tokenizer
 from ..errors import CheckpointError, DataError, DTypeError, ShapeError, type_name
-from ..memory.explain import capacity
+from ..memory.room import capacity
 from ..memory.units import parse_bytes
 from .generation import GenerationConfig
 from .published import config_from_json, config_json, fitting, load_published, published_state
