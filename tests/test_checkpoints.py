@@ -10,6 +10,7 @@ import random
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -785,6 +786,20 @@ def test_a_macs_disk_is_told_to_empty_its_own_cache(tmp_path, monkeypatch, there
             file.write(b"kept")
     assert told == [51, 51] and len(synced) == (0 if there else 2)  # the file and its folder
     assert (tmp_path / "a").read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("error, where, kept", [("EINVAL", "folder", True), ("EINVAL", "file", False), ("EIO", "folder", False)])
+def test_a_file_system_may_be_unable_to_wait_for_folders(tmp_path, monkeypatch, error, where, kept):
+    number, real = getattr(errno, error), os.fsync
+
+    def fsync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == (where == "folder"):
+            raise OSError(number, os.strerror(number))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with contextlib.nullcontext() if kept else pytest.raises(CheckpointError, match=os.strerror(number)):
+        CheckpointFolder(tmp_path).save(1, lambda path: (path / "x").write_bytes(b"x"))
 
 
 def test_a_first_checkpoint_that_is_not_written_leaves_nothing(tmp_path):

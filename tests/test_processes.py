@@ -348,8 +348,9 @@ def memory_of(group, most, sums=""):
 )
 def test_there_is_as_much_memory_as_control_groups_have(tmp_path, limits):
     program = "from needle import memory; print(memory.capacity('cpu_numpy') >> 20, memory.available('cpu_numpy') >> 20)"
-    within = grouped(tmp_path, "2:cpuset:/other\n1:hugetlb,memory:/a:b\n0::/job/step\n", limits)
-    assert run(program, within=within).stdout == "48 11\n"
+    within = grouped(tmp_path, "3:pids:/ä\n2:cpuset:/other\n1:hugetlb,memory:/a:b\n0::/job/step\n", limits)
+    done = run(program, within=within, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    assert done.stdout == "48 11\n", done.stderr
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda_sim"])

@@ -124,10 +124,16 @@ def home(path: str | Path) -> Path:
 
 
 def flush(path: Path) -> None:
-    """Waits until a file's content, or a folder's list of names, is on the disk, so that a power cut cannot undo it."""
+    """Waits until a file's content, or a folder's list of names, is on the disk, so that a power cut cannot undo it.
+
+    Nothing is waited for where the file system takes no folder for that, as those of shared folders may not.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         sync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
 

@@ -60,7 +60,7 @@ def _control_groups() -> Iterator[tuple[int, int]]:
     versions 2 and 1.
     """
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in os.fsdecode(Path("/proc/self/cgroup").read_bytes()).splitlines():
             _, controllers, name = line.split(":", 2)
             if controllers and "memory" not in controllers.split(","):
                 continue
