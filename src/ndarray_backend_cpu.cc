@@ -1,6 +1,7 @@
 // The CPU backend's module: its memory, the pool's size, and everything of bindings.h.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #ifdef __GLIBC__
@@ -10,6 +11,7 @@
 #include "common/asan.h"
 #include "common/bindings.h"
 #include "common/integers.h"
+#include "common/machine.h"
 #include "common/parallel.h"
 
 namespace needle::cpu {
@@ -17,6 +19,9 @@ namespace {
 
 constexpr int64_t kMapped = 256 << 10;  // bytes from which a block is pages of its own
 constexpr int64_t kHugePage = 2 << 20;
+
+// What is left to the rest of the process: the interpreter, libraries, small blocks.
+constexpr int64_t kSpare = 32 << 20;
 
 // Small blocks from the heap; large ones as pages, which go back to the system when released. From
 // 4 MiB on they start at a huge page's boundary and ask for huge pages: 512 times fewer faults.
@@ -27,6 +32,38 @@ class HostMemory : public MemorySource {
       void* ptr = nullptr;
       return posix_memalign(&ptr, 64, size_t(bytes)) == 0 ? ptr : nullptr;
     }
+    if (!is_there(bytes)) return nullptr;
+    void* ptr = pages(bytes);
+    if (ptr != nullptr) mapped_ += bytes;
+    return ptr;
+  }
+  void release(void* ptr, int64_t bytes) override {
+    if (NEEDLE_ASAN || bytes < kMapped) {
+      std::free(ptr);
+    } else {
+      munmap(ptr, size_t(bytes));
+      mapped_ -= bytes;
+    }
+  }
+  void trim() override {
+    known_ = mapped_;
+#ifdef __GLIBC__
+    malloc_trim(0);  // whose free pages between blocks in use stay otherwise
+#endif
+  }
+
+ private:
+  // Linux promises memory that it does not have, and kills a process that takes it. Asked only for
+  // more than has been seen to be there: that takes longer than a small kernel.
+  bool is_there(int64_t bytes) {
+    if (mapped_ + bytes <= known_) return true;
+    const int64_t most = usable_memory().most;
+    if (most > 0 && bytes > most - kSpare) return false;
+    known_ = mapped_ + std::max(bytes, most / 8);
+    return true;
+  }
+
+  static void* pages(int64_t bytes) {
     if (bytes < 2 * kHugePage) return map(bytes);
     char* raw = static_cast<char*>(map(bytes + kHugePage));
     if (raw == nullptr) return nullptr;
@@ -39,24 +76,14 @@ class HostMemory : public MemorySource {
 #endif
     return raw + before;
   }
-  void release(void* ptr, int64_t bytes) override {
-    if (NEEDLE_ASAN || bytes < kMapped)
-      std::free(ptr);
-    else
-      munmap(ptr, size_t(bytes));
-  }
-  void trim() override {
-#ifdef __GLIBC__
-    malloc_trim(0);  // whose free pages between blocks in use stay otherwise
-#endif
-  }
-
- private:
   static void* map(int64_t bytes) {
     void* p =
         mmap(nullptr, size_t(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     return p == MAP_FAILED ? nullptr : p;
   }
+
+  int64_t mapped_ = 0;  // bytes of pages
+  int64_t known_ = 0;   // how many there can be
 };
 
 }  // namespace
@@ -99,6 +126,10 @@ std::string best_level() {
 PYBIND11_MODULE(NEEDLE_MODULE, m) {
   using namespace needle::cpu;
   bind_backend(m);
+  m.def("machine_memory", [] {
+    const needle::Memory found = needle::usable_memory();
+    return py::make_tuple(found.total, found.free);
+  });
   m.def("num_threads", &num_threads);
   m.def("set_num_threads", &set_num_threads);
   m.def("matmul_tiled", &Bound<&matmul_tiled>::call);

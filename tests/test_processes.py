@@ -290,16 +290,17 @@ def test_there_are_as_many_threads_as_cores(cpu):
     assert run("import needle as ndl; print(ndl.cpu().num_threads())", NEEDLE_NUM_THREADS="4096").stdout == "4096\n"
 
 
-def grouped(folder, groups, limits):
-    """The beginning of a command that finds itself in these control groups, lines of /proc/self/cgroup, whose files have these texts,
-    by their paths. raises: Skipped where it cannot have mounts of its own.
+def on_machine(folder, groups, limits, memory="", zfs=""):
+    """The beginning of a command that finds these lines in /proc/self/cgroup, /proc/meminfo and a file of ZFS, nothing else in /proc,
+    and of the control groups the files of these texts. raises: Skipped where it cannot have mounts of its own.
     """
-    (folder / "groups").write_text(groups)
-    for path, text in limits.items():
-        file = folder / "fs" / path
+    (folder / "cgroup").mkdir()
+    proc = {"proc/self/cgroup": groups, "proc/meminfo": memory, "proc/spl/kstat/zfs/arcstats": zfs}
+    for path, text in {**proc, **{f"cgroup/{name}": text for name, text in limits.items()}}.items():
+        file = folder / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{text}\n")
-    script = 'mount --bind "$0/fs" /sys/fs/cgroup && mount --bind "$0/groups" /proc/$$/cgroup && exec "$@"'
+    script = 'mount --bind "$0/cgroup" /sys/fs/cgroup && mount --bind "$0/proc" /proc && exec "$@"'
     within = ["unshare", "--map-root-user", "--mount", "sh", "-c", script, folder]
     if shutil.which("unshare") is None or subprocess.run([*within, "true"], capture_output=True).returncode:
         pytest.skip("this process cannot have mounts of its own (unshare)")
@@ -311,7 +312,8 @@ def grouped(folder, groups, limits):
     [
         ({"job/step/cpu.max": "100000 100000"}, 1),
         ({"job/step/cpu.max": "max 100000", "job/cpu.max": "9999 10000", "cpu.max": "30000 10000"}, 1),
-        ({"job/step/cpu.max": "20000 10000", "cpu.max": "5000 10000"}, 1),  # of a container, which has no other group
+        ({"job/step/cpu.max": "20000 10000", "cpu.max": "5000 10000"}, 1),
+        ({"cpu.max": "5000 10000"}, 1),  # in a container the name of the group may be the machine's
         ({"job/step/cpu.max": "100001 100000"}, 2),
         ({"job/step/cpu.max": "max 100000", "other/cpu.max": "100000 100000"}, 2),
         ({"cpu/a:b/cpu.cfs_quota_us": "100000", "cpu/a:b/cpu.cfs_period_us": "100000"}, 1),
@@ -322,35 +324,112 @@ def grouped(folder, groups, limits):
 )
 def test_there_are_as_many_threads_as_control_groups_have_cores(cpu, tmp_path, limits, wanted):
     cores = sorted(os.sched_getaffinity(0))[:2]
-    within = grouped(tmp_path, "2:cpuset:/other\n1:cpuacct,cpu:/a:b\n0::/job/step\n", {"kept": "", **limits})
+    within = on_machine(tmp_path, "2:cpuset:/other\n1:cpuacct,cpu:/a:b\n0::/job/step\nno group", limits)
     affinity = functools.partial(os.sched_setaffinity, 0, cores)
     done = run(COUNT, preexec_fn=affinity, within=within, NEEDLE_NUM_THREADS="")
     assert done.stdout == f"2000000.0 {min(wanted, len(cores))}\n", done.stderr
 
 
-def memory_of(group, most, sums=""):
-    """The files of a control group of version 2, or of 1 below "memory": 40 MiB are used, of which 3 are of files."""
+def memory_of(group, most, sums="", **more):
+    """The files of a control group of version 2, or of 1 below "memory": 400 MiB are used, of which 30 can be
+    had: of files, and what the kernel knows of them. more: in MiB.
+    """
     limit, usage = ("limit_in_bytes", "usage_in_bytes") if group.startswith("memory/") else ("max", "current")
-    stat = f"anon {37 << 20}\n{sums}inactive_file {2 << 20}\n{sums}active_file {1 << 20}"
-    return {f"{group}/memory.{limit}": most, f"{group}/memory.{usage}": 40 << 20, f"{group}/memory.stat": stat}
+    stat = f"anon {370 << 20}\n{sums}inactive_file {20 << 20}\n{sums}active_file {9 << 20}\nslab_reclaimable {1 << 20}"
+    files = {f"memory.{limit}": most, f"memory.{usage}": 400 << 20, "memory.stat": stat}
+    files |= {f"memory.{name.replace('_', '.')}": value << 20 for name, value in more.items()}
+    return {f"{group}/{name}": text for name, text in files.items()}
+
+
+IN_GROUPS = "3:pids:/ä\n2:cpuset:/other\n1:hugetlb,memory:/a:b\n0::/job/step\n"
 
 
 @pytest.mark.parametrize(
     "limits",
     [
-        memory_of("job/step", 48 << 20),
-        memory_of("job/step", 48 << 20) | memory_of("job", 64 << 20) | memory_of("other", 41 << 20),
-        memory_of("job/step", "max") | memory_of("job", 48 << 20),
-        memory_of("job/step", 64 << 20) | memory_of(".", 48 << 20),
-        memory_of("memory/a:b", 48 << 20, "total_") | {"memory/a:b/cpu.max": ""},
-        memory_of("memory/a:b", 2**63 - 4096, "total_") | memory_of("memory/.", 48 << 20, "total_"),
+        memory_of("job/step", 480 << 20),
+        memory_of("job/step", 480 << 20) | memory_of("job", 640 << 20) | memory_of("other", 410 << 20),
+        memory_of("job/step", "max") | memory_of("job", 480 << 20),
+        memory_of("job/step", 640 << 20) | memory_of(".", 480 << 20),
+        memory_of("memory/a:b", 480 << 20, "total_") | {"memory/a:b/cpu.max": ""},
+        memory_of("memory/a:b", 2**63 - 4096, "total_") | memory_of("memory/.", 480 << 20, "total_"),
     ],
 )
-def test_there_is_as_much_memory_as_control_groups_have(tmp_path, limits):
-    program = "from needle import memory; print(memory.capacity('cpu_numpy') >> 20, memory.available('cpu_numpy') >> 20)"
-    within = grouped(tmp_path, "3:pids:/ä\n2:cpuset:/other\n1:hugetlb,memory:/a:b\n0::/job/step\n", limits)
-    done = run(program, within=within, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-    assert done.stdout == "48 11\n", done.stderr
+def test_there_is_as_much_memory_as_control_groups_have(cpu, tmp_path, limits):
+    program = """
+from needle import memory
+for device in ("cpu_numpy", "cpu"):
+    print(memory.capacity(device) >> 20, memory.available(device) >> 20)
+"""
+    assert run(program, within=on_machine(tmp_path, IN_GROUPS, limits)).stdout == "480 110\n" * 2
+
+
+@pytest.mark.parametrize(
+    "there, limits, files",
+    [
+        (110, memory_of("job/step", 480 << 20), {}),
+        (110, memory_of("job/step", 480 << 20, swap_max=90, swap_current=90), {"memory": "SwapFree: 999999 kB"}),
+        (170, memory_of("job/step", 480 << 20, swap_max=90, swap_current=30), {"memory": "SwapFree: 999999 kB"}),
+        (130, memory_of("job/step", 480 << 20), {"memory": "SwapFree: 20480 kB"}),
+        (310, memory_of("job/step", 480 << 20), {"memory": "SwapFree: 204800 kB"}),
+        (130, memory_of("job/step", 480 << 20, swap_max=90, swap_current=30), {"memory": "SwapFree: 20480 kB"}),
+        (150, {}, {"memory": "MemTotal: 409600 kB\nMemAvailable: 153600 kB"}),
+        (170, {}, {"memory": "MemAvailable: 153600 kB\nSwapFree: 20480 kB"}),
+        (110, memory_of("job/step", 480 << 20), {"memory": "MemAvailable: 153600 kB"}),
+        (170, {}, {"memory": "MemAvailable: 153600 kB", "zfs": f"c_min 4 {10 << 20}\nsize 4 {30 << 20}"}),
+        (550, memory_of("memory/a:b", 2**63 - 4096, "total_"), {"memory": "MemAvailable: 153600 kB\nSwapFree: 409600 kB"}),
+        (150, {}, {"memory": "MemAvailable: 153600 kB", "zfs": f"c_min 4 {30 << 20}\nsize 4 {10 << 20}"}),
+    ],
+)
+def test_memory_that_is_not_there_is_an_error_instead_of_the_end_of_the_process(cpu, tmp_path, there, limits, files):
+    """32 MiB of it are left to others."""
+    program = f"""
+import needle as ndl
+from needle import errors, memory
+device = ndl.cpu()
+held = device.empty(({there - 32 << 20},), dtype="uint8")
+try:
+    device.empty(({there - 31 << 20},), dtype="uint8")
+except errors.OutOfMemoryError as error:
+    print(error)
+small, sizes = device.zeros(100), []
+for again in range(2):
+    sizes.append(memory.stats(device).reserved >> 20)
+    del held
+    sizes.append(memory.stats(device).reserved >> 20)
+    held = device.empty((20 << 20,), dtype="uint8")
+print(*sizes)
+"""
+    done = run(program, within=on_machine(tmp_path, IN_GROUPS, limits, **files))
+    first, *_, last = done.stdout.splitlines()
+    assert first.startswith(f"[cpu] out of memory: {there - 31}.00 MiB requested")
+    said = "all of cpu() is 480.00 MiB" if there == 310 else "the system gave no more of "
+    assert any(line.strip().startswith(said) for line in done.stdout.splitlines())
+    assert last == f"{there - 32} 0 20 20", done.stderr  # what was freed was given back, and is kept again after that
+
+
+def test_the_machine_is_asked_again_for_much_more_and_once_memory_was_given_back(cpu, tmp_path):
+    program = """
+from pathlib import Path
+import needle as ndl
+from needle import errors, memory
+device = ndl.cpu()
+def refused(used, mebibytes):
+    Path("/sys/fs/cgroup/job/step/memory.current").write_text(str(used << 20))
+    try:
+        held.append(device.empty((mebibytes << 20,), dtype="uint8"))
+    except errors.OutOfMemoryError:
+        return True
+held = []
+print(refused(400, 1), refused(480, 9), refused(480, 60), refused(400, 60))  # an eighth of what is there is not asked for again
+held.clear()
+print(refused(480, 60))
+held.clear()
+memory.empty_cache(device)
+print(refused(480, 60))
+"""
+    done = run(program, within=on_machine(tmp_path, IN_GROUPS, memory_of("job/step", 480 << 20)))
+    assert done.stdout == "None None True None\nNone\nTrue\n", done.stderr
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda_sim"])

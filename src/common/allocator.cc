@@ -2,7 +2,9 @@
 // are kept when freed, because fresh pages cost more than most kernels: as ranges of pages, cut to
 // the request and joined with their neighbours when free again; where the source wants its blocks
 // back whole, one serves requests down to 7/8 of its size. What is reserved stays close to the peak
-// of what was ever live: a request that would carry it past that first gives back what is kept.
+// of what was ever live: a request that would carry it past that first gives back what is kept. And
+// when the source had no more, what is freed goes back to it, until it gives again: others are
+// short, too.
 #include "allocator.h"
 
 #include <pthread.h>
@@ -154,6 +156,7 @@ void* Allocator::take(int64_t bytes) {
       source_.trim();
       ptr = source_.allocate(size);
     }
+    scarce_ = ptr == nullptr || (scarce_ && !cacheable);
     if (ptr == nullptr) throw OutOfMemory(bytes, stats_);
     try {
       if (cacheable) block_bytes_[ptr] = size;
@@ -184,14 +187,19 @@ char* Allocator::take_cached(int64_t size) {
 
 void Allocator::give_back(void* ptr, int64_t bytes) noexcept {
   const int64_t size = block_size(bytes);
-  if (caching_ != Caching::kNone && size >= kLarge) {
-    const auto found = block_bytes_.find(ptr);
-    keep(static_cast<char*>(ptr), found->second);
-    block_bytes_.erase(found);
-  } else {
-    source_.release(ptr, size);
-    stats_.reserved -= size;
-  }
+  if (caching_ == Caching::kNone || size < kLarge) return release(ptr, size);
+  const auto found = block_bytes_.find(ptr);
+  const int64_t real = found->second;
+  block_bytes_.erase(found);
+  if (scarce_)
+    release(ptr, real);
+  else
+    keep(static_cast<char*>(ptr), real);
+}
+
+void Allocator::release(void* ptr, int64_t size) noexcept {
+  source_.release(ptr, size);
+  stats_.reserved -= size;
 }
 
 // What there is no memory to write down goes back to the source.
@@ -217,8 +225,7 @@ void Allocator::keep(char* ptr, int64_t size) noexcept {
     cached_bytes_ += size;
   } catch (const std::bad_alloc&) {
     cached_.erase(ptr);
-    source_.release(ptr, size);
-    stats_.reserved -= size;
+    release(ptr, size);
   }
 }
 
@@ -236,8 +243,7 @@ void Allocator::release_cached(int64_t reserved) {
     const int64_t excess = round_up(stats_.reserved - reserved, kPage);
     const bool cut = caching_ == Caching::kRanges && excess >= kLarge && size - excess >= kLarge;
     const int64_t given = cut ? excess : size;
-    source_.release(ptr + size - given, given);
-    stats_.reserved -= given;
+    release(ptr + size - given, given);
     if (cut) keep(ptr, size - given);
   }
 }

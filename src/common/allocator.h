@@ -102,6 +102,7 @@ class Allocator {
   void keep(char* ptr, int64_t size) noexcept;
   void forget(char* ptr, int64_t size) noexcept;
   void give_back(void* ptr, int64_t bytes) noexcept;
+  void release(void* ptr, int64_t size) noexcept;
   void count(int category, int64_t bytes);
   void record(MemoryEvent::Kind kind, const Holder& holder) noexcept;
   void release_cached(int64_t reserved);
@@ -118,7 +119,8 @@ class Allocator {
   std::map<char*, int64_t> cached_;                     // what is kept, by where it is
   std::set<std::pair<int64_t, char*>> cached_by_size_;  // the same
   int64_t cached_bytes_ = 0;
-  int64_t top_ = 0;  // the most bytes ever in blocks that were in use
+  bool scarce_ = false;  // the source had no more when it was last asked
+  int64_t top_ = 0;      // the most bytes ever in blocks that were in use
   std::unordered_map<void*, int64_t> block_bytes_;  // real sizes of large blocks in use
 };
 

@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "processors.h"
+#include "machine.h"
 
 namespace needle::cpu {
 namespace {

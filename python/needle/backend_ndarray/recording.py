@@ -15,7 +15,7 @@ from .host_memory import ALLOCATOR_FUNCTIONS
 _READS = ("to_numpy", "to_dlpack", "_strided")  # the last shares the memory of cpu_numpy
 _NO_KERNELS = (
     *ALLOCATOR_FUNCTIONS, "Array", "from_numpy", "from_dlpack", "dlpack_device", "sync", "num_threads", "set_num_threads",
-    "best_level", "on_read", "count_apart", "count_with_everyones", "device_count", "why_absent",
+    "machine_memory", "best_level", "on_read", "count_apart", "count_with_everyones", "device_count", "why_absent",
     "device_properties", "launch_counts", "launch_extents", "reset_launch_counts", "use_cublaslt", "cublaslt_in_use",
 )  # fmt: skip
 _swapped: list[tuple[BackendDevice, ModuleType]] = []  # and the modules that they had

@@ -128,6 +128,8 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
             held = f"{readable(max(0, total - room))} are other processes', the driver's, or for kernels (scratch memory)"
         yield f"the system gave no more of {readable(budget)}: {held}"
         budget = error.stats["live"]  # all that is sure to be there
+    elif not error.stats["limit"]:
+        yield f"all of {device} is {readable(budget)}, of the machine or of this process's container or job"
     adviser = _adviser()
     if adviser is not None:
         taken = adviser.taken(device)

@@ -11,7 +11,7 @@
 #include <system_error>
 #include <thread>
 
-#include "../processors.h"
+#include "../machine.h"
 #include "faults.h"
 #include "scheduler.h"
 

@@ -1,7 +1,6 @@
 // Memory, streams and events of the CUDA runtime, on host memory.
 #include "runtime_api.h"
 
-#include <unistd.h>
 #ifdef __APPLE__
 #include <malloc/malloc.h>
 #else
@@ -17,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "../machine.h"
 #include "fiber.h"
 #include "launch_sim.h"
 #include "scheduler.h"
@@ -116,8 +116,7 @@ cudaError_t do_or_enqueue(cudaStream_t stream, F&& work) {
 }
 
 size_t total_bytes() {
-  static const size_t of_host =
-      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  static const size_t of_host = static_cast<size_t>(usable_memory().total);
   const size_t wanted = static_cast<size_t>(memory_mib()) << 20;
   return wanted ? wanted : of_host;
 }
