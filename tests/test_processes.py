@@ -351,6 +351,7 @@ IN_GROUPS = "3:pids:/ä\n2:cpuset:/other\n1:hugetlb,memory:/a:b\n0::/job/step\n"
         memory_of("job/step", 480 << 20) | memory_of("job", 640 << 20) | memory_of("other", 410 << 20),
         memory_of("job/step", "max") | memory_of("job", 480 << 20),
         memory_of("job/step", 640 << 20) | memory_of(".", 480 << 20),
+        memory_of("job/step", "max", high=480) | memory_of("job", 640 << 20, high=560) | memory_of(".", 480 << 20, high=640),
         memory_of("memory/a:b", 480 << 20, "total_") | {"memory/a:b/cpu.max": ""},
         memory_of("memory/a:b", 2**63 - 4096, "total_") | memory_of("memory/.", 480 << 20, "total_"),
     ],

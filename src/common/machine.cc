@@ -97,7 +97,9 @@ Memory usable_memory() {
     const auto file = [&](const char* in_2, const char* in_1) {
       return folder + "memory." + (version_2 ? in_2 : in_1);
     };
-    const int64_t limit = number_in(file("max", "limit_in_bytes"));
+    int64_t limit = number_in(file("max", "limit_in_bytes"));
+    const int64_t high = number_in(folder + "memory.high");  // beyond which a process hardly moves
+    if (high >= 0) limit = limit < 0 ? high : std::min(limit, high);
     const int64_t used = number_in(file("current", "usage_in_bytes"));
     if (limit < 0 || (all > 0 && limit >= all)) return;
     cut(found.total, limit);
