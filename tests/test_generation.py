@@ -3,6 +3,7 @@
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 import needle as ndl
 from needle import amp, memory
-from needle.backend_ndarray import kernels
+from needle.backend_ndarray import block_layout, kernels
 from needle.backend_ndarray.block_layout import BlockLayout, dense_layout
 from needle.backend_ndarray.ndarray import NDArray
 from needle.errors import ShapeError
@@ -222,10 +223,9 @@ def test_a_step_in_another_thread_drops_out_while_tokens_are_made(cpu):
     model = Pythia(replace(small(device=cpu).config, dropout=0.5), device=cpu)
     ids = generation.integers(model, np.ones((1, 4)))
     with generation.inference():
-        model.hidden(ids)
-        assert model.dropout.drawn == 0
+        assert not model.hidden(ids).requires_grad and model.dropout.drawn == 0
         with ThreadPoolExecutor(1) as beside:
-            beside.submit(model.hidden, ids).result()
+            assert beside.submit(model.hidden, ids).result().requires_grad
         assert model.dropout.drawn > 0
 
 
@@ -246,7 +246,9 @@ def test_a_parameter_that_is_written_between_two_tokens_is_cast_again(device):
         decoder = generation.Decoder(model, [prompt], 2)
         decoder.start()
         decoder.step(np.array([7]), np.ones(1, bool))
+        recording = decoder.recording
         before = decoder.step(np.array([8]), np.zeros(1, bool))
+        assert decoder.recording is recording
         model.embed_out.realize_cached_data().mul_in_place(2.0)  # as an optimizer does
         np.testing.assert_array_equal(decoder.step(np.array([8]), np.ones(1, bool)), before * 2)
 
@@ -263,7 +265,7 @@ def test_stop_tokens_and_padding(cpu):
         assert (row[end:] == 7).all()
     one = model.generate(PROMPTS[:1], max_new_tokens=12, eos_token_id=stop)
     assert one.shape == (1, 20 + first[0] + 1) and one[0, -1] == stop
-    assert [GenerationConfig(eos_token_id=end).pad_id for end in (None, 9, [8, 9])] == [0, 9, 8]
+    assert [GenerationConfig(eos_token_id=end).pad_id for end in (None, 0, 9, [8, 9])] == [0, 0, 9, 8]
 
 
 def test_streaming_gives_the_same_tokens_as_they_come(cpu):
@@ -299,7 +301,8 @@ def test_what_may_be_drawn_is_worked_out_by_hand():
     e = np.exp(1)
     total = e**2 + 2 * e + 1 + 1 / e
     assert probabilities() == pytest.approx({0: e**2 / total, 1: e / total, 2: 1 / total, 3: 1 / e / total, 4: e / total})
-    assert probabilities(top_k=1) == {0: 1.0}
+    assert probabilities() == probabilities(top_k=0) == probabilities(top_k=None)
+    assert probabilities(top_k=1) == probabilities(top_k=1, top_p=0.5) == {0: 1.0}
     assert set(probabilities(top_k=2)) == {0, 1, 4}  # the second place is shared
     hot = probabilities(temperature=2.0, top_k=0)
     assert hot[0] / hot[3] == pytest.approx(np.exp(1.5))
@@ -310,6 +313,12 @@ def test_what_may_be_drawn_is_worked_out_by_hand():
     assert sum(probabilities(top_p=0.9, top_k=4).values()) == pytest.approx(1)
     equal = generation.distribution(np.zeros(4), GenerationConfig(do_sample=True, top_p=0.5))
     assert [x.tolist() for x in equal] == [[0, 1], [0.5, 0.5]]  # two reach it
+
+
+def test_the_likeliest_of_many_tokens():
+    logits = np.random.default_rng(0).standard_normal(20_000)
+    ids, _ = generation.distribution(logits, GenerationConfig(do_sample=True, top_k=500))
+    assert ids.tolist() == sorted(np.argsort(logits)[-500:])
 
 
 def test_the_nucleus_of_many_equal_tokens_is_the_first_of_them():
@@ -378,6 +387,11 @@ def test_the_largest_draw_is_of_an_id():
         assert generation.choose(logits, np.zeros(50_000, bool), config, largest) < 50_000
 
 
+def test_the_smallest_draw_is_of_an_id_that_can_be_drawn():
+    config, smallest = GenerationConfig(do_sample=True), SimpleNamespace(random=lambda: 0.0)
+    assert generation.choose(np.array([-1e9, 0.0, 0.0]), np.zeros(3, bool), config, smallest) == 1
+
+
 def test_draws_follow_the_distribution():
     config, rng = GenerationConfig(do_sample=True, temperature=0.7, top_k=4), np.random.default_rng(0)
     drawn = np.bincount([generation.choose(LOGITS, np.zeros(5, bool), config, rng) for _ in range(4000)], minlength=5) / 4000
@@ -392,10 +406,11 @@ def test_no_graph_and_no_growth(host):
     """Between tokens nothing but the cache and one step's arrays is held, and it is the same at the tenth and the last token."""
     model = small("local", host)
     before = host.memory_stats()["live"]
-    live, tensors = [], []
+    live, tensors, data = [], [], [memory.stats(host).by_category["data"]]
     for _ in model.stream(PROMPTS[:3], max_new_tokens=200, do_sample=True, repetition_penalty=1.1):
         live.append(host.memory_stats()["live"])
         if len(live) in (10, 200):
+            data.append(memory.stats(host).by_category["data"])
             tensors.append(ndl.autograd.TENSOR_COUNTER)  # which looks at every object there is
     assert len(set(live[1:])) == 1 and tensors[0] == tensors[1]
     del _
@@ -403,6 +418,7 @@ def test_no_graph_and_no_growth(host):
     tables = 2 * (20 + 199) * 4 * 2  # cos and sin; rot / 2 is 1
     step = 3 * 4 * (VOCABULARY + 2 * (14 * 32 + 2 * 64))  # sequences, bytes, logits, layers, features of width 32 and of the MLP
     assert live[1] - before <= cache + 2 * tables + step + 4096
+    assert data[1] - data[0] >= cache
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -423,10 +439,14 @@ WRONG = [
     ({"temperature": float("nan")}, "temperature is nan"),
     ({"temperature": "hot"}, "temperature is 'hot'"),
     ({"temperature": 5e-324}, "temperature is 5e-324"),
+    ({"temperature": 1.1e100}, "temperature is 1.1e.100"),
+    ({"temperature": np.float32(0)}, "temperature is 0.0"),
+    ({"temperature": True}, "temperature is True"),
     ({"top_k": -1}, "top_k is -1"),
     ({"top_p": 0}, "top_p is 0"),
     ({"top_p": 1.5}, "top_p is 1.5"),
     ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+    ({"repetition_penalty": 1.1e100}, "repetition_penalty is 1.1e.100"),
     ({"eos_token_id": "stop"}, "eos_token_id is 'stop'"),
     ({"eos_token_id": -5}, "eos_token_id is -5"),
     ({"eos_token_id": True}, "eos_token_id is True"),
@@ -455,16 +475,25 @@ def test_what_is_made_by_default():
     assert small().generate([[1]]).shape == (1, 21)
 
 
+@pytest.mark.filterwarnings("error")
 def test_numbers_of_numpy_are_numbers():
     """numpy casts what a float32 is compared with, and warned that 1e100 overflows."""
     config = GenerationConfig(temperature=np.float32(0.5), top_p=np.float16(0.5), repetition_penalty=np.float16(2))
     assert config == GenerationConfig(temperature=0.5, top_p=0.5, repetition_penalty=2.0)
 
 
-@pytest.mark.parametrize("prompts", [[], [[]], [1, 2], 5, [[[1]]], [[0.5]], [np.arange(0)]], ids=str)
+@pytest.mark.parametrize("prompts", [[], [[]], [1, 2], 5, [[[1]]], [[0.5]], [np.arange(0)], [[1], np.arange(0)]], ids=str)
 def test_bad_prompts(cpu, prompts):
     with pytest.raises(ShapeError, match=r"\[generate\] prompts are"):
         small(device=cpu).generate(prompts)
+
+
+def test_positions_of_the_longest_prompt_and_of_what_comes_after_it(cpu, monkeypatch):
+    monkeypatch.setattr(block_layout, "MOST_BLOCKS", 4)  # 128 positions
+    stream = partial(small(device=cpu).stream, [[1], [2] * 100])
+    stream(max_new_tokens=29)
+    with pytest.raises(ShapeError, match=r"max_new_tokens is 30 after a prompt of 100: \[BlockLayout\] 3 x 3 blocks of 64"):
+        stream(max_new_tokens=30)
 
 
 def test_a_larger_vocabulary_belongs_into_the_config(cpu):
