@@ -121,15 +121,51 @@ def test_a_writer_goes_on_from_its_last_flush(tmp_path):
 
 
 def test_a_flush_waits_for_the_disk(tmp_path, monkeypatch):
-    """For all three files, each with everything in it by then."""
+    """For all three files, each with everything in it by then; so does the end, before the pair is there."""
     sizes = []
     monkeypatch.setattr(token_files.files, "sync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
     writer = TokenWriter(tmp_path, 1000)
     writer.write(np.array([1, 2, 3]), [2])
     assert not sizes
     writer.flush()
-    writer.close()
     assert sizes == [6, 4, 8]
+    writer.write(np.array([4]), [1])
+    writer.finish(tmp_path.with_name("out"))
+    assert sizes[3:6] == [8, 8, 16]
+
+
+def test_readers_see_the_same_after_a_power_cut(tmp_path, monkeypatch):
+    """What the disk is waited for: the old pair without its index, then the new pair."""
+    write(tmp_path / "old", tmp_path / "out", [([1, 2, 3], [3])])
+    seen, flush = [], token_files.files.flush
+
+    def flushed(path):
+        if path == tmp_path:
+            seen.append({file.name: file.stat().st_size for file in path.iterdir() if file.is_file()})
+        flush(path)
+
+    monkeypatch.setattr(token_files.files, "flush", flushed)
+    write(tmp_path / "new", tmp_path / "out", [([4, 5, 6, 7], [4])])
+    assert seen == [{"out.bin": 6}, {"out.bin": 8, "out.idx": 34 + 4 + 8 + 16}]
+
+
+def test_a_pair_that_cannot_be_written(tmp_path):
+    with pytest.raises(DataError, match=r"\[files\] cannot write .*none: No such file or directory"):
+        TokenWriter(tmp_path / "none", 1000)
+    (tmp_path / "out.bin").mkdir()
+    with pytest.raises(DataError, match=rf"\[files\] cannot write {tmp_path}: Is a directory"):
+        write(tmp_path / "part", tmp_path / "out", [([1, 2, 3], [3])])
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_ids_for_which_there_is_no_room(tmp_path):
+    writer = TokenWriter(tmp_path, 1000)
+    writer._files["tokens"].close()
+    writer._files["tokens"] = open("/dev/full", "wb")
+    writer.write(np.array([1, 2]))  # held until the flush
+    with pytest.raises(DataError, match=rf"\[files\] cannot write {tmp_path}: No space left on device"):
+        writer.flush()
+    writer.close()  # which tries again
 
 
 def test_finishing_can_be_cut_short_anywhere(tmp_path, monkeypatch):
@@ -196,20 +232,23 @@ def test_every_integer_dtype_of_megatron(tmp_path, code, dtype):
 
 
 def test_files_without_an_index(tmp_path):
-    path, ids = tmp_path / "x.bin", np.random.default_rng(0).integers(0, 300, 5000)
+    path, ids = tmp_path / "x.bin", np.random.default_rng(0).integers(0, 300, 5002)
     for dtype, vocab_size in (("<u2", 300), ("<u4", 300), ("<u4", 100_000), ("<u2", None), ("<u4", None)):
         path.write_bytes(ids.astype(dtype).tobytes())
-        file = read_token_file(path, vocab_size)
+        file = read_token_file(str(path), vocab_size)
         assert file.tokens.dtype == np.dtype(dtype), (dtype, vocab_size)
         np.testing.assert_array_equal(file.tokens, ids)
         np.testing.assert_array_equal(file[0], ids)
     for dtype in ("<u2", "<u4"):
-        path.write_bytes((ids % 16).astype(dtype).tobytes())
-        assert read_token_file(path, 16).tokens.dtype == np.dtype(dtype)
+        for most in (16, 17):
+            path.write_bytes((ids % most).astype(dtype).tobytes())
+            assert read_token_file(path, most).tokens.dtype == np.dtype(dtype)
     (ids * 400).astype("<u4").tofile(path)
     for vocab_size in (300, 1 << 16, 100_000):  # too small: the halves of an id are not to be taken for ids of 16 bits
         with pytest.raises(DataError, match=rf"outside the vocabulary: 119600 \(0 to {vocab_size - 1}; is vocab_size right"):
             load_text(str(path), vocab_size=vocab_size)
+    path.write_bytes(np.array([7], "<u4").tobytes())
+    assert read_token_file(path, 300).tokens.tolist() == [7]
     path.write_bytes(np.array([1, 0, 2], "<u2").tobytes())  # its first four bytes are an id of 32 bits, too
     assert read_token_file(path, 300).tokens.tolist() == [1, 0, 2]
     for magic, version, dtype in ((20240520, 1, "<u2"), (20240801, 7, "<u4")):  # llm.c: GPT-2 and Llama 3
@@ -240,7 +279,8 @@ def test_names(tmp_path):
 def test_the_name_of_a_data_set_names_no_token_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stdlib.bin").touch()
-    assert find_token_file("stdlib") is None
+    (tmp_path / ".bin").touch()
+    assert find_token_file("stdlib") is find_token_file("") is find_token_file(".bin") is None
     assert str(find_token_file("./stdlib")) == str(find_token_file("stdlib.bin")) == "stdlib.bin"
 
 
@@ -274,6 +314,7 @@ def damaged(index, at=None, value=None, form="<Q"):
         (lambda i, d: (damaged(i, 70, 1, "<q"), d), r"\[x.idx\] damaged: the documents are not in order"),
         (lambda i, d: (damaged(i, 78, 3, "<q"), d), r"\[x.idx\] damaged: the documents are not in order"),
         (lambda i, d: (damaged(i, 94, 4, "<q"), d), r"\[x.idx\] damaged: the documents end at sequence 4 \(3\)"),
+        (lambda i, d: (damaged(i[:70], 26, 0), d), r"\[x.idx\] damaged: the documents end at sequence 0 \(3\)"),
         (lambda i, d: (i, d[:-1]), r"\[x.bin\] not the data of x.idx: 11 bytes \(12 in the index"),
         (lambda i, d: (i, d + b"\0\0"), r"\[x.bin\] not the data of x.idx: 14 bytes \(12"),
         (lambda i, d: (i, b""), r"\[x.bin\] no tokens: 3 sequences, 0 bytes"),
@@ -404,6 +445,7 @@ def test_samples_cover_short_files_and_spread_over_long_ones(monkeypatch):
     assert np.concatenate(list(sample(tokens, 95))).tolist() == list(range(95))
     pieces = list(sample(tokens, 40))
     assert [len(p) for p in pieces] == [10] * 4 and [int(p[0]) for p in pieces] == [0, 28, 56, 85]
+    assert [int(p[0]) for p in sample(tokens, 20)] == [0, 85]
     assert [int(p[0]) for p in sample(tokens, 10)] == [0] and list(sample(tokens[:0], 40)) == []
 
 
@@ -498,8 +540,9 @@ def test_no_more_than_depth_is_made_ahead():
             return super().__next__()
 
     with Prefetch(Source(TOKENS, 1, 10), depth=3) as ahead:
-        next(ahead)
-        for _ in range(1 + 3 + 1):  # given out, waiting, in the thread's hand
+        for _ in range(4):
+            next(ahead)
+        for _ in range(4 + 3 + 1):  # given out, waiting, in the thread's hand
             assert made.acquire(timeout=60)
         assert not made.acquire(timeout=0.05)
     with pytest.raises(
@@ -550,6 +593,6 @@ def test_a_forgotten_prefetch_ends_its_thread():
         (thread,) = threads()
         del batches
         thread.join(timeout=60)
-        assert not thread.is_alive()
+        assert not thread.is_alive() and thread.daemon  # a program that ends while there is one does not wait for it
     finally:
         gc.enable()
