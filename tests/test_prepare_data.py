@@ -66,6 +66,7 @@ def small(monkeypatch):
     def set_sizes(block=50, part=7, word=200):
         monkeypatch.setattr(text_blocks, "_BLOCK_BYTES", block)
         monkeypatch.setattr(block_encoder, "_PART_BYTES", part)
+        monkeypatch.setattr(block_encoder, "_TOGETHER", 3)
         monkeypatch.setattr(text_blocks, "_WORD_BYTES", word)
         monkeypatch.setattr(text_blocks.Cutter, "least", block)
         monkeypatch.setattr(text_blocks.Cutter, "most", word)
@@ -116,6 +117,7 @@ def test_tokens_are_those_of_the_whole_documents(tmp_path, tokenizer, small, wor
     report = lambda now: read.append((now.done_bytes, now.all_bytes))  # noqa: E731
     done = prepare([tmp_path / "in put"], tmp_path / "out" / "x", tokenizer=tokenizer, workers=workers, report=report)
     assert read == sorted(read) and read[-1] == (sum(path.stat().st_size for path in (tmp_path / "in put").iterdir()),) * 2
+    assert read[0][0] < (tmp_path / "in put" / "a b.txt").stat().st_size
     assert found(tmp_path / "out" / "x") == expected(tokenizer, texts)
     assert done.totals.documents == 6 and done.totals.empty == 2 and done.totals.cut == 0 and done.skipped == []
     assert done.totals.tokens == sum(map(len, expected(tokenizer, texts)))
@@ -159,13 +161,17 @@ def test_the_sizes_of_blocks_change_nothing(tmp_path, tokenizer, small):
 
 
 def test_a_word_without_an_end_is_cut_and_counted(tmp_path, tokenizer, small):
-    (tmp_path / "x.txt").write_text("中" * 500 + " " + "b" * 100)
-    (tmp_path / "y.jsonl").write_text(json.dumps({"text": "中" * 500}))
+    whole = "中" * 500 + " " + "b" * 100
+    (tmp_path / "x.txt").write_text(whole)
+    (tmp_path / "y.jsonl").write_text(json.dumps({"text": whole}))
     done = prepare([tmp_path / "x.txt", tmp_path / "y.jsonl"], tmp_path / "out", tokenizer=tokenizer)
     assert done.totals.cut == 7 + 7 and done.totals.documents == 2
     text = load_text(str(tmp_path / "out"))
     decoded = text.tokenizer.decode(np.concatenate([text.train, text.held_out]))
-    assert decoded == "中" * 500 + " " + "b" * 100 + "<|endoftext|>" + "中" * 500 + "<|endoftext|>"
+    assert decoded == (whole + "<|endoftext|>") * 2
+    cut = text_blocks.Cutter(True).cut
+    assert [cut(b"a" * n + b" b", 0, 50) for n in (199, 200, 201)] == [(199, False), (200, False), (200, True)]
+    assert cut(b"a" * 200, 0, 50) == (200, False)
 
 
 # The first and the last of each number of bytes, and some between.
@@ -175,6 +181,12 @@ def test_no_character_is_cut(small, letter):
     for before in range(width):
         cut = text_blocks.Cutter(True).cut(b"a" * before + letter.encode() * 200, 0, 50)
         assert cut == (200 - (200 - before) % width, True)
+
+
+def test_white_space_is_not_cut():
+    is_place = text_blocks.Cutter(True).is_place
+    assert is_place("é", " x") and is_place(".", "\n")
+    assert not any(is_place(f"abc{space}", "  y") for space in " \n\r\t\u00a0\u2003\u3000")
 
 
 @pytest.mark.parametrize("before", ["a", "ab"])
@@ -229,8 +241,15 @@ def test_where_cutting_changes_nothing(tokenizer, change, anywhere, after_letter
     assert made.unchanged_by_cuts(text_blocks.Cutter(True, True).is_place) == after_letters
 
 
+def llama3(made):
+    """With a token of a mark and the line end after it, which are one word."""
+    split(LLAMA3)(made)
+    made["model"]["vocab"][")Ċ"] = 900
+    made["model"]["merges"].append([")", "Ċ"])
+
+
 @pytest.mark.parametrize(
-    "change, exact", [(split(LLAMA3), True), (lambda made: made.update(normalizer={"type": "Prepend", "prepend": "_"}), False)]
+    "change, exact", [(llama3, True), (lambda made: made.update(normalizer={"type": "Prepend", "prepend": "_"}), False)]
 )
 def test_tokens_of_other_tokenizers(tmp_path, tokenizer, small, change, exact):
     texts = write_inputs(tmp_path / "in")
@@ -256,7 +275,7 @@ def test_texts_are_whole_even_where_the_tokenizer_would_cut_them_off(tmp_path, t
     assert found(tmp_path / "out") == expected(tokenizer, [make_text(0, 100)])
 
 
-def test_a_tokenizer_that_knows_some_words_alone(tmp_path):
+def test_a_tokenizer_that_knows_some_words_alone(tmp_path, small):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}))
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.save(str(tmp_path / "words.json"))
@@ -268,6 +287,10 @@ def test_a_tokenizer_that_knows_some_words_alone(tmp_path):
         prepare([tmp_path / "other.txt"], tmp_path / "out2", tokenizer=tmp_path / "words.json")
     with pytest.raises(DataError, match=r"\[tokenizer\] no ids for a text: .*Missing \[UNK\] token"):
         load_tokenizer(tmp_path / "words.json").encode("c")
+    for text in ("a b" + " " * 500, " " * 500 + "a b"):  # one of its blocks has no ids
+        (tmp_path / "known.txt").write_text(text)
+        done = prepare([tmp_path / "known.txt"], tmp_path / "out", tokenizer=tmp_path / "words.json", overwrite=True)
+        assert found(tmp_path / "out") == [[0, 1, 2]] and (done.totals.empty, done.totals.cut) == (0, 1)
 
 
 def test_a_sample_is_of_all_the_text(tmp_path, tokenizer, small, monkeypatch):
@@ -308,8 +331,9 @@ def test_a_tokenizer_is_trained_on_a_sample(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"\[none\] too little text for the vocabulary"):
         prepare(inputs, tmp_path / "none", vocab_size=50_000, skip_invalid=True)
     for key, said in (("text", "line 2 of .*: Expecting value"), ("body", "line 1 of .*: no 'body'")):
-        with pytest.raises(DataError, match=rf"\[y.jsonl\] {said}"):
-            prepare(inputs, tmp_path / "none", vocab_size=300, key=key)
+        for given in (inputs, inputs[::-1]):
+            with pytest.raises(DataError, match=rf"\[y.jsonl\] {said}"):
+                prepare(given, tmp_path / "none", vocab_size=300, key=key)
     assert not list(tmp_path.glob("none*"))
 
 
@@ -349,6 +373,21 @@ def test_interrupted_and_gone_on_with(tmp_path, tokenizer, small, error):
         except error:
             assert leftovers(tmp_path) == [".parts.partial"] and not (tmp_path / "parts.idx").exists()
     assert runs > 10 and pair(tmp_path / "parts") == pair(tmp_path / "whole") and leftovers(tmp_path) == []
+
+
+def test_interrupted_between_two_files(tmp_path, tokenizer, small):
+    (tmp_path / "in").mkdir()
+    texts = [letter * 50 for letter in "ab"]  # a block each
+    for text in texts:
+        (tmp_path / "in" / f"{text[0]}.txt").write_text(text)
+    (tmp_path / "in" / "c.jsonl").write_text('{"text": "gamma"}\n{\n')
+    for _ in texts:
+        with pytest.raises(KeyboardInterrupt):
+            prepare(tmp_path / "in", tmp_path / "x", tokenizer=tokenizer, report=stopped_after(0))
+    with pytest.raises(DataError, match=r"line 2 of .*c.jsonl"):
+        prepare(tmp_path / "in", tmp_path / "x", tokenizer=tokenizer)
+    prepare(tmp_path / "in", tmp_path / "x", tokenizer=tokenizer, skip_invalid=True)
+    assert found(tmp_path / "x") == expected(tokenizer, [*texts, "gamma"])
 
 
 def test_it_is_saved_every_so_many_seconds(tmp_path, tokenizer, small, monkeypatch):
@@ -529,15 +568,28 @@ def test_what_is_left_of_a_run_that_was_being_dropped_is_none(tmp_path, tokenize
     assert found(tmp_path / "x") == expected(tokenizer, ["alpha"]) and leftovers(tmp_path) == []
 
 
-def test_a_file_that_changes_meanwhile(tmp_path, tokenizer, small):
-    (tmp_path / "x.txt").write_text(make_text(0, 300))
-
-    def change(progress):
-        (tmp_path / "x.txt").write_text(make_text(1, 300))
-
-    with pytest.raises(DataError, match=r"\[x.txt\] changed while it was read"):
-        prepare([tmp_path / "x.txt"], tmp_path / "out", tokenizer=tokenizer, report=change)
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (lambda path: path.write_text(path.read_text() + "x"), "changed while it was read"),
+        (lambda path: path.unlink(missing_ok=True), "changed while it was read"),
+        (lambda path: path.write_bytes(b"\xff" * 30_000), "not UTF-8 text"),
+    ],
+    ids=["more", "gone", "no text"],
+)
+def test_a_file_that_changes_meanwhile(tmp_path, tokenizer, small, change, said):
+    small(2000, 7, 5000)
+    (tmp_path / "x.txt").write_text(make_text(0, 3000))
+    report = lambda progress: change(tmp_path / "x.txt")  # noqa: E731
+    with pytest.raises(DataError, match=rf"\[x.txt\] {said}"):
+        prepare([tmp_path / "x.txt"], tmp_path / "out", tokenizer=tokenizer, report=report)
     assert not (tmp_path / "out.idx").exists()
+
+
+def test_a_file_that_is_gone_before_it_is_looked_at(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(text_blocks, "walk", lambda *_: [tmp_path / "x.txt"])
+    with pytest.raises(DataError, match=r"\[inputs\] no such file any more: .*x.txt \(files that stay as they are\)"):
+        prepare(tmp_path, tmp_path / "out", tokenizer=tokenizer)
 
 
 def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, tokenizer, small):
@@ -652,6 +704,7 @@ def test_lines_may_begin_with_a_byte_order_mark(tmp_path, tokenizer):
     "content, said",
     [
         (b"alpha \xff", "not UTF-8 text: invalid start byte at byte 6 of"),
+        (b"\x80", "not UTF-8 text: invalid start byte at byte 0 of"),
         (b"a" * 99 + "中".encode()[:2], "not UTF-8 text: unexpected end of data at byte 99 of"),
         ("中".encode() * 90 + b"\xff alpha", "not UTF-8 text: invalid start byte at byte 270 of"),
         ("中".encode() * 50 + b"\0", "binary data: byte 150 of"),
@@ -690,6 +743,10 @@ def test_lines_that_are_too_long(tmp_path, tokenizer, small, monkeypatch, block)
         source = text_blocks.Source(inputs[0], 0, 0)
         pieces = [piece for piece, _ in text_blocks._lines(file, text_blocks.Place(0, 0, 1), source, skip_invalid=True)]
     assert all(piece.at.line == 1 + raw.count(b"\n", 0, piece.at.offset) for piece in pieces)
+    longest = json.dumps({"text": "alpha"}).ljust(block + 999) + "\n"
+    (tmp_path / "z.jsonl").write_text(longest + json.dumps({"text": "beta"}))
+    prepare(tmp_path / "z.jsonl", tmp_path / "z", tokenizer=tokenizer)
+    assert found(tmp_path / "z") == expected(tokenizer, ["alpha", "beta"])
     assert sum(len(piece.raw) for piece in pieces) < 9 * 1000 < sum(piece.left_out for piece in pieces)  # the rest is not held
 
 
