@@ -441,7 +441,7 @@ def test_a_pipe_is_no_tokenizer(folder, tmp_path):
         load_text(str(folder), tokenizer=tmp_path / "pipe", cache_dir=tmp_path)
     load_text(str(folder), vocab_size=320, cache_dir=tmp_path)
     (described,) = tmp_path.rglob("train.bin.json")
-    for path in (described, described.with_name("tokenizer_config.json")):
+    for path in (described, *(described.with_name(name) for name in ("tokenizer.json", "tokenizer_config.json"))):
         path.unlink(missing_ok=True)
         os.mkfifo(path)
     load_text(str(folder), vocab_size=320, cache_dir=tmp_path)
@@ -461,7 +461,7 @@ def test_token_files_hold_large_ids(tmp_path):
     ids = np.array([0, 65_535, 65_536, 99_999])
     write_tokens(tmp_path / "x.bin", [ids[:2], ids[2:]], 100_000)
     back = read_tokens(tmp_path / "x.bin")
-    assert back.dtype == np.uint32
+    assert back.dtype == np.uint32 and not back.flags.writeable
     np.testing.assert_array_equal(back, ids)
     assert len(write_tokens(tmp_path / "none.bin", [], 300)) == 0  # which cannot be mapped
 
@@ -549,7 +549,8 @@ def test_a_damaged_cache_is_made_again(tmp_path):
     for file in files:
         middle = len(whole[file]) // 2
         turned = whole[file][:middle] + bytes([whole[file][middle] ^ 1]) + whole[file][middle + 1 :]  # one bit
-        for damaged in (b"", whole[file][:-1], b"\xff\xfe", b"[]", b"{}", turned):
+        sizes = [whole[file].replace(b'"vocab_size": 300', b'"vocab_size": ' + size) for size in (b"70000", b"null")]
+        for damaged in (b"", whole[file][:-1], b"\xff\xfe", b"[]", b"{}", turned, *sizes):
             file.write_bytes(damaged)
             load_text(str(path), vocab_size=300, cache_dir=cache)
             assert {file: file.read_bytes() for file in files} == whole
