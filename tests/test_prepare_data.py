@@ -306,6 +306,18 @@ def test_a_sample_is_of_all_the_text(tmp_path, tokenizer, small, monkeypatch):
     assert [block.done_bytes for block in blocks] == list(range(100, 4001, 100))
 
 
+@pytest.mark.parametrize("ahead, most", [(module._AHEAD_BYTES, 2 * 3 + 1), (0, 2)])
+def test_how_many_blocks_are_held(tmp_path, tokenizer, small, monkeypatch, ahead, most):
+    """Enough for all threads, unless they are long: of these one, and the next."""
+    write_inputs(tmp_path / "in")
+    blocks, read, held = text_blocks.read_blocks, [], []
+    monkeypatch.setattr(module, "_AHEAD_BYTES", ahead)
+    monkeypatch.setattr(module, "read_blocks", lambda *given: (read.append(block) or block for block in blocks(*given)))
+    report = lambda now: held.append(len(read) - len(held))  # noqa: E731
+    prepare(tmp_path / "in", tmp_path / "out", tokenizer=tokenizer, workers=3, report=report)
+    assert max(held) == most
+
+
 @pytest.mark.parametrize("before", [None, "true"])
 def test_the_threads_of_others_are_left_alone(tmp_path, tokenizer, monkeypatch, before):
     """``tokenizers`` reads from the environment whether it may start threads."""
@@ -566,6 +578,21 @@ def test_what_is_left_of_a_run_that_was_being_dropped_is_none(tmp_path, tokenize
     (tmp_path / "one.txt").write_text("alpha")
     prepare([tmp_path / "one.txt"], tmp_path / "x", tokenizer=tokenizer)
     assert found(tmp_path / "x") == expected(tokenizer, ["alpha"]) and leftovers(tmp_path) == []
+
+
+def test_a_run_that_cannot_be_dropped(tmp_path, tokenizer, monkeypatch):
+    (tmp_path / "x.txt").write_text("alpha")
+    with pytest.raises(KeyboardInterrupt):
+        prepare(tmp_path / "x.txt", tmp_path / "out", tokenizer=tokenizer, report=stopped_after(0))
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", closed)
+    with pytest.raises(DataError, match=r"\[output\] cannot empty .*out.partial: Permission denied \(a writable folder\)"):
+        prepare(tmp_path / "x.txt", tmp_path / "out", tokenizer=tokenizer, restart=True)
+    left = os.listdir(tmp_path / ".out.partial")
+    assert "state.json" in left and "run.json" not in left  # without which the rest is not taken for a run
 
 
 @pytest.mark.parametrize(
