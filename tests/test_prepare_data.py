@@ -924,6 +924,30 @@ def test_what_must_be_given(app, given, missing):
     assert f"the following arguments are required: {missing} (" in done.stderr
 
 
+def test_what_the_flags_ask_for(app, monkeypatch):
+    import prepare_data
+
+    asked = {}
+
+    def made(inputs, output, **options):
+        asked.update(options, inputs=inputs, output=output)
+        return module.Prepared(Path("x"), module.Totals(), 300, [])
+
+    monkeypatch.setattr(prepare_data, "prepare", made)
+    plain = {"inputs": ["a", "b"], "output": "x", "tokenizer": None, "vocab_size": 300, "key": "text", "workers": 2}
+    plain |= {"end_of_text": "<|endoftext|>", "overwrite": False, "restart": False, "skip_invalid": False, "save_every_s": 10.0}
+    for flags, changes in (
+        ((), {}),
+        (("--key", "body", "--save_every", 3), {"key": "body", "save_every_s": 3.0}),
+        (("--end_of_text", "</s>"), {"end_of_text": "</s>"}),
+        (("--overwrite",), {"overwrite": True}),
+        (("--restart",), {"restart": True}),
+        (("--skip_invalid",), {"skip_invalid": True}),
+    ):
+        assert app("prepare_data", "a", "b", "--output", "x", "--vocab_size", 300, "--workers", 2, *flags).returncode == 0
+        assert isinstance(asked.pop("report"), prepare_data.Bar) and asked == {**plain, **changes}
+
+
 def test_what_was_left_out_is_said(app, tmp_path, tokenizer, small):
     folder = tmp_path / "in"
     write_inputs(folder)
