@@ -338,6 +338,8 @@ def test_token_files_of_another_tokenizer(folder, tmp_path):
     text.tokenizer.tokenizer.add_tokens(["<one more>"])
     (tmp_path / "more.json").write_text(text.tokenizer.to_json())
     assert load_text(tmp_path / "ids.bin", tokenizer=tmp_path / "more.json").vocab_size == 301
+    (tmp_path / "same.json").write_text(made_with.read_text())
+    assert load_text(tmp_path / "ids.bin", tokenizer=tmp_path / "same.json").vocab_size == 300
     other = json.loads(made_with.read_text())
     a, b = list(other["model"]["vocab"])[5:7]
     vocab = other["model"]["vocab"]
@@ -345,6 +347,9 @@ def test_token_files_of_another_tokenizer(folder, tmp_path):
     (tmp_path / "other.json").write_text(json.dumps(other))
     with pytest.raises(DataError, match=r"\[ids.bin\] its ids are those of ids.tokenizer.json, not of .*other.json"):
         load_text(tmp_path / "ids.bin", tokenizer=tmp_path / "other.json")
+    made_with.write_text((tmp_path / "more.json").read_text())
+    with pytest.raises(DataError, match=r"\[ids.bin\] its ids are those of ids.tokenizer.json, not of .*same.json"):
+        load_text(tmp_path / "ids.bin", tokenizer=tmp_path / "same.json")
 
 
 def test_a_home_and_where_there_is_none(folder, tmp_path, monkeypatch):
@@ -365,16 +370,19 @@ def test_a_home_and_where_there_is_none(folder, tmp_path, monkeypatch):
 
 
 def test_a_tokenizer_that_would_cut_texts_off_or_fill_them_up(folder, tmp_path):
-    """As files on the Hub often say: neither a corpus nor a prompt may lose text for it."""
+    """As files on the Hub often say: neither a corpus nor a prompt may lose text for it, or get a token before it."""
+    tokenizers = pytest.importorskip("tokenizers")
     text = load_text(str(folder), vocab_size=300, cache_dir=tmp_path)
     text.tokenizer.tokenizer.enable_truncation(5)
     text.tokenizer.tokenizer.enable_padding(length=9)
+    begin = ("<|endoftext|>", text.tokenizer.end_of_text)
+    text.tokenizer.tokenizer.post_processor = tokenizers.processors.TemplateProcessing(f"{begin[0]} $A", special_tokens=[begin])
     (tmp_path / "cuts.json").write_text(text.tokenizer.to_json())
     again = load_text(str(folder), tokenizer=tmp_path / "cuts.json", cache_dir=tmp_path)
     np.testing.assert_array_equal(again.train, text.train)
     np.testing.assert_array_equal(again.held_out, text.held_out)
     assert again.tokenizer.decode(again.tokenizer.encode("alpha beta gamma delta")) == "alpha beta gamma delta"
-    assert len(again.tokenizer.encode("")) == 0
+    assert len(again.tokenizer.encode("")) == 0 and again.tokenizer.encode("").dtype == np.int64
 
 
 def test_cutting_text_for_parallel_encoding_changes_no_id(folder, tmp_path):
