@@ -324,9 +324,10 @@ def test_tokens_are_kept_for_a_tokenizer_however_its_file_is_written(folder, tmp
     for each in (path, spread):
         load_text(str(folder), tokenizer=each, cache_dir=tmp_path / "d")
     assert len(list((tmp_path / "d").rglob("train.bin"))) == 1
-    path.with_name("tokenizer_config.json").write_text('{"eos_token": "a"}')  # then other ids end the documents
-    text = load_text(str(folder), tokenizer=path, cache_dir=tmp_path / "d")
-    assert text.train[-1] == text.tokenizer.end_of_text == text.tokenizer.encode("a")[0]
+    for end in "ab":  # then other ids end the documents
+        path.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        text = load_text(str(folder), tokenizer=path, cache_dir=tmp_path / "d")
+        assert text.train[-1] == text.tokenizer.end_of_text == text.tokenizer.encode(end)[0]
 
 
 def test_token_files_of_another_tokenizer(folder, tmp_path):
