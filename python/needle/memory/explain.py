@@ -13,7 +13,7 @@ from ..backend_ndarray.host_memory import CATEGORIES
 from ..errors import OutOfMemoryError
 from . import sites
 from .planning import Build, peak_bytes, planning
-from .room import capacity, card
+from .room import available, capacity, card
 from .trace import ModuleNames, grouped, holders
 from .units import readable
 
@@ -122,10 +122,12 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
     if budget and error.requested_bytes > budget:
         yield f"this one request is larger than all of {device}, {readable(budget)}: no allocator setting can help"
     elif error.stats["live"] + error.requested_bytes <= budget:
-        held = "others hold it, or this process may not have it (ulimit -v)"
         if device.is_gpu:
             total, room = card(device)
             held = f"{readable(max(0, total - room))} are other processes', the driver's, or for kernels (scratch memory)"
+        else:
+            free = readable(max(0, available(device) - error.stats["reserved"]))
+            held = f"{free} are free, of which 32 MiB stay for the rest of the process, or it may not have more (ulimit -v)"
         yield f"the system gave no more of {readable(budget)}: {held}"
         budget = error.stats["live"]  # all that is sure to be there
     elif not error.stats["limit"]:
