@@ -23,6 +23,8 @@ import pytest
 
 import pythia_app
 from devices import usable
+from needle import memory
+from needle.backend_ndarray import kernels
 from needle.checkpoints import CheckpointFolder, read_folder
 from needle.data import text as text_module
 from needle.data import token_files
@@ -303,6 +305,46 @@ def test_text_that_cannot_be_read_on_loses_no_step(run, tmp_path, monkeypatch):
     ids.tofile(file)
     assert run(*flags, "--checkpoint_dir", tmp_path / "run", "--resume").returncode == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 6
+
+
+def test_memory_that_runs_out_loses_no_step(run, tmp_path, monkeypatch):
+    """In the middle of the fifth step."""
+    flags = ["--accumulation_steps", 2, "--save_every", 0, "--max_steps", 6, "--dropout", 0.1, "--checkpoint_dir"]
+    assert run(*flags, tmp_path / "whole").returncode == 0
+    batches, tensors = [], Trainer.tensors
+
+    def fewer(self, batch):
+        batches.append(batch)
+        if len(batches) == 10:
+            memory.set_limit(memory.stats(self.device).live + 4096, self.device)
+        return tensors(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "tensors", fewer)
+        done = run(*flags, tmp_path / "run")
+    memory.set_limit(None, options.device("auto"))
+    assert done.returncode == 2 and "out of memory" in done.stderr
+    assert f"stopped after step 4; saved {tmp_path / 'run' / 'step-000004'}\n" in done.stdout
+    assert run(*flags, tmp_path / "run", "--resume").returncode == 0
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 6
+
+
+def test_memory_that_runs_out_in_an_update_leaves_nothing_to_save(run, tmp_path, monkeypatch):
+    calls, adam_step = [], kernels.adam_step
+
+    def fail(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == failing:
+            raise MemoryError
+        return adam_step(*args, **kwargs)
+
+    monkeypatch.setattr(kernels, "adam_step", fail)
+    failing = None
+    assert run("--max_steps", 2, "--checkpoint_dir", tmp_path / "two").returncode == 0
+    failing = 2 * len(calls) + 2  # of the next run's third step
+    done = run("--max_steps", 4, "--save_every", 0, "--checkpoint_dir", tmp_path / "run")
+    assert done.returncode == 2 and "out of memory" in done.stderr and len(calls) == failing
+    assert "saved" not in done.stdout and not list((tmp_path / "run").glob("step-*"))
 
 
 def test_a_damaged_checkpoint_is_passed_over(run, tmp_path):
@@ -869,8 +911,6 @@ def test_wikitext_without_a_network(text, tmp_path):
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(main, run, monkeypatch, tmp_path):
-    from needle import memory
-
     for there in ("capacity", "available"):  # of the machine, and of a GPU
         monkeypatch.setattr(memory, there, lambda device: 20 << 20)
     code, lines = main("--batch_size", 64, "--checkpoint_dir", tmp_path / "run")
@@ -901,8 +941,6 @@ def test_what_kernels_take_of_a_gpu_is_no_room_for_arrays(text, tmp_path):
 
 
 def test_a_plan_that_leaves_little_says_so(run, monkeypatch):
-    from needle import memory
-
     planned = run("--plan")
     peak = int(re.search(r"\(([\d,]+) bytes\)", planned.stdout)[1].replace(",", ""))
     for free, said in ((peak + peak // 32 + (8 << 20), ""), (peak + (1 << 20), "note: the planned peak is ")):

@@ -79,14 +79,17 @@ class Loop:
         return bool(self.save_every) and step % self.save_every == 0 and step < self.trainer.steps
 
     def _step(self, leaks: LeakCheck) -> str:
-        """One step and its row. Returns what was wrong, or "". raises: DataError for text that cannot be read, after saving."""
+        """One step and its row. Returns what was wrong, or "".
+
+        raises: DataError for text that cannot be read, or MemoryError, after saving what the steps before have made.
+        """
         trainer, before = self.trainer, time.perf_counter()
         reset_peak(trainer.device)
         skipped = trainer.scaler.skipped_steps
         try:
             made = trainer.train_step()
-        except DataError:
-            if trainer.step not in (self.first, self.kept):
+        except (DataError, MemoryError):
+            if trainer.step not in (self.first, self.kept) and not trainer.halfway:
                 self.save()
                 self.report.say(f"stopped after step {trainer.step}; saved {self.saved}")
             raise

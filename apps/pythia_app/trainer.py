@@ -94,7 +94,10 @@ def evaluated(text: TextData, seq_len: int, tokens: int | None = None) -> np.nda
 
 
 class Trainer:
-    """A model, its optimizer and its place in the text. weights: the folder of a model to begin with, or of a checkpoint."""
+    """A model, its optimizer and its place in the text. weights: the folder of a model to begin with, or of a checkpoint.
+
+    halfway: memory ran out in the middle of an update, so that the weights are those of no step.
+    """
 
     def __init__(self, options, config: PythiaConfig, text: TextData, device, weights: Path | None = None):
         self.options, self.config, self.device = options, config, device
@@ -117,7 +120,7 @@ class Trainer:
         per_step = options.batch_size * options.accumulation_steps
         by_epochs = math.ceil((options.epochs or 0) * batches.windows_per_epoch / per_step)
         self.steps = options.max_steps or by_epochs or STEPS
-        self.step = 0
+        self.step, self.halfway = 0, False
         self.metrics = {"tokens": 0, "seconds": 0.0}  # of the whole run, however often it was resumed
 
     def state(self) -> dict:
@@ -164,10 +167,10 @@ class Trainer:
     def train_step(self) -> Step:
         """One optimizer step: the mean loss of its micro-batches, in nats, and the norm of its gradients.
 
-        raises: DataError for text that cannot be read; ``state`` is that of before then.
+        raises: DataError for text that cannot be read; MemoryError. Unless ``halfway``, ``state`` is that of before then.
         """
         start, options = time.perf_counter(), self.options
-        place, drawn = self.batches.state_dict(), self.model.dropout.drawn
+        place, drawn, updates = self.batches.state_dict(), self.model.dropout.drawn, self.optimizer.t
         self.optimizer.lr = learning_rate(self.step, self.steps, options.lr, options.warmup_steps, options.min_lr_ratio)
         micro_batches = (self.tensors(batch) for batch in self.batches)
         try:
@@ -175,7 +178,9 @@ class Trainer:
                 self.model, self.optimizer, micro_batches, options.accumulation_steps, options.max_grad_norm, options.precision,
                 self.scaler,
             )  # fmt: skip
-        except DataError:  # in the middle of the micro-batches, before any weight has changed
+        except (DataError, MemoryError):
+            self.halfway = self.optimizer.t != updates
+            self.optimizer.reset_grad()
             self.batches.load_state_dict(place)
             self.model.dropout.drawn = drawn
             raise
