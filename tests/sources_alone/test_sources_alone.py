@@ -12,7 +12,6 @@ import needle as ndl
 
 HERE = Path(__file__).parent
 COMMON = HERE.parents[1] / "src" / "common"
-POOL = (COMMON / "parallel.cc", COMMON / "machine.cc")
 PRODUCTS = ("attention", "blocksparse", "conv", "few_rows", "lane_gemm", "matmul")
 
 
@@ -38,7 +37,7 @@ def program(tmp_path):
 def test_products_have_all_of_their_symbols_for_each_processor(processor, tmp_path):
     """What is built elsewhere is for this machine's processor, and one symbol that another lacks keeps a whole module from loading."""
     kernels = [HERE.parents[1] / "src" / "kernels" / f"{name}_cpu.cc" for name in PRODUCTS]
-    sources = [COMMON / "gemm_cpu.cc", *POOL, COMMON / "allocator.cc", *kernels]
+    sources = [COMMON / "gemm_cpu.cc", COMMON / "parallel.cc", COMMON / "allocator.cc", *kernels]
     flags = ["-std=c++17", "-O0", f"-march={processor}", "-fPIC", "-shared", "-Wl,-z,defs", "-DNEEDLE_DEVICE=cpu"]
     made = tmp_path / "products.so"
     built = subprocess.run(["c++", *flags, *map(str, sources), "-o", made, "-lpthread"], capture_output=True, text=True)
@@ -52,7 +51,7 @@ def check(*command, **environment):
 
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_the_pool_is_clean_under(sanitizer, program):
-    made = program("pool", *POOL, flags=[f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"])
+    made = program("pool", COMMON / "parallel.cc", flags=[f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"])
     # The thread sanitizer wants the usual address layout, and follows no fork of a process with threads.
     check(*(["setarch", platform.machine(), "-R", made, "no-fork"] if sanitizer == "thread" else [made]))
 
@@ -60,7 +59,7 @@ def test_the_pool_is_clean_under(sanitizer, program):
 @pytest.mark.parametrize("caching", ["ranges", "blocks"])
 def test_what_the_heap_refuses_costs_no_memory_and_not_the_process(caching, program):
     """Without sanitizers: under them the allocator keeps nothing."""
-    made = program("allocator", HERE / "heap.cc", COMMON / "allocator.cc", *POOL, flags=[])
+    made = program("allocator", HERE / "heap.cc", COMMON / "allocator.cc", COMMON / "parallel.cc", flags=[])
     check(made, *(["blocks"] if caching == "blocks" else []))
 
 
