@@ -21,7 +21,7 @@ constexpr int64_t kMapped = 256 << 10;  // bytes from which a block is pages of 
 constexpr int64_t kHugePage = 2 << 20;
 
 // What is left to the rest of the process: the interpreter, libraries, small blocks.
-constexpr int64_t kSpare = 32 << 20;  // explain.py says so
+constexpr int64_t kSpare = 32 << 20;
 
 // Small blocks from the heap; large ones as pages, which go back to the system when released. From
 // 4 MiB on they start at a huge page's boundary and ask for huge pages: 512 times fewer faults.

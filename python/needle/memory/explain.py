@@ -127,11 +127,12 @@ def _lines(device: BackendDevice, error: OutOfMemoryError) -> Iterator[str]:
             held = f"{readable(max(0, total - room))} are other processes', the driver's, or for kernels (scratch memory)"
         else:
             free = readable(max(0, available(device) - error.stats["reserved"]))
-            held = f"{free} are free, of which 32 MiB stay for the rest of the process, or it may not have more (ulimit -v)"
+            held = f"{free} are free, a little of which is for the rest of the process, or it may not have them (ulimit -v)"
         yield f"the system gave no more of {readable(budget)}: {held}"
         budget = error.stats["live"]  # all that is sure to be there
-    elif not error.stats["limit"]:
-        yield f"all of {device} is {readable(budget)}, of the machine or of this process's container or job"
+    elif budget and not error.stats["limit"]:
+        whose = "" if device.is_gpu else ", of the machine or of this process's container or job"
+        yield f"all of {device} is {readable(budget)}{whose}"
     adviser = _adviser()
     if adviser is not None:
         taken = adviser.taken(device)
