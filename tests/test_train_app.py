@@ -319,10 +319,12 @@ def test_memory_that_runs_out_loses_no_step(run, tmp_path, monkeypatch):
             memory.set_limit(memory.stats(self.device).live + 4096, self.device)
         return tensors(self, batch)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "tensors", fewer)
-        done = run(*flags, tmp_path / "run")
-    memory.set_limit(None, options.device("auto"))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "tensors", fewer)
+            done = run(*flags, tmp_path / "run")
+    finally:
+        memory.set_limit(None, options.device("auto"))
     assert done.returncode == 2 and "out of memory" in done.stderr
     assert f"stopped after step 4; saved {tmp_path / 'run' / 'step-000004'}\n" in done.stdout
     assert run(*flags, tmp_path / "run", "--resume").returncode == 0

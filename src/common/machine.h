@@ -90,6 +90,7 @@ inline int usable_cores() {
 struct Memory {
   int64_t total = 0, free = 0, most = 0;
 };
+
 inline Memory usable_memory() {
   auto machine = numbers_in("/proc/meminfo");             // in KiB
   auto zfs = numbers_in("/proc/spl/kstat/zfs/arcstats");  // whose files MemAvailable leaves out
