@@ -145,6 +145,8 @@ def test_reading_a_scalar_takes_no_memory(device):
 
 
 WORKSPACE = {  # of the shapes in op_cases.py: the bytes that an op takes for itself, forward and backward, one after the other
+    "sum_outer": [4 * 3 * 4],  # of the last axis, then of the first
+    "broadcast_to": [4 * 2 * 3],
     "batch_norm": [4 * 64 * 2 * 6] * 2,  # two sums of each column, in 64 parts
     "batch_norm_rows": [4 * 64 * 2 * 3] * 2,
     "layer_norm": [4 * 64 * 2 * 37],

@@ -1,6 +1,7 @@
 """NDArray: views, indexing, dtypes, reductions, products, interchange, errors, and the allocator's account."""
 
 import copy
+import itertools
 import operator
 import pickle
 import sys
@@ -87,6 +88,59 @@ def test_reductions_over_any_axes(device, op, axis):
         found = getattr(a, op)(axis=axis, keepdims=keepdims).numpy()
         assert found.shape == ((1,) if axis is None and not keepdims else expected.shape)
         np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)
+
+
+VIEWS = {  # of (3, 4, 5, 2)
+    "whole": lambda x: x, "channels last": lambda x: x.transpose(0, 2, 3, 1), "reversed": lambda x: x.T, "part": lambda x: x[1:],
+    "part, permuted": lambda x: x[1:].transpose(2, 0, 1, 3), "with gaps": lambda x: x[:, ::2, :, :1], "flipped": lambda x: x[::-1],
+    "repeated": lambda x: np.broadcast_to(x[:, :1], x.shape), "one long": lambda x: x[:, 1:2].transpose(3, 1, 0, 2),
+}  # fmt: skip
+
+
+def seen(view, values, device):
+    """A view of an array of needle that shows what ``view`` shows of ``values``."""
+    whole, wanted = NDArray(values, device=device), view(values)
+    offset = wanted.__array_interface__["data"][0] - values.__array_interface__["data"][0]
+    size = values.itemsize
+    return NDArray.make(wanted.shape, tuple(s // size for s in wanted.strides), device, whole._handle, offset // size), wanted
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_reductions_of_views_over_any_axes(device, view):
+    x, values = seen(VIEWS[view], np.random.default_rng(0).standard_normal((3, 4, 5, 2)).astype(np.float32), device)
+    np.testing.assert_array_equal(x.numpy(), values)
+    for axis in (None, *(axes for n in range(1, 5) for axes in itertools.combinations(range(4), n))):
+        for op in ("sum", "max", "min", "prod", "mean"):
+            expected = getattr(values.astype(np.float64), op)(axis=axis, keepdims=True)
+            np.testing.assert_allclose(getattr(x, op)(axis=axis, keepdims=True).numpy(), expected, rtol=2e-5, atol=2e-5)
+        for op in ("argmax", "argmin") if axis is None or len(axis) == 1 else ():
+            place = axis if axis is None else axis[0]
+            np.testing.assert_array_equal(getattr(x, op)(place, True).numpy(), getattr(values, op)(place, keepdims=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+def test_axes_that_are_apart_are_reduced_without_a_copy(device, dtype):
+    """Of images (N, C, H, W), and of the same with their channels last: sums of 16-bit floats keep their digits in between."""
+    values = np.random.default_rng(0).integers(-9, 99, (9, 20, 30, 14)) / (1 if dtype == "int32" else 8)
+    images = NDArray(values, device=device, dtype=dtype)
+    for op in ("sum", "max", "min", "mean"):
+        wanted = getattr(values, op)((0, 2, 3))
+        for x, axes in ((images, (0, 2, 3)), (images.permute((0, 2, 3, 1)), (0, 1, 2))):
+            live = device.mod.memory_stats()["live"]
+            device.mod.reset_peak()
+            found = getattr(x, op)(axes)
+            assert device.mod.memory_stats()["peak"] - live <= 8 * 9 * 20 + 8 * 20 + 1024  # of 302,400 bytes, or half of them
+            np.testing.assert_array_equal(found.numpy(), NDArray(wanted, device=device, dtype=found.dtype).numpy())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_of_16_bit_floats_take_no_wider_copy(device, dtype):
+    x = full((300, 500), 0.5, dtype, device)
+    for reduced in (lambda: x.sum(0), lambda: x.mean(), lambda: x.mean(1), lambda: x.prod(1)):
+        live = device.mod.memory_stats()["live"]
+        device.mod.reset_peak()
+        reduced()
+        assert device.mod.memory_stats()["peak"] - live <= 2 * 4 * 500 + 1024
 
 
 @pytest.mark.parametrize("op", ["argmax", "argmin"])

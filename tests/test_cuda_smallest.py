@@ -85,6 +85,7 @@ def elementwise(dtype):
 
 def reductions(dtype):
     check("reduce_sum", dtype, In(normal(70, 33)), Out(70), 70, 33, 1)
+    check("reduce_sum", dtype, In(normal(70, 33)), Out(70, accumulate=True), 70, 33, 1)
     check("reduce_max", dtype, In(normal(129, 257)), Out(257), 1, 129, 257)  # split: two kernels
     out = backend.Array(70, "int64")
     x = RNG.integers(0, 9, (70, 33))

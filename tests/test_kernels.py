@@ -240,9 +240,11 @@ def test_reductions(shape, dtype):
     x, n = normal(*shape), shape[0] * shape[2]
     for op in ("sum", "max", "min"):
         check(f"reduce_{op}", dtype, In(x), Out(n), *shape)
+    check("reduce_sum", dtype, In(x), Out(n, accumulate=True), *shape)
     check("reduce_sumsq", dtype, In(x), Out(n, accumulate=True), *shape)
     few = RNG.permutation(x.size).reshape(shape) < 8
     check("reduce_prod", dtype, In(np.sign(x) * np.where(few, 2.0, 1.0)), Out(n), *shape)  # exact in every dtype
+    check("reduce_prod", dtype, In(np.sign(x) * np.where(few, 2.0, 1.0)), Out(n, accumulate=True), *shape)
 
 
 @pytest.mark.parametrize("shape", [(1, 70000, 1), (200, 5, 1), (70, 40, 1), (300, 1, 1), (2, 9000, 3), (5, 3, 130)])

@@ -37,10 +37,10 @@ void rscalar_binary(BinaryOp op, Scalar a, const View& b, const Array& out);  //
 void where(const View& condition, const View& a, const View& b, const Array& out);
 
 // --- reductions over the middle axis of (outer, reduce, inner) --------------------------------
-// sum max min prod: out (outer, inner), dtype of a (integers sum in int64, stored as out's dtype).
-// max and min propagate NaN. argmax/argmin: out int64, first of equals, the first NaN before all.
-// Of these four `reduce` is at least 1. sumsq: sum of squares of floats, out float32 (float64 for
-// float64 input).
+// sum max min prod: out (outer, inner), dtype of a. sum and prod: or what they are summed in, int64
+// of integers, float32 of 16-bit floats. max and min propagate NaN. argmax/argmin: out int64, first
+// of equals, the first NaN before all. Of these four `reduce` is at least 1. sumsq: sum of squares
+// of floats, out float32 (float64 for float64 input).
 void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_t reduce,
             int64_t inner);
 

@@ -315,14 +315,13 @@ void reduce(ReduceOp op, const Array& a, const Array& out, int64_t outer, int64_
       }
     } else {
       using W = typename Sum<C>::W;
+      using Wide = std::conditional_t<kFloat, C, int64_t>;
       Store<W> store = store_as<W, S>;
-      if constexpr (!kFloat) {
-        if (wanted == DType::kInt64)
-          store = store_as<W, int64_t>;
-        else if (wanted == DType::kBool)
-          store = store_as<W, bool>;
-      }
-      check_out(wanted == in || (!kFloat && wanted == DType::kInt64), in, wanted);
+      if (wanted == DTypeOf<Wide>::value)
+        store = store_as<W, Wide>;
+      else if (wanted == DType::kBool)
+        store = store_as<W, bool>;
+      check_out(wanted == in || wanted == DTypeOf<Wide>::value, in, wanted);
       if (op == ReduceOp::sum)
         all(Tag<Sum<C>>{}, store);
       else

@@ -185,12 +185,13 @@ void reduce_as(const Array& a, const Array& out, int64_t outer, int64_t reduce, 
       static_cast<const State*>(partial), out.data<Out>(), outputs, splits, partial_lanes);
 }
 
-// Results are stored in the dtype of `a`, or for integers and bools in int64 too.
+// Results are stored in the dtype of `a`, or that of wider sums: int64, float32.
 template <template <class> class Op, class T>
 void reduce_values(const Array& a, const Array& out, int64_t outer, int64_t reduce, int64_t inner) {
-  if constexpr (std::is_integral<T>::value && !std::is_same<T, int64_t>::value) {
-    if (out.dtype() == DType::kInt64)
-      return reduce_as<Op<T>, T, int64_t>(a, out, outer, reduce, inner);
+  using Wide = typename std::conditional<std::is_integral<T>::value, int64_t, accum_t<T>>::type;
+  if constexpr (!std::is_same<T, Wide>::value) {
+    if (out.dtype() == DTypeOf<Wide>::value)
+      return reduce_as<Op<T>, T, Wide>(a, out, outer, reduce, inner);
   }
   reduce_as<Op<T>, T, T>(a, out, outer, reduce, inner);
 }

@@ -20,7 +20,7 @@ import numpy as np
 from .. import dtype as dt
 from ..errors import DeviceError, DTypeError, ShapeError, check_flag, type_name
 from .device import BackendDevice, all_devices, as_device, cpu, cpu_numpy, cuda, cuda_sim, default_device, meta
-from .host_memory import DATA
+from .host_memory import DATA, WORKSPACE
 from .shapes import (
     as_shape,
     axis_order,
@@ -792,15 +792,23 @@ class NDArray:
         shape = reduced_shape(self._shape, axes, keepdims)
         if axis is None and not keepdims and not self._device.numpy_semantics:
             shape = (1,)
-        order, outer, length, inner = reduction(self._shape, axes)
-        x = self if order is None else self.permute(order)
-        if length == 0 and kernel not in ("reduce_sum", "reduce_prod"):
+        dtype, adds = dtype or self._dtype, kernel in ("reduce_sum", "reduce_prod")
+        if not adds and not all([self._shape[i] for i in axes]):
             if of_nothing is not None:
-                return full(shape, of_nothing, dtype or self._dtype, self._device)
+                return full(shape, of_nothing, dtype, self._device)
             raise ShapeError(f"[{op}] nothing to reduce: axes {axes} of {self._shape} have no elements")
-        out = _new(shape, dtype or self._dtype, self._device)
-        getattr(self._device.require(), kernel)(x.contiguous_handle(), out._handle, outer, length, inner)
-        return out
+        order, (*steps, last) = reduction(self._shape, self._strides, axes)
+        x = self if self._contiguous else self.permute(order)
+        kept = dt.accumulator(dtype) if steps and adds and dt.is_float(dtype) else dtype
+        function = getattr(self._device.require(), kernel)
+        for outer, length, inner in steps:
+            part = _new((outer, inner), kept, self._device)
+            part.category = WORKSPACE
+            function(x.contiguous_handle(), part._handle, outer, length, inner)
+            x = part
+        out = _new(shape, kept, self._device)
+        function(x.contiguous_handle(), out._handle, *last)
+        return out.astype(dtype, copy=False)
 
     def _sum_dtype(self) -> str:
         """The dtype of sums and products. Kernels widen element by element, so there is no wide copy."""
@@ -834,8 +842,8 @@ class NDArray:
     def mean(self, axis=None, keepdims=False) -> NDArray:
         """Arithmetic mean over one axis, several, or all (None). The sum behind it has the range of float32 or int64 at least."""
         axes = normalize_axes(axis, self.ndim, "mean")
-        wide = self.astype(dt.accumulator(self._dtype) if dt.is_float(self._dtype) else self._dtype, copy=False)
-        total = wide._reduce("mean", "reduce_sum", axis if axis is None else axes, keepdims, wide._sum_dtype())
+        wide = dt.accumulator(self._dtype) if dt.is_float(self._dtype) else self._sum_dtype()
+        total = self._reduce("mean", "reduce_sum", axis if axis is None else axes, keepdims, wide)
         mean = total / math.prod(self._shape[i] for i in axes)
         return mean.astype(self._dtype, copy=False) if dt.is_float(self._dtype) else mean
 
@@ -851,11 +859,15 @@ class NDArray:
 
     def argmax(self, axis: int | None = None, keepdims=False) -> NDArray:
         """Index of the first maximum, int64; NaN counts as largest."""
-        return self._reduce("argmax", "reduce_argmax", axis, keepdims, "int64")
+        return self._arg("argmax", axis, keepdims)
 
     def argmin(self, axis: int | None = None, keepdims=False) -> NDArray:
         """Index of the first minimum, int64; NaN counts as smallest."""
-        return self._reduce("argmin", "reduce_argmin", axis, keepdims, "int64")
+        return self._arg("argmin", axis, keepdims)
+
+    def _arg(self, op: str, axis: int | None, keepdims: bool) -> NDArray:
+        x = self if self._contiguous or axis is not None else self.copy()  # counted in their order, not in that in memory
+        return x._reduce(op, f"reduce_{op}", axis, keepdims, "int64")
 
     # --- matrix product --------------------------------------------------------------------------------------------
 

@@ -117,17 +117,30 @@ def reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool 
 
 
 @lru_cache(maxsize=4096)
-def reduction(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[tuple[int, ...] | None, int, int, int]:
-    """(order, outer, length, inner): permuted to ``order``, unless that is None, ``axes`` lie side by side as the middle one of
-    (outer, length, inner). They count from the front and ascend.
+def reduction(
+    shape: tuple[int, ...], strides: tuple[int, ...], axes: tuple[int, ...]
+) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
+    """(order, steps): ``axes``, which count from the front, are reduced by steps one after the other of the array permuted to
+    ``order``, each over the middle axis of its (outer, length, inner).
+
+    The order is that in memory, which needs no copy, if it has no gaps and the other axes are in it as they are in the shape. Of
+    axes that are apart in it the longest are first, so that the least is left to the next step.
     """
-    first = axes[0] if axes else 0
-    behind = first + len(axes)
-    length = math.prod([shape[i] for i in axes])
-    if axes == tuple(range(first, behind)):
-        return None, math.prod(shape[:first]), length, math.prod(shape[behind:])
-    others = tuple([i for i in range(len(shape)) if i not in axes])
-    return others + axes, math.prod([shape[i] for i in others]), length, 1
+    order = tuple(sorted(range(len(shape)), key=lambda i: -strides[i]))
+    others = [i for i in order if i not in axes and shape[i] != 1]
+    if others != sorted(others) or not is_contiguous(tuple([shape[i] for i in order]), tuple([strides[i] for i in order])):
+        order = tuple(range(len(shape)))
+    parts = [
+        (math.prod([shape[i] for i in part]), reduced)
+        for reduced, part in itertools.groupby([i for i in order if shape[i] != 1], lambda i: i in axes)
+    ]
+    steps = []
+    while any([reduced for _, reduced in parts]):
+        at = max([i for i, (_, reduced) in enumerate(parts) if reduced], key=lambda i: parts[i][0])
+        lengths = [n for n, _ in parts]
+        steps.append((math.prod(lengths[:at]), lengths[at], math.prod(lengths[at + 1 :])))
+        del parts[at]
+    return order, steps or [(1, 1, math.prod(shape))]
 
 
 @lru_cache(maxsize=4096)

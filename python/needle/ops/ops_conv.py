@@ -87,11 +87,9 @@ class Conv(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b, *bias = node.inputs
-        # First, since it copies an out_grad whose channels do not lie last: while no other gradient takes memory.
-        sums = [summation(out_grad, (0, 1, 2)) if added.requires_grad else None for added in bias]
         grad_a = _ImageGradient(a.shape[1:3], self.stride, self.padding)(out_grad, b) if a.requires_grad else None
         grad_b = _KernelGradient(b.shape[:2], self.stride, self.padding)(a, out_grad) if b.requires_grad else None
-        return grad_a, grad_b, *sums
+        return grad_a, grad_b, *[summation(out_grad, (0, 1, 2)) if added.requires_grad else None for added in bias]
 
 
 class _ImageGradient(_InputRead):
