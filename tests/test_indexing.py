@@ -25,6 +25,7 @@ INDICES = {
     "a slice between": ([1, 0], slice(None), [3, 1]),
     "a slice between int and array": (1, slice(2), np.array([0, 3])),
     "an empty ellipsis between": (1, ..., slice(None), [0, 3]),
+    "mask of the last axis": (..., np.array([True, False, True, True])),
     "slices around": (slice(1, None), [[0, 1], [2, 2]], slice(None, None, -2)),
     "new axes": (None, [1, 0], None, slice(1, None)),
     "whole axes behind": (..., [0, 1], slice(None), slice(None)),
@@ -189,6 +190,11 @@ def test_a_parameter_is_written_in_place(device):
         (([0, 1], [0, 1, 2]), "could not be broadcast together with shapes (2,) (3,)"),
         (([0], 0, 0, 0), "too many indices for shape (3, 3, 4)"),
         ((MASK, 0), "too many indices for shape (3, 3, 4)"),
+        ((slice(None), [0, 4]), "index 4 is out of bounds for axis 1 with size 3"),
+        ((..., [0, -5, 1, 2]), "index -5 is out of bounds for axis 2 with size 4"),
+        ((slice(None), ..., [0, 1, 2], ...), "an index has more than one ..."),
+        ((slice(None), slice(None), slice(None), [0, 0, 0, 0]), "too many indices for shape (3, 3, 4)"),
+        ((..., np.ones(3, bool)), "boolean index did not match indexed array along axis 2: (3,) for (4,)"),
         (([0], ..., ...), "an index has more than one ..."),
         (np.array([True, False]), "boolean index did not match indexed array along axis 0"),
         (np.ones((3, 2), bool), "boolean index did not match indexed array along axis 1: (3, 2) for (3, 3)"),
@@ -237,6 +243,17 @@ def test_without_data():
         x[leaf(MASK, ndl.meta(), "bool")]
 
 
+def test_places_of_the_last_axis_need_no_number_for_each_element(device):
+    x, places = leaf(np.ones((200, 300)), device), np.random.default_rng(0).permutation(300)
+    size = x.cached_data.nbytes
+    with memory.peak(device) as forward:
+        y = x[:, places]
+    weights = leaf(np.ones((200, 300)), device)
+    with memory.peak(device) as backward:
+        y.backward(weights)
+    assert forward.above_start <= 2 * size + 8192 and backward.above_start <= 2 * size + 8192  # numbers alone would be as much
+
+
 @pytest.mark.parametrize("width", [7, 30_000])
 def test_a_plan_with_indices_is_right_to_the_byte(device, width):
     """-log p of the right class by an index, as many write it; and writing by a Tensor, whose numbers a plan does not know."""
@@ -247,7 +264,8 @@ def test_a_plan_with_indices_is_right_to_the_byte(device, width):
 
         def step():
             losses = -ops.logsoftmax(x @ w)[rows, classes]
-            ops.setitem(losses * 2, leaf([4, 1, 4], where, "int32"), losses[:3]).sum().backward()
+            turned = x[:, leaf([4, 2, 0, 1], where, "int32")].sum()
+            (ops.setitem(losses * 2, leaf([4, 1, 4], where, "int32"), losses[:3]).sum() + turned).backward()
 
         return step
 

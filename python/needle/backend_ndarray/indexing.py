@@ -23,6 +23,9 @@ from .shapes import slice_range
 _BASIC = (int, np.integer, slice, type(None), EllipsisType)
 
 
+_SHORT_ROW = 16  # bytes: what it takes to gather a longer row by its number is less than what it takes to copy it twice
+
+
 class ArrayIndex(tuple):
     """An index with numpy arrays in it, of whole numbers or bool, beside basic indices."""
 
@@ -69,6 +72,11 @@ def read(a: NDArray, index: Any) -> NDArray:
     """a[index]: a view, of an ArrayIndex a copy. raises: IndexError."""
     if not isinstance(index, ArrayIndex):
         return _view(a, index)
+    along = _along(a._shape, index, dt.ROWS[a._dtype].itemsize)
+    if along is not None:
+        axis, places = along
+        taken = read(a.permute(_moved(a.ndim, axis, 1)), ArrayIndex((places,)))
+        return taken.permute(np.argsort(_moved(taken.ndim, axis, places.ndim)))
     rows = _Rows(a._shape, index)
     numbers = rows.numbers()
     return _gathered(rows.matrix(a), numbers).reshape(numbers.shape + rows.row)
@@ -82,6 +90,12 @@ def spread(dy: NDArray, shape: tuple[int, ...], index: Any) -> NDArray:
         return out
     if not dt.is_float(dy._dtype):
         return spread(dy.astype("float64"), shape, index).astype(dy._dtype)
+    along = _along(shape, index, dt.ROWS[dy._dtype].itemsize)
+    if along is not None:
+        axis, places = along
+        order = _moved(len(shape), axis, 1)
+        sums = spread(dy.permute(_moved(dy.ndim, axis, places.ndim)), tuple([shape[i] for i in order]), ArrayIndex((places,)))
+        return sums.permute(np.argsort(order))
     rows = _Rows(shape, index)
     numbers, dy = rows.numbers().reshape(-1), rows.matrix(dy)
     count, row_size = prod(rows.axes), prod(rows.row)
@@ -128,6 +142,33 @@ def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:
     rows = _Rows(shape, index)
     numbers = rows.numbers()
     return rows.are_last(numbers.reshape(-1)).reshape(numbers.shape + (1,) * len(rows.row))
+
+
+def _along(shape: tuple[int, ...], index: ArrayIndex, itemsize: int) -> tuple[int, np.ndarray] | None:
+    """(axis, places) of an index that names places of one axis and takes the others whole, as ``x[:, places]``.
+
+    Of an array with that axis first, each place is a row; as it is, each element or two of the result would need a number. None
+    where rows are long anyway, for the first axis, and where numbers are fewer bytes than the copy that has the axis first.
+    """
+    items, ndim = list(index), len(shape)
+    (at, *more) = [i for i, item in enumerate(items) if isinstance(item, np.ndarray)]
+    others = [item for i, item in enumerate(items) if i != at]
+    ellipses = sum([item is Ellipsis for item in others])
+    if more or ellipses > 1 or len(items) - ellipses > ndim or items[at].ndim != 1:
+        return None
+    if not all([item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in others]):
+        return None
+    axis = ndim - len(items) + at if any([item is Ellipsis for item in items[:at]]) else at
+    if axis == 0 or prod(shape[axis + 1 :]) * itemsize > _SHORT_ROW:
+        return None
+    places = _places(items[at], axis, shape[axis : axis + 1])
+    return (axis, places) if shape[axis] * itemsize <= places.size * places.itemsize else None
+
+
+def _moved(ndim: int, axis: int, count: int) -> tuple[int, ...]:
+    """The order of ``ndim`` axes in which ``count`` of them, from ``axis`` on, come first."""
+    first = range(axis, axis + count)
+    return (*first, *[i for i in range(ndim) if i not in first])
 
 
 def _view(a: NDArray, index: Any) -> NDArray:
