@@ -3,6 +3,7 @@ none."""
 
 import gc
 import gzip
+import operator
 import pickle
 import struct
 import weakref
@@ -16,6 +17,7 @@ from devices import usable
 from making import leaf
 from needle import amp, data, init, memory, nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout
+from needle.backend_ndarray.ndarray import NDArray
 from needle.checkpoints.folder import CheckpointFolder
 from needle.data.prefetch import Prefetch
 from needle.data.text import TokenBatches
@@ -218,6 +220,40 @@ def test_a_parameter_stays_one_when_it_is_written(device):
     np.testing.assert_allclose(weight.numpy(), (before - 0.5) * [2, 4], rtol=1e-6)
     with pytest.raises(GraphError, match="Parameter is a leaf"):
         layer.weight += 1.0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_parameter_changes_in_place_without_another_array(device, dtype):
+    p = nn.Parameter(leaf(np.random.default_rng(0).standard_normal((100, 70)), device, dtype))
+    wanted, others = (
+        p.detach() * 1.0,
+        (0.3, p.detach() * 2.0, leaf(np.arange(1.0, 71), device, dtype), leaf([[-3.0]], device, dtype)),
+    )
+    for operation in (operator.iadd, operator.isub, operator.imul, operator.itruediv):
+        for other in others:
+            with ndl.no_grad(), memory.peak(device) as peak:
+                operation(p, other)
+            assert peak.above_start == 0
+            wanted = getattr(operator, operation.__name__[1:])(wanted, other)
+            np.testing.assert_array_equal(p.numpy().view(np.uint16), wanted.numpy().view(np.uint16))
+            p.data, wanted = wanted * 0.5, wanted * 0.5
+    wide = leaf(np.full((100, 70), 1 / 3), device, "float64" if dtype == "float32" and device.is_host else "float32")
+    wanted = (wanted + wide).detach()
+    with ndl.no_grad():
+        p += wide  # is rounded once
+        for wrong in (leaf(np.ones((2, 100, 70)), device), leaf(np.ones(3), device)):
+            with pytest.raises(ShapeError):
+                p *= wrong
+    np.testing.assert_array_equal(p.numpy(), wanted.numpy().astype(p.numpy().dtype))
+
+
+def test_a_parameter_that_was_multiplied_in_place_is_not_recomputed_from(device):
+    first, second = nn.Linear(2, 2, device=device), nn.Linear(2, 2, device=device)
+    loss = ndl.remat(nn.Sequential(first, nn.ReLU(), second), leaf([[1.0, 1.0]], device)).sum()
+    with ndl.no_grad():
+        first.weight *= 2
+    with pytest.raises(GraphError, match="in place"):
+        loss.backward()
 
 
 def test_an_inner_module_keeps_a_part_of_it_in_evaluation(host):
@@ -553,6 +589,47 @@ def test_an_optimizer_of_ones_own_makes_states_that_count_as_such(device):
     for use in (wrong.step, wrong.state_dict, wrong.named_states, lambda: wrong.load_state_dict({})):
         with pytest.raises(TypeError, match=r"\[Misspelt\] mm, which STATES names, is absent \(accepted: a dict\)"):
             use()
+
+
+def test_states_that_are_no_copies_of_their_parameters(device):
+    class ByRows(Optimizer):
+        STATES = ("rows",)
+
+        def __init__(self, params):
+            super().__init__(params)
+            self.rows = {}
+
+    class Described(ByRows):
+        def state_spec(self, kind, p):
+            return p.shape[:1], "int32"
+
+        def step(self):
+            self.make_states(self.params)
+            for p, state in self.rows.items():
+                state[:] = state + p.shape[0]
+
+    params = [nn.Parameter(leaf(np.ones(shape), device)) for shape in ((3, 2), (4,))]
+    optimizer = Described(params)
+    optimizer.step()
+    state = optimizer.state_dict()
+    assert {name: (x.dtype, x.tolist()) for name, x in state.items()} == {
+        "rows.0": ("int32", [3] * 3), "rows.1": ("int32", [4] * 4)
+    }  # fmt: skip
+    again = Described(params)
+    again.load_state_dict(state)
+    again.step()
+    assert again.state_dict()["rows.0"].tolist() == [6] * 3
+    with pytest.raises(CheckpointError, match=r"rows.0 is \(3,\) int32 \(accepted: \(3, 2\) float32, as state_spec has it\)"):
+        ByRows(params).load_state_dict(state)
+    params[1].data = leaf(np.ones(5), device)
+    with pytest.raises(
+        ShapeError, match=r"a state is \(4,\), its parameter is \(5,\), whose should be \(5,\) \(accepted: a new opt"
+    ):
+        again.step()
+    undescribed = ByRows(params[:1])
+    undescribed.rows[params[0]] = NDArray([1.0, 1, 1], device=device)
+    with pytest.raises(ShapeError, match=r"a state is \(3,\), its parameter is \(3, 2\), whose should be \(3, 2\)"):
+        undescribed.make_states(params[:1])
 
 
 def test_what_an_optimizer_takes(device):

@@ -66,13 +66,19 @@ class Optimizer:
     def skip_step(self) -> None:
         """Called where ``step`` would be, for gradients that are not to be used."""
 
-    def make_states(self, params: Iterable[Tensor]) -> None:
-        """Makes those STATES that ``params`` have none of: zeros in float32 (float64 for float64), which count as optimizer state
-        as long as they are changed in place (``m[:] = ..``). All are made at once: a ``step`` that calls this before its first
-        update, and runs out of memory, has changed nothing.
+    def state_spec(self, kind: str, p: Tensor) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of the state ``kind``, a name in STATES, of a parameter: its own, floats at least as wide as float32. A
+        subclass with other states, a number for each row for example, gives theirs.
+        """
+        return p.shape, dt.accumulator(p.dtype)
 
-        raises: ShapeError for a state of another shape than its parameter has by now, DeviceError for one on another device,
-        TypeError for a name in STATES that is no dict's, and for a single Tensor.
+    def make_states(self, params: Iterable[Tensor]) -> None:
+        """Makes those STATES that ``params`` have none of: zeros as ``state_spec`` has them, which count as optimizer state as long
+        as they are changed in place (``m[:] = ..``). All are made at once: a ``step`` that calls this before its first update, and
+        runs out of memory, has changed nothing.
+
+        raises: ShapeError for a state of another shape than its parameter's should have by now, DeviceError for one on another
+        device, TypeError for a name in STATES that is no dict's, and for a single Tensor.
         """
         states = self._states()
         made: dict[str, dict[Tensor, NDArray]] = {kind: {} for kind in states}
@@ -80,12 +86,14 @@ class Optimizer:
             w = p.realize_cached_data()
             for kind, of in states.items():
                 have = of.get(p)
+                shape, dtype = self.state_spec(kind, p)
                 if have is not None:
-                    if have.shape != w.shape:
-                        raise ShapeError(f"[optim] a state is {have.shape}, its parameter is {w.shape} (a new optimizer)")
+                    if have.shape != shape:
+                        found = f"a state is {have.shape}, its parameter is {w.shape}, whose should be {shape}"
+                        raise ShapeError(f"[optim] {found} (accepted: a new optimizer, or another state_spec)")
                     check_one_device("optim", w, have)
                 else:
-                    state = made[kind][p] = full(w.shape, 0, dt.accumulator(w.dtype), w.device)
+                    state = made[kind][p] = full(shape, 0, dtype, w.device)
                     state.category = OPTIMIZER_STATE
         for kind, of in states.items():
             of.update(made[kind])
@@ -130,12 +138,12 @@ class Optimizer:
             any_of_it = any(f"{kind}.{name}" in state for kind in self.STATES)
             for kind in self.STATES if any_of_it else ():
                 values: Any = state.get(f"{kind}.{name}")
-                dtype = dt.accumulator(p.dtype)
+                shape, dtype = self.state_spec(kind, p)
                 given = str(getattr(values, "dtype", type_name(values))).removeprefix("torch.")
-                found, wanted = f"{tuple(np.shape(values))} {given}", f"{p.shape} {dtype}"
+                found, wanted = f"{tuple(np.shape(values))} {given}", f"{shape} {dtype}"
                 if found != wanted:
                     found = "absent" if values is None else found
-                    raise CheckpointError(f"[load_state_dict] {kind}.{name} is {found} (accepted: {wanted})")
+                    raise CheckpointError(f"[load_state_dict] {kind}.{name} is {found} (accepted: {wanted}, as state_spec has it)")
                 array = loaded[kind][p] = NDArray(values, device=p.device, dtype=dtype)
                 array.category = OPTIMIZER_STATE
         vars(self).update(loaded)

@@ -351,6 +351,29 @@ class NDArray:
         """self *= other for a compact self; other broadcasts to it and is cast to its dtype. raises: ShapeError for a part."""
         self._in_place(other, "mul_in_place", "ewise_mul")
 
+    def combine_in_place(self, kernel: str, other: Any) -> bool:
+        """self = kernel(self, other), such as "ewise_add", without another array, and True; False, and nothing is done, where that
+        would be of another shape or dtype, where self is not compact, and for what is neither a number nor an array.
+        """
+        if not (dt.is_float(self._dtype) and self.is_compact()):
+            return False
+        if isinstance(other, (int, float)):
+            getattr(self._device.require(), kernel.replace("ewise", "scalar"))(self._handle, other, self._handle)
+            self.mark_written()
+            return True
+        if not isinstance(other, NDArray) or (other._dtype, other._device) != (self._dtype, self._device) or self._overlaps(other):
+            return False
+        if other.ndim > self.ndim or any([n not in (1, m) for n, m in zip(other._shape[::-1], self._shape[::-1])]):
+            return False
+        self._write_combined(kernel, other._broadcast(self._shape))
+        return True
+
+    def _write_combined(self, kernel: str, other: NDArray) -> None:
+        getattr(self._device.require(), kernel)(
+            self._handle, self._strides, self._offset, other._handle, other._strides, other._offset, self._handle, self._shape
+        )
+        self.mark_written()
+
     def _in_place(self, other: NDArray | float, op: str, kernel: str) -> None:
         if not self.is_compact():  # the kernels write all of a buffer
             raise ShapeError(f"[{op}] {self._shape} is a part of its memory, or strided (accepted: a compact array)")
@@ -358,12 +381,7 @@ class NDArray:
             other = full((), dt.checked_number(op, other, self._dtype), self._dtype, self._device)
         check_one_device(op, self, other)
         other = other.astype(self._dtype, copy=False)._broadcast(self._shape, op)
-        if self._overlaps(other):
-            other = other.copy()
-        getattr(self._device.require(), kernel)(
-            self._handle, self._strides, self._offset, other._handle, other._strides, other._offset, self._handle, self._shape
-        )
-        self.mark_written()
+        self._write_combined(kernel, other.copy() if self._overlaps(other) else other)
 
     def is_broadcast(self) -> bool:
         """Whether one element in memory stands for several, as broadcast_to makes it."""
