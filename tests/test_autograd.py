@@ -327,6 +327,24 @@ def test_maximum_takes_a_number_on_either_side(host):
         ops.minimum(whole, 2**32)
 
 
+def test_differences_from_numbers_whose_negative_an_integer_dtype_does_not_have(host):
+    for dtype, least in (("int32", -(2**31)), ("int64", -(2**63))):
+        x = ndl.Tensor([-5], dtype=dtype, device=host)
+        assert (x - least).item() == -5 - least and (x - least).dtype == dtype
+    for dtype, value in (("int32", 2**40), ("int32", -(2**31) - 1), ("uint8", 300), ("uint8", -1)):
+        with pytest.raises(OverflowError, match=rf"\[sub\] {value} is outside {dtype}"):
+            ndl.Tensor([5], dtype=dtype, device=host) - value
+    assert (ndl.Tensor([5], dtype="uint8", device=host) - 3).item() == 2
+
+
+def test_the_length_of_a_tensor(host):
+    x = ndl.Tensor(np.zeros((3, 2)), device=host)
+    assert len(x) == len(list(x)) == 3 and len(x[0]) == 2 and len(x[:0]) == 0
+    assert x and x[:0] and x[0, 0]  # whatever the length and the values
+    with pytest.raises(ShapeError, match=r"\[len\] a 0-d tensor"):
+        len(x[0, 0])
+
+
 def test_clip_and_minimum(host):
     """As numpy has them, NaN included; between the bounds, and on them, the gradient passes."""
     values = [-2.0, -1.0, 0.5, 1.0, 3.0, np.nan]
@@ -1445,5 +1463,6 @@ def test_moments_are_of_one_device(cpu):
 
 
 def test_what_cannot_be_called_cannot_be_recomputed():
-    with pytest.raises(TypeError, match=r"\[remat\] cannot call int \(accepted: a Module"):
-        ndl.remat(5)
+    for wrong, found in ((5, "of type int"), (ndl.nn.ReLU, "the class ReLU")):
+        with pytest.raises(TypeError, match=rf"\[remat\] function is {found} \(accepted: a Module"):
+            ndl.remat(wrong)

@@ -777,6 +777,7 @@ def test_the_command_line_plans(capsys, small_plan):
     assert main(["plan", "--model", "15m"]) == 2 and main(["plan", "--gpu", "T5"]) == 2 and main(["plan", "--gpu", "1MiB"]) == 2
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 3 and "unknown model: 15m" in err[0] and "T5" in err[1]
+    assert "[gpu] 1MiB is 1.00 MiB (accepted: more than the 512.00 MiB that stay reserved)" in err[2]
 
 
 def test_numbers_of_a_plan_and_where_it_is_drawn(tmp_path, capsys, small_plan):

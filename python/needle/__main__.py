@@ -83,6 +83,11 @@ def run_plan(options: argparse.Namespace) -> int:
         if not 1 <= getattr(options, name) <= most:
             raise ShapeError(f"[{name}] is {getattr(options, name)} (accepted: 1 to {most:,})")
     budgets = [(name, memory.parse_bytes(name, "gpu")) for name in options.gpu]
+    for name, budget in budgets:
+        if budget <= RESERVED:
+            raise ShapeError(
+                f"[gpu] {name} is {readable(budget)} (accepted: more than the {readable(RESERVED)} that stay reserved)"
+            )
     config = PythiaConfig.named(options.model, vocab_size=options.vocab_size, max_seq_len=options.seq_len)
     if options.sparse:
         check_blocks(options.seq_len, options.block_size)

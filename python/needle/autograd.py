@@ -757,7 +757,7 @@ class Tensor(Value):
     def __sub__(self, other):
         other = self._other(other)
         if not isinstance(other, Tensor):
-            return ops.AddScalar(-other)(self)
+            return ops.AddScalar.of_difference(other)(self)
         # Negated as it is, an integer may wrap around.
         narrow = not dt.is_float(other.dtype) and self.dtype not in (other.dtype, "bool")
         return ops.EWiseAdd("sub")(self, ops.Negate(dt.promote(self.dtype, other.dtype) if narrow else None)(other))
@@ -810,6 +810,16 @@ class Tensor(Value):
         raise DTypeError("[compare] Tensors are not ordered (accepted: what .item() or .numpy() gives; ops.maximum and ops.clip)")
 
     __lt__ = __le__ = __gt__ = __ge__ = _unordered
+
+    def __len__(self) -> int:
+        """The length of the first axis. raises: ShapeError for a 0-d Tensor."""
+        if not self.shape:
+            raise ShapeError("[len] a 0-d tensor has no length")
+        return self.shape[0]
+
+    def __bool__(self) -> bool:
+        """True, as of any object, whatever the length and the values."""
+        return True
 
     def __iter__(self):
         if not self.shape:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..autograd import check_runs_in_its_call, rematerialize
+from ..errors import type_name
 from .nn_basic import Module
 
 
@@ -21,11 +22,13 @@ def remat(function: Callable, *args: Any, **kwargs: Any) -> Any:
     One difference: under ``amp.autocast`` each region makes its own cast of a weight. The gradient of a weight that several
     regions use is then summed in the weight's own dtype, which rounds less.
 
-    raises: TypeError for what cannot be called; from backward, GraphError if a parameter was changed in place in between.
+    raises: TypeError for what cannot be called, and for a class; from backward, GraphError for what has to be computed again from a
+    parameter that was changed in place in between.
     source: Chen et al. 2016, arXiv:1604.06174.
     """
-    if not callable(function):
-        raise TypeError(f"[remat] cannot call {type(function).__name__} (accepted: a Module, or another function)")
+    if not callable(function) or isinstance(function, type):  # which would be called to make an object, not to compute
+        found = f"the class {function.__name__}" if isinstance(function, type) else f"of type {type_name(function)}"
+        raise TypeError(f"[remat] function is {found} (accepted: a Module, or another function)")
     check_runs_in_its_call("remat", function)
     if args or kwargs:
         with rematerialize():

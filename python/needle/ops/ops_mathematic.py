@@ -109,11 +109,19 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 class AddScalar(_OfScalar, _NoRead):
-    """a + scalar."""
+    """a + scalar; with ``subtracted``, whose negative an integer dtype may not have, a - subtracted."""
+
+    subtracted: float | None = None
+
+    @classmethod
+    def of_difference(cls, subtracted: float) -> AddScalar:
+        """The op that Tensor's a - subtracted is."""
+        op = cls(-subtracted)
+        op.subtracted = subtracted
+        return op
 
     def compute(self, a):
-        # Tensor's a - 3 comes as a + (-3), a number that uint8 does not have.
-        return a - -self.scalar if a.dtype == "uint8" and self.scalar < 0 else a + self.scalar
+        return a + self.scalar if self.subtracted is None else a - self.subtracted
 
     def gradient(self, out_grad, node):
         return out_grad
