@@ -337,14 +337,6 @@ def test_differences_from_numbers_whose_negative_an_integer_dtype_does_not_have(
     assert (ndl.Tensor([5], dtype="uint8", device=host) - 3).item() == 2
 
 
-def test_the_length_of_a_tensor(host):
-    x = ndl.Tensor(np.zeros((3, 2)), device=host)
-    assert len(x) == len(list(x)) == 3 and len(x[0]) == 2 and len(x[:0]) == 0
-    assert x and x[:0] and x[0, 0]  # whatever the length and the values
-    with pytest.raises(ShapeError, match=r"\[len\] a 0-d tensor"):
-        len(x[0, 0])
-
-
 def test_clip_and_minimum(host):
     """As numpy has them, NaN included; between the bounds, and on them, the gradient passes."""
     values = [-2.0, -1.0, 0.5, 1.0, 3.0, np.nan]

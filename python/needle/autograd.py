@@ -811,16 +811,6 @@ class Tensor(Value):
 
     __lt__ = __le__ = __gt__ = __ge__ = _unordered
 
-    def __len__(self) -> int:
-        """The length of the first axis. raises: ShapeError for a 0-d Tensor."""
-        if not self.shape:
-            raise ShapeError("[len] a 0-d tensor has no length")
-        return self.shape[0]
-
-    def __bool__(self) -> bool:
-        """True, as of any object, whatever the length and the values."""
-        return True
-
     def __iter__(self):
         if not self.shape:
             raise ShapeError("[iter] a 0-d tensor has no parts")
