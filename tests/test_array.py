@@ -97,9 +97,9 @@ VIEWS = {  # of (3, 4, 5, 2)
 }  # fmt: skip
 
 
-def seen(view, values, device):
+def seen(view, values, device, dtype="float32"):
     """A view of an array of needle that shows what ``view`` shows of ``values``."""
-    whole, wanted = NDArray(values, device=device), view(values)
+    whole, wanted = NDArray(values, device=device, dtype=dtype), view(values)
     offset = wanted.__array_interface__["data"][0] - values.__array_interface__["data"][0]
     size = values.itemsize
     return NDArray.make(wanted.shape, tuple(s // size for s in wanted.strides), device, whole._handle, offset // size), wanted
@@ -116,6 +116,19 @@ def test_reductions_of_views_over_any_axes(device, view):
         for op in ("argmax", "argmin") if axis is None or len(axis) == 1 else ():
             place = axis if axis is None else axis[0]
             np.testing.assert_array_equal(getattr(x, op)(place, True).numpy(), getattr(values, op)(place, keepdims=True))
+
+
+@pytest.mark.parametrize("view", [name for name in VIEWS if name != "repeated"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_views_are_written_in_any_order_of_their_axes(device, view, dtype):
+    values = np.arange(120, dtype=np.float32).reshape(3, 4, 5, 2)
+    x, shown = seen(VIEWS[view], values, device, dtype)
+    whole = NDArray.make(values.shape, None, device, x._handle)
+    given = np.random.default_rng(0).integers(-9, 9, shown.shape).astype(np.float32)
+    for source in (NDArray(given, device=device), NDArray(given.T, device=device, dtype=dtype).T, given, given[:1], 7.0):
+        x[:] = source
+        shown[...] = given if isinstance(source, NDArray) else source
+        np.testing.assert_array_equal(whole.astype("float32").numpy(), values)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])

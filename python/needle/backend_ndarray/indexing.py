@@ -117,6 +117,14 @@ def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
         view.copy_from(_fitted(value, view._shape) if isinstance(value, NDArray) else value)
         return
     a._check_writable()
+    along = _along(a._shape, index, dt.ROWS[a._dtype].itemsize)
+    if along is not None:
+        axis, places = along
+        order = _moved(a.ndim, axis, 1)
+        if isinstance(value, NDArray):
+            shape = (*a._shape[:axis], places.size, *a._shape[axis + 1 :])
+            value = _fitted(value, shape).broadcast_to(shape).permute(order)
+        return assign(a.permute(order), ArrayIndex((places,)), value)
     rows = _Rows(a._shape, index)
     numbers = rows.numbers()
     shape = numbers.shape + rows.row
@@ -139,6 +147,10 @@ def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:
     """
     if not isinstance(index, ArrayIndex) or all([item.dtype == bool for item in index if isinstance(item, np.ndarray)]):
         return None
+    along = _along(shape, index, 0)
+    if along is not None:
+        axis, places = along
+        return _Rows(shape[axis:], ArrayIndex((places,))).are_last(places).reshape(-1, *[1] * (len(shape) - axis - 1))
     rows = _Rows(shape, index)
     numbers = rows.numbers()
     return rows.are_last(numbers.reshape(-1)).reshape(numbers.shape + (1,) * len(rows.row))

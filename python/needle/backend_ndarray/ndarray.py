@@ -28,6 +28,7 @@ from .shapes import (
     broadcast_strides,
     compact_strides,
     is_contiguous,
+    memory_order,
     normalize_axes,
     pad_widths,
     reach,
@@ -399,8 +400,9 @@ class NDArray:
 
     def _fill(self, op: str, value: Any) -> None:
         self._check_writable()
-        value = dt.checked_number(op, value, self._dtype)
-        self._device.require().strided_fill(self._handle, self._strides, self._offset, self._shape, value)
+        value, order = dt.checked_number(op, value, self._dtype), memory_order(self._strides)
+        to = self if order is None else self.permute(order)
+        self._device.require().strided_fill(to._handle, to._strides, to._offset, to._shape, value)
         self.mark_written()
 
     # --- views -----------------------------------------------------------------------------------------
@@ -581,8 +583,11 @@ class NDArray:
             source = (
                 source.compact().reshape(self._shape) if source.size == self.size else source._broadcast(self._shape, "setitem")
             )
+        to, order = self, memory_order(self._strides)
+        if order is not None:
+            to, source = self.permute(order), source.permute(order)
         copy = self._device.require().strided_copy
-        copy(source._handle, source._strides, source._offset, self._handle, self._strides, self._offset, self._shape)
+        copy(source._handle, source._strides, source._offset, to._handle, to._strides, to._offset, to._shape)
         self.mark_written()
 
     # --- elementwise ------------------------------------------------------------------------------------------

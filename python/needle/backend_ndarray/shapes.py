@@ -34,6 +34,13 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return True
 
 
+@lru_cache(maxsize=4096)
+def memory_order(strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The axes by falling strides: in this order a view is written from one end of its memory to the other. None: they are so."""
+    order = tuple(sorted(range(len(strides)), key=lambda i: -abs(strides[i])))
+    return None if order == tuple(range(len(strides))) else order
+
+
 def frozen(lengths: Any) -> Any:
     """Lengths or axes as an op keeps them until backward, when the caller's list may hold others: several as a tuple."""
     if isinstance(lengths, tuple) or isinstance(lengths, str) or not isinstance(lengths, Iterable):
@@ -126,7 +133,7 @@ def reduction(
     The order is that in memory, which needs no copy, if it has no gaps and the other axes are in it as they are in the shape. Of
     axes that are apart in it the longest are first, so that the least is left to the next step.
     """
-    order = tuple(sorted(range(len(shape)), key=lambda i: -strides[i]))
+    order = memory_order(strides) or tuple(range(len(shape)))
     others = [i for i in order if i not in axes and shape[i] != 1]
     if others != sorted(others) or not is_contiguous(tuple([shape[i] for i in order]), tuple([strides[i] for i in order])):
         order = tuple(range(len(shape)))
