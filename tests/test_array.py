@@ -131,6 +131,19 @@ def test_views_are_written_in_any_order_of_their_axes(device, view, dtype):
         np.testing.assert_array_equal(whole.astype("float32").numpy(), values)
 
 
+@pytest.mark.parametrize("channels", [2, 3, 4, 7, 8, 65])
+@pytest.mark.parametrize(("dtype", "to"), [("float32", "float32"), ("float32", "bfloat16"), ("uint8", "uint8"), ("uint8", "float64"),
+                                           ("float16", "float32"), ("float64", "float64")])  # fmt: skip
+def test_channels_are_brought_to_the_last_axis(device, channels, dtype, to):
+    values = np.random.default_rng(0).integers(0, 200, (3, channels, 5, 33)).astype(np.float64)
+    images = NDArray(values, device=device, dtype=dtype).permute((0, 2, 3, 1))
+    wanted = values.transpose(0, 2, 3, 1)
+    np.testing.assert_array_equal(images.astype(to).astype("float64").numpy(), wanted)
+    wide = full((3, 5, 33, channels + 1), 1.0, to, device)
+    wide[:, :, :, 1:] = images
+    np.testing.assert_array_equal(wide.astype("float64").numpy(), np.pad(wanted, ((0, 0),) * 3 + ((1, 0),), constant_values=1))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 def test_axes_that_are_apart_are_reduced_without_a_copy(device, dtype):
     """Of images (N, C, H, W), and of the same with their channels last: sums of 16-bit floats keep their digits in between."""

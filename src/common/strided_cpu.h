@@ -77,9 +77,9 @@ struct Walk {
   }
 
   // The dimension of array k's unit stride where going by tiles is worth it: it is not the
-  // innermost, and both are long. 0: there is none.
-  int across(int k) const {
-    if (strides[k][0] == 0 || strides[k][0] == 1 || shape[0] < 8) return 0;
+  // innermost, and both are long, the innermost at least `least`. 0: there is none.
+  int across(int k, int64_t least = 8) const {
+    if (strides[k][0] == 0 || strides[k][0] == 1 || shape[0] < least) return 0;
     for (int d = 1; d < rank; ++d)
       if (strides[k][d] == 1 && shape[d] >= 8) return d;
     return 0;

@@ -16,6 +16,7 @@ namespace needle::cpu {
 namespace {
 
 constexpr int64_t kGrain = 1 << 16;  // elements per task
+constexpr int64_t kLeastAcross = 2;  // elements side by side in out that tiles are worth it for
 
 template <class T>
 void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t n) {
@@ -32,7 +33,7 @@ void copy_row(const T* from, int64_t from_stride, T* to, int64_t to_stride, int6
 template <class T>
 void copy_walk(const T* from, T* to, const Walk<2>& walk) {
   const int64_t from_stride = walk.strides[0][0], to_stride = walk.strides[1][0];
-  if (const int across = to_stride == 1 ? walk.across(0) : 0) {
+  if (const int across = to_stride == 1 ? walk.across(0, kLeastAcross) : 0) {
     const int64_t to_row = walk.strides[1][across];
     return walk.tiles(across, kGrain, [&](const auto& at, int64_t rows, int64_t cols) {
       transpose_tile(from + at[0], from_stride, cols, rows, to + at[1], to_row);
@@ -106,13 +107,15 @@ Conversion conversion(DType from_dtype, DType to_dtype) {
 
 void convert_walk(const char* from, char* to, const Conversion& c, const Walk<2>& walk) {
   const int64_t from_stride = walk.strides[0][0], to_stride = walk.strides[1][0];
-  if (const int across = to_stride == 1 ? walk.across(0) : 0) {
+  if (const int across = to_stride == 1 ? walk.across(0, kLeastAcross) : 0) {
     const int64_t to_row = walk.strides[1][across];
     return walk.tiles(across, kGrain, [&](const auto& at, int64_t rows, int64_t cols) {
       alignas(64) char turned[kTileRows * kTileCols * 8];
       c.transpose(from + at[0] * c.from_bytes, from_stride, cols, rows, turned, cols);
+      char* target = to + at[1] * c.to_bytes;
+      if (to_row == cols) return c.convert(turned, target, rows * cols);
       for (int64_t i = 0; i < rows; ++i)
-        c.convert(turned + i * cols * c.from_bytes, to + (at[1] + i * to_row) * c.to_bytes, cols);
+        c.convert(turned + i * cols * c.from_bytes, target + i * to_row * c.to_bytes, cols);
     });
   }
   parallel_ranges(walk.size, kGrain, [&](int64_t begin, int64_t end) {
