@@ -143,7 +143,7 @@ class Optimizer:
                 found, wanted = f"{tuple(np.shape(values))} {given}", f"{shape} {dtype}"
                 if found != wanted:
                     found = "absent" if values is None else found
-                    raise CheckpointError(f"[load_state_dict] {kind}.{name} is {found} (accepted: {wanted}, as state_spec has it)")
+                    raise CheckpointError(f"[load_state_dict] {kind}.{name} is {found} (accepted: {wanted})")
                 array = loaded[kind][p] = NDArray(values, device=p.device, dtype=dtype)
                 array.category = OPTIMIZER_STATE
         vars(self).update(loaded)
