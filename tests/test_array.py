@@ -159,6 +159,11 @@ def test_axes_that_are_apart_are_reduced_without_a_copy(device, dtype):
             np.testing.assert_array_equal(found.numpy(), NDArray(wanted, device=device, dtype=found.dtype).numpy())
 
 
+def test_sums_over_axes_that_are_apart_are_rounded_once(device):
+    ones = full((3, 2, 257), 1.0, "bfloat16", device)  # which has 256 and 258, 768 and 772
+    np.testing.assert_array_equal(ones.sum((0, 2)).astype("float32").numpy(), [772, 772])
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sums_of_16_bit_floats_take_no_wider_copy(device, dtype):
     x = full((300, 500), 0.5, dtype, device)

@@ -247,6 +247,25 @@ def test_a_parameter_changes_in_place_without_another_array(device, dtype):
     np.testing.assert_array_equal(p.numpy(), wanted.numpy().astype(p.numpy().dtype))
 
 
+def test_parameters_that_are_views_or_integers_change_in_place(device):
+    whole = leaf(np.arange(12).reshape(3, 4), device)
+    row, turned = nn.Parameter(whole[1]), nn.Parameter(ops.transpose(whole[:, :3]))
+    square, counts = (
+        nn.Parameter(leaf(np.arange(9).reshape(3, 3), device)),
+        nn.Parameter(leaf([1, 2], device, "int32"), requires_grad=False),
+    )
+    with ndl.no_grad():
+        for p, other in ((row, 2.0), (row, leaf(np.ones(4), device)), (turned, leaf(np.arange(3), device)), (turned, turned)):
+            wanted = p.numpy() * (other if isinstance(other, float) else other.numpy())
+            p *= other
+            np.testing.assert_array_equal(p.numpy(), wanted)
+        np.testing.assert_array_equal(whole.numpy()[:, 3], [3, 14, 11])
+        square += ops.transpose(square)
+        counts /= 2
+    np.testing.assert_array_equal(square.numpy(), [[0, 4, 8], [4, 8, 12], [8, 12, 16]])
+    assert counts.dtype == "int32" and counts.numpy().tolist() == [0, 1]
+
+
 def test_a_parameter_that_was_multiplied_in_place_is_not_recomputed_from(device):
     first, second = nn.Linear(2, 2, device=device), nn.Linear(2, 2, device=device)
     loss = ndl.remat(nn.Sequential(first, nn.ReLU(), second), leaf([[1.0, 1.0]], device)).sum()
