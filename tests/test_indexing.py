@@ -26,6 +26,8 @@ INDICES = {
     "a slice between int and array": (1, slice(2), np.array([0, 3])),
     "an empty ellipsis between": (1, ..., slice(None), [0, 3]),
     "mask of the last axis": (..., np.array([True, False, True, True])),
+    "mask of the last axes": (slice(None), MASK[0]),
+    "table of the last axis": (..., [[0, 3, 3, 1], [2, 2, 1, 0]]),
     "slices around": (slice(1, None), [[0, 1], [2, 2]], slice(None, None, -2)),
     "new axes": (None, [1, 0], None, slice(1, None)),
     "whole axes behind": (..., [0, 1], slice(None), slice(None)),
