@@ -19,12 +19,13 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from needle import files
 from needle.command_line import Parser, exit_code, flag, run_program
-from needle.data.text_corpus import decoded
+from needle.data.text_corpus import decoded, is_json_lines
 from needle.data.text_stream import UNFINISHED
 from needle.errors import DataError, ShapeError
 from needle.models import score_endings, score_text
@@ -35,7 +36,9 @@ from pythia_app.options import DEVICE_HELP, PRECISION_HELP, device, model_dtype
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("evaluate.py", "Perplexity, bits per byte and last words of a trained Pythia.")
     parser.add_argument("--model", required=True, metavar="FOLDER", help=MODEL_HELP)
-    parser.add_argument("--text", action="append", default=[], metavar="FILE", help="text in UTF-8; repeatable")
+    parser.add_argument(
+        "--text", action="append", default=[], metavar="FILE", help="text in UTF-8, scored behind an end-of-text token; repeatable"
+    )
     parser.add_argument("--lambada", action="append", default=[], metavar="FILE", help='lines of {"text": ...}; repeatable')
     flag(parser, "window", type=int, help="positions that the model sees at a time (default: the most it was made for)")
     flag(parser, "stride", type=int, help="positions from one window to the next (default: half a window)")
@@ -127,7 +130,7 @@ def perplexity(path: str, ids: np.ndarray, text_bytes: int, model, window: int, 
 
 
 def words(path: str, examples: list[tuple[int, str, str]], model, tokenizer, window: int, options: argparse.Namespace) -> None:
-    pairs = [(tokenizer.encode(context), tokenizer.encode(word)) for _, context, word in examples]
+    pairs = [split_ids(tokenizer, context, word) for _, context, word in examples]
     for (number, *_), (context, word) in zip(examples, pairs):
         if not len(context) or not 1 <= len(word) <= window:
             raise DataError(
@@ -143,6 +146,12 @@ def words(path: str, examples: list[tuple[int, str, str]], model, tokenizer, win
     )
 
 
+def split_ids(tokenizer, context: str, word: str) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a context, and those that the word adds to them: alone it may have others than behind it."""
+    before = tokenizer.encode(context)
+    return before, tokenizer.encode(context + word)[len(before) :]
+
+
 def readable(perplexity: float) -> str:
     return f"{perplexity:,.2f}" if perplexity < 1e9 else f"{perplexity:.3g}"
 
@@ -156,6 +165,8 @@ def read(path: str, flag: str) -> Iterator[str]:
     """The text of a file, some at a time, with line ends as in training."""
 
     def parts() -> Iterator[bytes]:
+        if flag == "text" and is_json_lines(Path(path)):
+            raise DataError(f"[text] no text but JSON lines: {path} (a text file; --lambada takes such lines)")
         try:
             with open(files.home(path), "rb") as file:
                 while part := file.read(1 << 20):

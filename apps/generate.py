@@ -80,7 +80,7 @@ def read_stdin() -> str:
     if sys.stdin.isatty():
         note("reading the prompt from the terminal; end it with Ctrl-D")
     try:
-        return sys.stdin.buffer.read().decode()
+        return sys.stdin.buffer.read().decode("utf-8-sig").replace("\r\n", "\n")  # as texts are read that models learn from
     except UnicodeDecodeError as error:
         raise DataError(f"[prompt] stdin is not UTF-8 text: {error}") from error
 

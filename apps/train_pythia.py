@@ -49,6 +49,8 @@ def start(argv: list[str] | None) -> int:
     where = options.load_checkpoint
     its_own = options.resume or (options.eval_only and not (where or options.init_from))  # not weights that nobody has trained
     if its_own and options.checkpoint_dir and CheckpointFolder(options.checkpoint_dir).names():
+        if where is not None and where != options.checkpoint_dir:
+            print(f"note: --load_checkpoint has no effect: the run in {options.checkpoint_dir} goes on", file=sys.stderr)
         where = options.checkpoint_dir
     if where is None or not os.path.isdir(where):
         check(options)

@@ -1,6 +1,7 @@
 """apps/generate.py and apps/evaluate.py as a user runs them, on a model that apps/train_pythia.py has just made."""
 
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -24,7 +25,7 @@ import needle as ndl
 import pythia_app
 from needle import dtype
 from needle.data.text_corpus import Piece
-from needle.data.text_tokenizer import load_tokenizer
+from needle.data.text_tokenizer import TextTokenizer, load_tokenizer
 from needle.models import Pythia, pretrained, score_text
 
 ROOT = Path(__file__).parent.parent
@@ -325,7 +326,7 @@ def test_no_room_for_the_output(made, name):
     with open("/dev/full", "w") as full:
         line = command(name, "--model", made / "dense", *flags)
         done = subprocess.run(line, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 2 and done.stderr == f"{name}.py: error: [Errno 28] No space left on device\n"
+    assert done.returncode == 2 and done.stderr == f"{name}.py: error: [stdout] cannot be written: No space left on device\n"
 
 
 def test_closed_streams(made):
@@ -383,6 +384,27 @@ def test_a_word_of_many_tokens(app, made, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a dog and a c%s"}' % ("at" * 99))
     said = app("evaluate", "--model", made / "dense", "--lambada", tmp_path / "x.jsonl", "--window", 300).stdout
     assert re.search(r"perplexity per word \d(\.\d+)?e\+\d+\n", said)
+
+
+def test_a_last_word_has_the_ids_that_it_has_behind_its_context():
+    """Alone it may have others: Llama 2's tokenizer puts a mark before each text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate("_acdeghlnost")}, []))
+    marks = [tokenizers.normalizers.Prepend("_"), tokenizers.normalizers.Replace(" ", "_")]
+    tokenizer.normalizer = tokenizers.normalizers.Sequence(marks)
+    ours = TextTokenizer(tokenizer)
+    context, word = evaluate.split_ids(ours, "a dog and the", " castle")
+    assert "".join(map(tokenizer.id_to_token, word)) == "_castle"
+    np.testing.assert_array_equal(np.concatenate((context, word)), ours.encode("a dog and the castle"))
+    assert ours.encode(" castle").tolist() != word.tolist()
+
+
+def test_the_prompt_on_stdin_is_read_as_a_text_is(monkeypatch):
+    import generate
+
+    stdin = SimpleNamespace(isatty=lambda: False, buffer=io.BytesIO(b"\xef\xbb\xbfab\r\ncd\r"))
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert generate.read_stdin() == "ab\ncd\r"
 
 
 def test_a_word_as_long_as_the_window(app, made, loaded, tmp_path):
@@ -448,6 +470,7 @@ WRONG = [
     ("evaluate", ["--text", "no-such-file"], "cannot read no-such-file: No such file or directory"),
     ("evaluate", ["--text", "no\nsuch\nfile"], "cannot read no such file: No such file or directory"),
     ("evaluate", ["--text", ""], "[path] is empty"),
+    ("evaluate", ["--text", "texts.jsonl"], "no text but JSON lines: texts.jsonl"),
     ("evaluate", ["--text", "no\0path"], "cannot read no\0path: embedded null byte (a text file in UTF-8)"),
     ("evaluate", ["--text", "/dev/null"], "too short: /dev/null has 0 tokens (at least 1)"),
     ("evaluate", ["--text", "README.md", "--window", 0], "[window] is 0"),

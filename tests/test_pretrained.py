@@ -12,6 +12,7 @@ import threading
 import tracemalloc
 import types
 import unicodedata
+import warnings
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -306,6 +307,13 @@ def test_transformers_agrees_in_both_directions(tmp_path):
             {"eos_token_id": [5, 7]},
         ),
         ({"do_sample": True, "top_k": 3, "seed": 4}, {"do_sample": True, "top_k": 3}),
+        (
+            {"temperature": 0.0, "top_k": -1, "pad_token_id": -1, "eos_token_id": 5},
+            {"eos_token_id": 5},
+        ),  # as transformers takes them
+        ({"temperature": 0.7, "top_k": 3, "do_sample": False}, {"temperature": 0.7, "top_k": 3}),
+        ({"do_sample": True, "temperature": 0.0}, r"generation_config.json: \[generate\] temperature is 0.0"),
+        ({"temperature": False}, r"generation_config.json: \[generate\] temperature is False"),
         ({"temperature": "hot"}, r"generation_config.json: \[generate\] temperature is 'hot'"),
         ({"eos_token_id": ["<|endoftext|>"]}, r"generation_config.json: \[generate\] eos_token_id is "),
         ([], r"generation_config.json: no JSON object"),
@@ -336,6 +344,20 @@ def test_tokens_are_chosen_as_the_folder_says(folder, said, expected):
     assert Pythia.from_pretrained(folder).generation_config == GenerationConfig(do_sample=True, top_k=0)
 
 
+def test_ways_of_choosing_tokens_that_are_not_there_are_named(folder):
+    others = {"num_beams": 3, "min_p": 0.1, "suppress_tokens": [1], "min_new_tokens": 4}
+    usual = {"length_penalty": 1.0, "no_repeat_ngram_size": 0, "bos_token_id": 0, "max_length": 20, "transformers_version": "5.0"}
+    (folder / "generation_config.json").write_text(json.dumps({**usual, "eos_token_id": 5}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Pythia.from_pretrained(folder).generation_config.eos_token_id == 5
+    (folder / "generation_config.json").write_text(json.dumps({**usual, **others, "eos_token_id": 5}))
+    with pytest.warns(
+        UserWarning, match=r"generation_config.json: min_new_tokens, min_p, num_beams, suppress_tokens: no effect here"
+    ):
+        assert Pythia.from_pretrained(folder).generation_config.eos_token_id == 5
+
+
 @pytest.mark.parametrize(
     "said, expected", [(5, 5), ([5, 7], [5, 7]), (None, None), ("5", r"config.json: \[generate\] eos_token_id is '5'")]
 )
@@ -360,6 +382,27 @@ def test_the_tokenizer_goes_along(tmp_path):
     about = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     assert about["eos_token"] == "<|endoftext|>" and about["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert about["model_max_length"] == 96
+
+
+def test_what_transformers_hears_of_a_tokenizer_goes_along(tmp_path):
+    train_tokenizer(tmp_path / "tokenizer.json", [TEXT * 3], 300, "text")
+    kept = {"bos_token": "<s>", "pad_token": "<pad>", "padding_side": "left", "chat_template": "{{ messages[0] }}"}
+    about = {
+        **kept,
+        "pad_token": {"content": "<pad>", "lstrip": False},
+        "eos_token": "<|endoftext|>",
+        "auto_map": {"A": ["b.C", None]},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**about, "model_max_length": 7, "unk_token": None, "mask_token": 5})
+    )
+    for source, folder in ((tmp_path, tmp_path / "first"), (tmp_path / "first", tmp_path / "second")):
+        Pythia(TINY).save_pretrained(folder, load_tokenizer(source / "tokenizer.json"))
+        saved = json.loads((folder / "tokenizer_config.json").read_text())
+        assert saved == {
+            **kept, "eos_token": "<|endoftext|>", "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": TINY.max_seq_len,
+            "clean_up_tokenization_spaces": False,
+        }  # fmt: skip
 
 
 def test_the_end_of_a_text_is_what_the_files_say(tmp_path):

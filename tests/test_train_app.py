@@ -1,5 +1,6 @@
 """apps/train_pythia.py as a user runs it: tiny runs, resuming, interrupting, wrong arguments."""
 
+import contextlib
 import errno
 import importlib.util
 import itertools
@@ -1362,6 +1363,27 @@ def test_no_room_for_the_checkpoint(run, text, tmp_path):
     after = contents(tmp_path)
     assert "no report.html: [files] cannot write" in done.stdout and "max_steps: 2" in after.pop("config-from-step-1.yaml").decode()
     assert after.pop("metrics.jsonl") != before.pop("metrics.jsonl") and after == before
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_a_run_whose_output_has_no_room_says_so_once(capsys):
+    from pythia_app.report import Reporter
+
+    reporter = object.__new__(Reporter)
+    reporter._live, reporter.unread = None, False
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
+        reporter.say("step 1")
+        reporter.say("step 2")
+    assert reporter.unread and capsys.readouterr().err == "stdout cannot be written: No space left on device\n"
+
+
+def test_a_run_that_goes_on_says_that_other_weights_are_not_loaded(run, tmp_path):
+    first, second = (("--checkpoint_dir", tmp_path / name) for name in "ab")
+    for folder in (first, second):
+        assert run("--max_steps", 1, *folder).returncode == 0
+    said = run("--max_steps", 2, *first, "--resume", "--load_checkpoint", second[1]).stderr
+    assert said == f"note: --load_checkpoint has no effect: the run in {first[1]} goes on\n"
+    assert run("--max_steps", 2, *second, "--resume").stderr == ""
 
 
 def test_a_disk_without_room_for_a_checkpoint_is_seen_before(main, tmp_path, monkeypatch):

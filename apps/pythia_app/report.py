@@ -110,7 +110,10 @@ class Reporter:
     def _output(self) -> Iterator[None]:
         try:
             yield
-        except OSError:  # `tee` has gone, by the same Ctrl-C perhaps, or the terminal; or stdout is a file on a full disk
+        except OSError as error:  # `tee` has gone, by the same Ctrl-C perhaps, or the terminal; or stdout is a file on a full disk
+            if not self.unread and not isinstance(error, BrokenPipeError):
+                with contextlib.suppress(OSError):
+                    print(f"stdout cannot be written: {files.reason(error)}", file=sys.stderr)
             self.unread = True
 
     def step(self, row: dict[str, Any], seconds_left: float) -> None:

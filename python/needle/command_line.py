@@ -74,7 +74,8 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
     except OSError as error:
         gone = isinstance(error, BrokenPipeError)
         if not gone:  # stdout is a file on a full disk, for example
-            print(f"{prog}: error: {error}", file=sys.stderr)
+            what = error if error.filename is not None else f"[stdout] cannot be written: {error.strerror or error}"
+            print(f"{prog}: error: {what}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python will try again to write what is buffered
         return 1 if gone else 2
 

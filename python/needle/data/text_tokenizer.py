@@ -16,6 +16,10 @@ from ..errors import DataError
 
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 END_OF_TEXT = "<|endoftext|>"  # GPT-NeoX's name for the token after each document
+SETTINGS = (
+    "bos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token", "padding_side", "truncation_side",
+    "chat_template",
+)  # fmt: skip
 DEFAULT_VOCABULARY = 10_000
 SMALLEST_VOCABULARY = 257  # every byte, and END_OF_TEXT
 LARGEST_VOCABULARY = 1 << 20  # far above what is in use: ``tokenizers`` takes room for all of it before it looks at the text
@@ -30,9 +34,11 @@ class TextTokenizer:
 
     tokenizer: of the package ``tokenizers``. A file may say that texts are cut off or filled up, which this one never does.
     end_of_text: the token after a document, where the tokenizer has it; None for none.
+    settings: what else a tokenizer_config.json says to transformers: what is saved with a model says it again.
     """
 
-    def __init__(self, tokenizer: Any, end_of_text: str | None = END_OF_TEXT):
+    def __init__(self, tokenizer: Any, end_of_text: str | None = END_OF_TEXT, settings: dict[str, str] | None = None):
+        self.settings = settings or {}
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.tokenizer = tokenizer
@@ -168,19 +174,22 @@ def load_tokenizer(path: str | Path) -> TextTokenizer:
     except (OSError, ValueError) as error:
         raise DataError(f"[tokenizer] cannot read {path}: {files.reason(error)} (a tokenizer.json)") from error
     with _library_errors(f"not a tokenizer file: {path}", "a tokenizer.json"):
-        return TextTokenizer(tokenizers.Tokenizer.from_str(text), _named_end(path))
+        return TextTokenizer(tokenizers.Tokenizer.from_str(text), *_config_beside(path))
 
 
-def _named_end(path: Path) -> str | None:
-    """The end-of-text token that a tokenizer_config.json beside ``path`` names as transformers does; END_OF_TEXT without one."""
+def _config_beside(path: Path) -> tuple[str | None, dict[str, str]]:
+    """The end-of-text token that a tokenizer_config.json beside ``path`` names as transformers does, END_OF_TEXT without one; and
+    those of its SETTINGS that are text.
+    """
     before = path.name.removesuffix(TOKENIZER)
+    found: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        config = files.parse_json(files.read_small(path.with_name(before + TOKENIZER_CONFIG)))
-        token = config.get("eos_token", END_OF_TEXT)
-        token = token.get("content") if isinstance(token, dict) else token
-        if before + TOKENIZER == path.name and (token is None or isinstance(token, str)):
-            return token
-    return END_OF_TEXT
+        if before + TOKENIZER == path.name:
+            found = files.parse_json(files.read_small(path.with_name(before + TOKENIZER_CONFIG)))
+    given = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+    end = given.get("eos_token", END_OF_TEXT)
+    settings = {key: value for key, value in given.items() if key in SETTINGS and isinstance(value, str)}
+    return end if end is None or isinstance(end, str) else END_OF_TEXT, settings
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import tempfile
+import warnings
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -26,6 +27,13 @@ from .published import config_from_json, config_json, fitting, load_published, p
 from .pythia import Pythia, PythiaConfig
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+_UNSET = {"temperature": 0, "top_k": -1, "pad_token_id": -1}  # in use for "none"; the first two where no token is drawn
+_OTHER_WAYS = {  # keys of transformers that choose other tokens, and the values with which they do not
+    "num_beams": 1, "num_beam_groups": 1, "length_penalty": 1.0, "penalty_alpha": 0, "no_repeat_ngram_size": 0, "min_p": 0,
+    "typical_p": 1.0, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": 0, "bad_words_ids": [], "suppress_tokens": [],
+    "begin_suppress_tokens": [], "sequence_bias": {}, "forced_bos_token_id": (), "forced_eos_token_id": (), "min_length": 0,
+    "min_new_tokens": 0, "max_length": 20, "exponential_decay_length_penalty": (), "guidance_scale": 1, "stop_strings": [],
+}  # fmt: skip
 _ON_THE_HUB = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -65,8 +73,9 @@ def read_config(folder: Path) -> PythiaConfig:
 
 
 def read_generation(folder: Path, or_config: bool = True) -> GenerationConfig:
-    """The keys of the folder's generation_config.json that needle knows. Without one the defaults, and (or_config) what config.json
-    says of the end of a sequence, as in transformers. raises: CheckpointError.
+    """The keys of the folder's generation_config.json that needle knows; a warning names others that would choose other tokens.
+    Without one the defaults, and (or_config) what config.json says of the end of a sequence, as in transformers.
+    raises: CheckpointError.
     """
     name, known = GENERATION, {field.name for field in fields(GenerationConfig)} - {"seed"}
     if not os.path.lexists(folder / GENERATION):
@@ -75,9 +84,17 @@ def read_generation(folder: Path, or_config: bool = True) -> GenerationConfig:
         name, known = CONFIG, {"eos_token_id", "pad_token_id"}
     try:
         found = files.parse_json(files.read_small(files.member(folder, name)))
-        return GenerationConfig(**{key: found[key] for key in known & found.keys() if found[key] is not None})
+        given = {key: found[key] for key in known & found.keys() if found[key] is not None}
+        unset = {key for key, none in _UNSET.items() if given.get(key) == none and not isinstance(given[key], bool)}
+        if given.get("do_sample", False) is not False:
+            unset -= {"temperature", "top_k"}
+        made = GenerationConfig(**{key: value for key, value in given.items() if key not in unset})
     except (OSError, ValueError) as error:
         raise CheckpointError(f"[from_pretrained] cannot use {folder / name}: {files.reason(error)}") from error
+    others = sorted(key for key, usual in _OTHER_WAYS.items() if name == GENERATION and found.get(key) not in (None, usual))
+    if others:
+        warnings.warn(f"[from_pretrained] {folder / name}: {', '.join(others)}: no effect here", stacklevel=2)
+    return made
 
 
 def _check_room(planned: Pythia, device: BackendDevice) -> None:
@@ -186,11 +203,12 @@ def write(model: Pythia, folder: Path, tokenizer: TextTokenizer | None = None, m
         return
     (folder / TOKENIZER).write_text(tokenizer.to_json(), encoding="utf-8")
     name = None if end is None else tokenizer.tokenizer.id_to_token(end)
-    special = {"bos_token": name, "eos_token": name}
-    if name == END_OF_TEXT:
+    special: dict[str, str | None] = {"bos_token": name}
+    if name == END_OF_TEXT and not tokenizer.settings:
         special["unk_token"] = name
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": model.config.max_seq_len, **special}
-    _write_json(folder / TOKENIZER_CONFIG, {**about, "clean_up_tokenization_spaces": False})
+    about = {**about, **tokenizer.settings, "eos_token": name, "clean_up_tokenization_spaces": False}
+    _write_json(folder / TOKENIZER_CONFIG, about)
 
 
 def _write_json(path: Path, content: dict) -> None:
