@@ -36,7 +36,7 @@ template <class F, class... X>
 NEEDLE_INLINE Floats in_double(F&& f, X... x) {
 #if defined(__AVX512F__)  // g++ 12 converts by quarters, and puts halves together in memory
   const auto half_of = [](Floats v, auto h) __attribute__((always_inline)) {
-    const __m256 half = (__m256)_mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, h);
+    const __m256 half = (__m256)_mm512_maskz_extractf64x4_pd(0xf, (__m512d)v, decltype(h)::value);
     return (Doubles)_mm512_maskz_cvtps_pd(0xff, half);
   };
   const auto narrow = [](Doubles v) __attribute__((always_inline)) {

@@ -30,9 +30,12 @@ def program(tmp_path):
     return build
 
 
-@pytest.mark.skipif(
+on_x86 = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="the processors are of x86-64, -z defs is of Linux"
 )
+
+
+@on_x86
 @pytest.mark.parametrize("processor", ["x86-64", "skylake-avx512"])
 def test_products_have_all_of_their_symbols_for_each_processor(processor, tmp_path):
     """What is built elsewhere is for this machine's processor, and one symbol that another lacks keeps a whole module from loading."""
@@ -41,6 +44,16 @@ def test_products_have_all_of_their_symbols_for_each_processor(processor, tmp_pa
     flags = ["-std=c++17", "-O0", f"-march={processor}", "-fPIC", "-shared", "-Wl,-z,defs", "-DNEEDLE_DEVICE=cpu"]
     made = tmp_path / "products.so"
     built = subprocess.run(["c++", *flags, *map(str, sources), "-o", made, "-lpthread"], capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+
+
+@on_x86
+def test_elementwise_functions_compile_without_optimization(tmp_path):
+    """As in a debug build, for a processor with AVX-512, whose intrinsics then take no constant from a function's argument."""
+    source = tmp_path / "functions.cc"
+    source.write_text('#include "ewise_math_cpu.h"\nvoid f(needle::cpu::Floats& x) { x = needle::cpu::m_pow(x, x); }\n')
+    flags = ["-std=c++17", "-O0", "-march=skylake-avx512", f"-I{COMMON}"]
+    built = subprocess.run(["c++", *flags, "-c", source, "-o", tmp_path / "functions.o"], capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
 
 
