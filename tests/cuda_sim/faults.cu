@@ -97,6 +97,11 @@ __global__ void misaligned_copy_kernel(const char* x, int bytes) {
   ptx::cp_async<16>(tile, x + 4, bytes);
 }
 
+__global__ void copy_beyond_kernel(const char* x) {
+  NEEDLE_SHARED(char, tile, 24);
+  ptx::cp_async<16>(tile + 16, x);
+}
+
 __global__ void misaligned_atomic_kernel(char* x) {
   atomicAdd(reinterpret_cast<int*>(x + 4 * threadIdx.x + threadIdx.x / 3), 1);
 }
@@ -129,6 +134,16 @@ const std::map<std::string, Case> kCases = {
     {"no_dynamic_shared", [](int*) { launch<no_dynamic_shared_kernel>({1, 32}); }},
     {"beyond_shared", [](int*) { launch<outside_shared_kernel>({2, 32}, 1); }},
     {"before_shared", [](int*) { launch<outside_shared_kernel>({1, 32}, -32); }},
+    {"farther_beyond_shared", [](int*) { launch<outside_shared_kernel>({2, 32}, 300); }},
+    {"far_beyond_shared", [](int*) { launch<outside_shared_kernel>({2, 32}, 60000); }},
+    {"far_before_shared", [](int*) { launch<outside_shared_kernel>({2, 32}, -60000); }},
+    {"beyond_larger_shared",  // in what the launch before this one has had, too
+     [](int*) {
+       launch<outside_dynamic_shared_kernel>({1, 32, 48 * 1024}, 0);
+       launch<outside_shared_kernel>({1, 32}, 8000);
+     }},
+    {"copy_beyond_shared",
+     [](int* p) { launch<copy_beyond_kernel>({1, 1}, reinterpret_cast<const char*>(p)); }},
     {"beyond_dynamic_shared", [](int*) { launch<outside_dynamic_shared_kernel>({1, 32, 128}, 1); }},
     {"null_pointer", [](int*) { launch<null_kernel>({2, 32}, static_cast<int*>(nullptr)); }},
     {"impossible_pointer",

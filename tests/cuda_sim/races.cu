@@ -147,6 +147,14 @@ __global__ void reach_kernel(float* out, int reach) {
   out[threadIdx.x] = p[int(threadIdx.x) + reach];
 }
 
+__global__ void write_beside_kernel(float* out, int reach) {
+  NEEDLE_SHARED(float, tile, 32);
+  float* p = tile;
+  p[int(threadIdx.x) + reach] = 1.0f;
+  __syncthreads();
+  out[threadIdx.x] = tile[threadIdx.x];
+}
+
 __global__ void no_wait_kernel(const float* x, float* out) {
   NEEDLE_SHARED(float, tile, 128);
   ptx::cp_async<16>(&tile[threadIdx.x * 4], x + threadIdx.x * 4);
@@ -371,6 +379,10 @@ int main() {
   report("within", [&] { launch<reach_kernel>({1, 32}, o, 0); });
   report("beyond", [&] { launch<reach_kernel>({1, 32}, o, 1); });
   report("before", [&] { launch<reach_kernel>({1, 32}, o, -1); });
+  report("write_within", [&] { launch<write_beside_kernel>({1, 32}, o, 0); });
+  report("write_beyond", [&] { launch<write_beside_kernel>({1, 32}, o, 1); });
+  report("write_far_beyond", [&] { launch<write_beside_kernel>({1, 32}, o, 20000); });
+  report("write_far_before", [&] { launch<write_beside_kernel>({1, 32}, o, -20000); });
   report("no_wait", [&] { launch<no_wait_kernel>({1, 32}, x.get(), o); });
   report("padded", [&] { launch<padded_kernel>({1, 32}, positions.get()); });
   report("struct", [&] { launch<struct_kernel>({1, 64}, vectors.get(), true); });

@@ -31,6 +31,11 @@ FAULTS = {
     "no_dynamic_shared": ["dynamic shared memory is used, but the launch asked for none"],
     "beyond_shared": ["outside_shared_kernel", "a write beyond shared memory `first`: block (0,0,0)"],
     "before_shared": ["a write before shared memory `first`: block (0,0,0)"],
+    "farther_beyond_shared": ["a write beyond shared memory `second`: block (0,0,0)"],
+    "far_beyond_shared": ["invalid address", "shared memory beyond `second`", "faults.cu:", "block (0,0,0), thread (0,0,0)"],
+    "far_before_shared": ["invalid address", "shared memory before its variables", "faults.cu:"],
+    "beyond_larger_shared": ["outside_shared_kernel", "a write beyond shared memory `second`: block (0,0,0)"],
+    "copy_beyond_shared": ["cp.async of 16 bytes to shared memory `tile` + 16 bytes", "faults.cu:"],
     "beyond_dynamic_shared": ["outside_dynamic_shared_kernel", "a write beyond shared memory `dynamic shared memory`"],
     "null_pointer": ["invalid address", "faults.cu:", "block (1,0,0), thread (5,0,0)"],
     "impossible_pointer": [
@@ -98,6 +103,12 @@ UNINITIALIZED = {
     "beyond": ["uninitialized shared memory beyond `tile`", "thread (31,0,0)"],
     "before": ["uninitialized shared memory before its variables", "thread (0,0,0)"],
     "no_wait": ["shared memory `tile`", "a cp.async writes that has not been waited for"],
+}
+# Writes to shared memory that are in no variable.
+BESIDE = {
+    "write_beyond": ["write (", "to shared memory beyond `tile`", "thread (31,0,0)"],
+    "write_far_beyond": ["write (", "to shared memory beyond `tile`", "thread (0,0,0)"],
+    "write_far_before": ["write (", "to shared memory before its variables", "thread (0,0,0)"],
 }
 # A read that the first write should come before: which of the two comes first depends on the order of threads, and so the message.
 READ_TOO_SOON = {
@@ -235,14 +246,14 @@ def test_races_are_found_and_nothing_else(programs, mode, order, cp_async):
     done = programs.run("races", mode, NEEDLE_SIM_ORDER=order, NEEDLE_SIM_CP_ASYNC=cp_async)
     assert done.returncode == 0, done.stdout + done.stderr
     messages = lines_of(done.stdout)
-    planted = RACES | UNINITIALIZED
+    planted = RACES | UNINITIALIZED | BESIDE
     assert set(planted) < set(messages)
     for name, message in messages.items():
         if name not in planted:
             assert message == "clean", f"{name}: {message}"
             continue
         race = "data race on" in message
-        assert race or "uninitialized shared memory" in message, f"{name}: {message}"
+        assert race or name in BESIDE or "uninitialized shared memory" in message, f"{name}: {message}"
         assert name in READ_TOO_SOON or race == (name in RACES), f"{name}: {message}"
         # The kernel, and the line of each access: a race has two.
         assert message.startswith("[") and "_kernel]" in message, f"{name}: {message}"

@@ -61,7 +61,10 @@ void async_copy(void* shared, const void* global, int bytes, int source_bytes, S
     fault("cp.async of " + std::to_string(source_bytes) + " source bytes into " +
               std::to_string(bytes),
           site);
-  const bool early = static_cast<Block*>(self().block)->launch->copies_are_early;
+  Block& block = *static_cast<Block*>(self().block);
+  if (block.beside_shared(shared, static_cast<size_t>(bytes)))
+    fault("cp.async of " + std::to_string(bytes) + " bytes to " + block.describe(shared), site);
+  const bool early = block.launch->copies_are_early;
   const Copy copy{shared, global, bytes, source_bytes, early, __builtin_return_address(0)};
   if (race_hooks) {
     note_source(copy);

@@ -82,6 +82,7 @@ bool is_addressed([[maybe_unused]] const siginfo_t& info) {
 [[noreturn]] void report_fault() {
   Thread& thread = self();
   const Found what = found[(&thread - thread_table) / kMaxBlockThreads];
+  Block& block = *static_cast<Block*>(thread.block);
   char text[96];
   const char* closed = stack_region + ((&thread - thread_table) << kStackShift);
   const auto offset = static_cast<size_t>(static_cast<char*>(what.address) - closed);
@@ -94,8 +95,8 @@ bool is_addressed([[maybe_unused]] const siginfo_t& info) {
     std::snprintf(text, sizeof text, "misaligned or impossible address");
   else
     std::snprintf(text, sizeof text, "invalid address %p", what.address);
-  static_cast<Block*>(thread.block)
-      ->fault(thread, std::string(text) + " at " + describe_code_address(what.pc), {"", 0});
+  std::string place = block.in_shared(what.address) ? ", " + block.describe(what.address) : "";
+  block.fault(thread, text + place + " at " + describe_code_address(what.pc), {"", 0});
 }
 
 void on_signal(int signal, siginfo_t* info, void* raw) {

@@ -51,6 +51,7 @@ struct Grid {
   }
 
   void work(Block& block) {
+    block.begin_launch();
     for (uint64_t i; (i = next++) < n_blocks;) {
       std::string text = block.run(launch, block_at(i), order);
       if (text.empty()) continue;

@@ -19,7 +19,7 @@
 //
 // A read of shared memory none of which the block has written is reported too: an initialization
 // that was forgotten, or a copy that was not waited for. (Not of single bytes: the padding of a
-// struct is read with it.)
+// struct is read with it.) So is a write to shared memory beside its variables.
 #if defined(NEEDLE_RACE)
 
 #include <algorithm>
@@ -266,6 +266,13 @@ std::string name_of(const Access& access, Kind kind) {
               {"", 0});
 }
 
+[[noreturn]] void report_beside(Block& block, Thread& thread, const void* address, size_t bytes,
+                                const Access& now, Kind kind) {
+  // An access may begin within a variable and end outside.
+  if (!block.beside_shared(address, 1)) address = static_cast<const char*>(address) + bytes - 1;
+  block.fault(thread, name_of(now, kind) + " to " + block.describe(address), {"", 0});
+}
+
 void note(Access (&two)[2], const Access& now, bool shared) {
   for (Access& slot : two)
     if (ordered_by_barriers(slot, now, shared) &&
@@ -301,6 +308,8 @@ void access(const void* start, size_t bytes, Kind kind, bool atomic, const void*
   const Access now = access_of(thread, atomic, pc);
   const bool shared = block.in_shared(start);
   const bool write = kind != Kind::kRead;
+  if (write && shared && block.beside_shared(start, bytes))
+    report_beside(block, thread, start, bytes, now, kind);
   bool initialized = !shared || kind == Kind::kWrite || kind == Kind::kCopy;
   Access copy;  // that the access reaches into
   uintptr_t copied = 0;

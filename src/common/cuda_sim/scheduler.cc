@@ -1,6 +1,7 @@
 #include "scheduler.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -19,11 +20,22 @@ const RaceHooks* race_hooks = nullptr;
 
 namespace {
 
-// Room before and after each shared variable, so that what reaches outside meets something: 0xff,
-// which is looked at when the block is over, or poison under AddressSanitizer.
+// Room before and after each shared variable, so that what reaches outside meets something. Under
+// AddressSanitizer that is poison. Otherwise it is 0xff, which is looked at when the block is over,
+// up to the end of the last variable's page; the pages behind it, and as many in front of the
+// arena, are closed.
 constexpr size_t kSharedGap = 128;
-const std::string kUntouched(kSharedGap, '\xff');
 constexpr size_t kArenaBytes = 1 << 20;
+
+size_t whole_pages(size_t bytes) {
+  static const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return (bytes + page - 1) / page * page;
+}
+
+bool is_untouched(const char* from, const char* to) {
+  return from == to ||
+         (*from == '\xff' && std::memcmp(from, from + 1, static_cast<size_t>(to - from) - 1) == 0);
+}
 
 Block& block_of(Thread& thread) { return *static_cast<Block*>(thread.block); }
 
@@ -59,10 +71,11 @@ std::string text(dim3 v) {
 }
 
 Block::Block(int worker) : worker_(worker) {
-  void* memory = mmap(nullptr, kArenaBytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* memory =
+      mmap(nullptr, 2 * kArenaBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("cuda_sim: no memory for shared memory");
-  arena_ = static_cast<char*>(memory);
+  arena_ = static_cast<char*>(memory) + kArenaBytes;
+  if (NEEDLE_ASAN) open_arena(kArenaBytes);
 }
 
 std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption& order) {
@@ -90,8 +103,6 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
   }
 #if NEEDLE_ASAN
   __asan_poison_memory_region(arena_, kArenaBytes);
-#else
-  std::memset(arena_, 0xff, kSharedGap);
 #endif
   shared_.clear();
   arena_used_ = shared_bytes_ = 0;
@@ -111,6 +122,7 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
   } else if (!NEEDLE_ASAN) {
     fault_ = written_outside_shared();
   }
+  if (!NEEDLE_ASAN) leave_arena();
   return std::move(fault_);
 }
 
@@ -295,7 +307,32 @@ __attribute__((noinline)) bool Block::complete_collective(Warp& warp, uint32_t m
 
 // --- shared memory -------------------------------------------------------------------------------
 
-// The first thread to arrive at a declaration reserves the variable and fills it with NaN.
+void Block::open_arena(size_t bytes) {
+  bytes = whole_pages(bytes);
+  if (bytes <= arena_open_) return;
+  mprotect(arena_, bytes, PROT_READ | PROT_WRITE);
+  arena_open_ = bytes;
+  if (bytes <= arena_filled_ || NEEDLE_ASAN) return;
+  std::memset(arena_ + arena_filled_, 0xff, bytes - arena_filled_);
+  arena_filled_ = bytes;
+}
+
+// What is open is all 0xff for the next block. Of the pages that an earlier launch had open, those
+// that this one's first block had no need of are closed: blocks of one kernel seldom differ.
+void Block::leave_arena() {
+  if (!fault_.empty()) std::memset(arena_, 0xff, arena_open_);
+  if (shared_.empty()) return;
+  for (const SharedVariable& variable : shared_)
+    std::memset(variable.address, 0xff, variable.bytes);
+  const size_t used = whole_pages(arena_used_);
+  if (first_of_launch_ && used < arena_open_) {
+    mprotect(arena_ + used, arena_open_ - used, PROT_NONE);
+    arena_open_ = used;
+  }
+  first_of_launch_ = false;
+}
+
+// The first thread to arrive at a declaration reserves the variable.
 char* Block::shared(const void* declaration, const char* name, size_t bytes, size_t alignment) {
   for (const SharedVariable& variable : shared_)
     if (variable.declaration == declaration) return variable.address;
@@ -317,26 +354,27 @@ char* Block::shared(const void* declaration, const char* name, size_t bytes, siz
           "shared memory: " + std::to_string(both) + " bytes, static and dynamic (at most " +
               std::to_string(most) + ")",
           {"", 0});
+  open_arena(arena_used_);
 #if NEEDLE_ASAN
   __asan_unpoison_memory_region(address, bytes);
   std::memset(address, 0xff, bytes);
-#else
-  std::memset(address, 0xff, bytes + kSharedGap);
 #endif
   shared_.push_back({declaration, name, address, bytes});
   return address;
 }
 
 std::string Block::written_outside_shared() const {
-  const auto touched = [](const char* gap) {
-    return std::memcmp(gap, kUntouched.data(), kSharedGap) != 0;
+  if (shared_.empty()) return {};
+  const auto told = [&](const char* where, const SharedVariable& variable) {
+    return std::string("[") + launch->kernel_name + "] a write " + where + " shared memory `" +
+           variable.name + "`: block " + text(block_idx);
   };
-  for (const SharedVariable& variable : shared_) {
-    const bool before = variable.address == shared_[0].address && touched(arena_);
-    if (before || touched(variable.address + variable.bytes))
-      return std::string("[") + launch->kernel_name + "] a write " +
-             (before ? "before" : "beyond") + " shared memory `" + variable.name + "`: block " +
-             text(block_idx);
+  if (!is_untouched(arena_, shared_[0].address)) return told("before", shared_[0]);
+  for (size_t i = 0; i < shared_.size(); ++i) {
+    const bool last = i + 1 == shared_.size();
+    if (!is_untouched(shared_[i].address + shared_[i].bytes,
+                      last ? arena_ + arena_open_ : shared_[i + 1].address))
+      return told("beyond", shared_[i]);
   }
   return {};
 }
@@ -349,8 +387,17 @@ std::string Block::place_of(uint64_t block, unsigned rank) const {
 }
 
 bool Block::in_shared(const void* address) const {
-  return static_cast<const char*>(address) >= arena_ &&
-         static_cast<const char*>(address) < arena_ + kArenaBytes;
+  const char* const byte = static_cast<const char*>(address);
+  return byte >= arena_ - kArenaBytes && byte < arena_ + kArenaBytes;
+}
+
+bool Block::beside_shared(const void* address, size_t bytes) const {
+  if (!in_shared(address)) return false;
+  for (const SharedVariable& variable : shared_) {
+    const auto offset = static_cast<size_t>(static_cast<const char*>(address) - variable.address);
+    if (offset < variable.bytes && bytes <= variable.bytes - offset) return false;
+  }
+  return true;
 }
 
 std::string Block::describe(const void* address) const {

@@ -34,6 +34,8 @@ class Block : public BlockIndex {
  public:
   explicit Block(int worker);
 
+  void begin_launch() { first_of_launch_ = true; }
+
   // Runs block `index` of the launch. Returns the text of a fault, empty if there was none.
   std::string run(const Launch& launch, uint64_t index, const OrderOption& order);
 
@@ -47,6 +49,7 @@ class Block : public BlockIndex {
   std::string place_of(uint64_t block, unsigned rank) const;
   std::string describe(const void* address) const;
   bool in_shared(const void* address) const;
+  bool beside_shared(const void* address, size_t bytes) const;  // in no variable, or not wholly
   char* arena() const { return arena_; }
 
   const Launch* launch = nullptr;
@@ -69,6 +72,8 @@ class Block : public BlockIndex {
   [[noreturn]] void divergent_warp(Thread& thread, const Thread& other);
   [[noreturn]] void not_in_mask(Thread& thread);
   std::string waiting_threads() const;
+  void open_arena(size_t bytes);
+  void leave_arena();
   std::string written_outside_shared() const;  // a fault's text, empty if there was none
   uint64_t random();
 
@@ -95,7 +100,8 @@ class Block : public BlockIndex {
 
   std::vector<SharedVariable> shared_;
   char* arena_ = nullptr;
-  size_t arena_used_ = 0, shared_bytes_ = 0;
+  size_t arena_used_ = 0, arena_open_ = 0, arena_filled_ = 0, shared_bytes_ = 0;
+  bool first_of_launch_ = true;
   std::string fault_;
 };
 
