@@ -16,9 +16,9 @@ __global__ void indices_kernel(int* out) {
 }
 
 void indices() {
-  const dim3 grid(3, 2, 4), block(5, 4, 3);
+  const dim3 gridDim(3, 2, 4), blockDim(5, 4, 3);  // as some host code calls its own
   Buffer<int> out(24 * 60);
-  launch<indices_kernel>({grid, block}, out.get());
+  launch<indices_kernel>({gridDim, blockDim}, out.get());
   const auto values = out.host();
   for (int b = 0; b < 24; ++b)
     for (int t = 0; t < 60; ++t) CHECK(values[b * 60 + t] == b * 1000 + t);

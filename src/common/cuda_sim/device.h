@@ -156,5 +156,3 @@ T rsqrt(T x) {
 
 #define threadIdx (::needle::sim::self().thread_idx)
 #define blockIdx (::needle::sim::self().block->block_idx)
-#define blockDim (::needle::sim::self().block->block_dim)
-#define gridDim (::needle::sim::self().block->grid_dim)

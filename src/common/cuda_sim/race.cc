@@ -220,7 +220,8 @@ bool is_index(const void* address, const Block& block) {
                                static_cast<const char*>(start)) < bytes;
   };
   return within(&stack_region, sizeof stack_region) || within(thread_table, sizeof thread_table) ||
-         within(&block, sizeof block);
+         within(&block, sizeof block) || within(&blockDim, sizeof blockDim) ||
+         within(&gridDim, sizeof gridDim);
 }
 
 // Whether `earlier` (made before, in the order of this run) happens before what `now` does in every

@@ -13,6 +13,8 @@
 #include <sanitizer/asan_interface.h>
 #endif
 
+__thread dim3 blockDim, gridDim;
+
 namespace needle::sim {
 
 Thread thread_table[kMaxWorkers * kMaxBlockThreads];
@@ -83,8 +85,8 @@ std::string Block::run(const Launch& launch_, uint64_t index, const OrderOption&
   order_ = order;
   linear_index = index;
   block_idx = unflatten(index, launch->grid);
-  block_dim = launch->block;
-  grid_dim = launch->grid;
+  blockDim = block_dim = launch->block;
+  gridDim = grid_dim = launch->grid;
   n_threads_ = live_ = block_dim.x * block_dim.y * block_dim.z;
   started_ = ready_head_ = ready_count_ = n_at_barrier_ = barrier_arrived_ = barrier_true_ = 0;
   epoch = 0;

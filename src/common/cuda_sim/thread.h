@@ -127,3 +127,7 @@ T& shared_variable(const void* declaration, const char* name) {
 NEEDLE_SIM_HIDDEN void note_access(const void* address, size_t bytes, bool write);
 
 }  // namespace needle::sim
+
+// No macros, as threadIdx is one: host code calls variables of its own so. A worker sets its own
+// before it runs a block.
+NEEDLE_SIM_HIDDEN extern __thread dim3 blockDim, gridDim;
