@@ -177,6 +177,84 @@ __global__ void small_floats_kernel(float* out) {
   out[11] = __bfloat162float(__double2bfloat16(1 + 0x1p-8 + 0x1p-40));
 }
 
+// Of doubles, of integers and of a product and a sum.
+template <class H>
+__global__ void rounding_kernel(const double* reals, const long long* integers, const H* factors,
+                                H* out, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  out[i] = H(reals[i]);
+  out[n + i] = H(integers[i]);
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // older ones have no such bfloat16
+  out[2 * n + i] = __hfma(factors[3 * i], factors[3 * i + 1], factors[3 * i + 2]);
+#endif
+}
+
+// In units of 2^-80, which all numbers here are multiples of.
+using Exact = __int128;
+Exact exact(double x) { return static_cast<Exact>(std::ldexp(x, 80)); }
+
+// Whether no other is as near to x in 2^-shift, or of two the one whose last bit is 0.
+template <class H>
+bool is_rounded(Exact x, H h, int shift = 0) {
+  uint16_t bits;
+  memcpy(&bits, &h, sizeof bits);
+  const auto distance = [&](uint16_t of) {
+    H other;
+    memcpy(static_cast<void*>(&other), &of, sizeof of);
+    const Exact apart = x - exact(std::ldexp(double(float(other)), -shift));
+    return apart < 0 ? -apart : apart;
+  };
+  const Exact own = distance(bits);
+  for (int step : {-1, 1}) {
+    if (own == 0 || (bits % 0x8000 == 0 && step < 0)) continue;
+    const Exact other = distance(static_cast<uint16_t>(bits + step));
+    if (other < own || (other == own && bits % 2 == 1)) return false;
+  }
+  return true;
+}
+
+template <class H>
+void roundings(int digits, long long largest) {
+  constexpr int n = 4096;
+  uint64_t state = 1;
+  const auto random = [&](uint64_t below) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (state >> 33) % below;
+  };
+  std::vector<double> reals(n);
+  std::vector<long long> integers(n);
+  std::vector<H> factors(3 * n);
+  for (int i = 0; i < n; ++i) {
+    // Near the middle between two, for those that float16 does not have as subnormals.
+    const auto middle = [&] { return (1 << digits) + 2 * int64_t(random(1 << (digits - 1))) + 1; };
+    reals[i] = std::ldexp(double(middle()), int(random(20)) - 27) *
+               (1 + (int(random(3)) - 1) * std::ldexp(1, -int(random(52) + 1)));
+    if (random(2)) reals[i] = -reals[i];
+    const int zeros = int(random(62 - digits));
+    integers[i] = ((middle() << zeros) + (zeros ? int(random(3)) - 1 : 0)) % largest;
+    if (random(2)) integers[i] = -integers[i];
+    for (int j = 0; j < 3; ++j) {  // few digits each, and what is added often far smaller
+      const double few = double(random(1 << digits) >> random(digits)) * (random(2) ? -1 : 1);
+      factors[3 * i + j] =
+          H(float(std::ldexp(few, j < 2 ? int(random(8)) - digits : -int(random(48)) - 16)));
+    }
+  }
+  Buffer<double> reals_(reals);
+  Buffer<long long> integers_(integers);
+  Buffer<H> factors_(factors), out(3 * n);
+  launch<rounding_kernel<H>>({n / 256, 256}, reals_.get(), integers_.get(), factors_.get(),
+                             out.get(), n);
+  const auto rounded = out.host();
+  for (int i = 0; i < n; ++i) {
+    CHECK(is_rounded(exact(reals[i]), rounded[i]));
+    CHECK(is_rounded(integers[i] * (Exact(1) << 40), rounded[n + i], 40));
+    const auto factor = [&](int j) { return double(float(factors[3 * i + j])); };
+    if (device_attribute(cudaDevAttrComputeCapabilityMajor) >= 8)
+      CHECK(is_rounded(exact(factor(0) * factor(1)) + exact(factor(2)), rounded[2 * n + i]));
+  }
+}
+
 void small_floats() {
   Buffer<float> out(12);
   launch<small_floats_kernel>({1, 1}, out.get());
@@ -184,6 +262,8 @@ void small_floats() {
   const float expected[] = {3.5f, 4.5f, 3.0f,  4.0f,          INFINITY,     5.9604645e-8f,
                             1.0f, 1.0f, 34.0f, 1.0f + 0x3e00, 1 + 0x1p-10f, 1 + 0x1p-7f};
   for (int i = 0; i < 12; ++i) CHECK(v[i] == expected[i]);
+  roundings<__half>(11, 65520);
+  roundings<__nv_bfloat16>(8, INT64_MAX);
 }
 
 __global__ void device_functions_kernel(const float4* x, float* out) {
@@ -267,6 +347,8 @@ __device__ unsigned wrong_intrinsics(H a, H b, H2 ab, float (*wide)(H), H (*narr
   bad |= (!is(__hneg(a), -1.5f) || !is(__habs(b), 3)) << 1;
   bad |= (!is(__hmax(a, b), 1.5f) || !is(__hmin(a, b), -3)) << 2;
   bad |= (!is(__hmax(narrow(NAN), b), -3) || !is(__hmin(a, narrow(NAN)), 1.5f)) << 3;
+  bad |= (1 / wide(__hmax(narrow(-0.0f), narrow(0.0f))) < 0) << 14;
+  bad |= (1 / wide(__hmin(narrow(0.0f), narrow(-0.0f))) > 0) << 15;
   bad |= (__heq(a, b) || !__hne(a, b) || __hlt(a, b) || !__hge(a, b)) << 4;
   bad |= (__hne(narrow(NAN), a) || __heq(narrow(NAN), narrow(NAN))) << 5;
   bad |= (__hisinf(narrow(INFINITY)) != 1 || __hisinf(narrow(-INFINITY)) != -1) << 6;

@@ -1,5 +1,6 @@
 // __half and __nv_bfloat16 with the intrinsics of cuda_fp16.h and cuda_bf16.h. Arithmetic is done
-// in float32 and rounded once, which for + - * / gives the correctly rounded 16-bit result.
+// in float32 and rounded to 16 bits, which for + - * / gives the correctly rounded result; what
+// float32 would round in a way that shows is rounded to odd on its way.
 #pragma once
 
 #include <cmath>
@@ -10,13 +11,38 @@
 
 namespace needle::sim {
 
+inline float for_small(float value) { return value; }
+inline float for_small(double value) { return round_to_odd(value); }
+template <class T>
+float for_small(T value) {
+  static_assert(std::is_integral_v<T> || std::is_same_v<T, long double>);
+  if constexpr (std::is_integral_v<T> && sizeof(T) == 8) {
+    // Beyond 53 bits the last that a double always holds stands for those below it.
+    constexpr T exact = T(1) << 53;
+    const T low = value & 0x7ff;
+    if (low != 0 && (value > exact || (std::is_signed_v<T> && value < T(0) - exact)))
+      return round_to_odd(static_cast<double>((value - low) | 0x800));
+  }
+  return round_to_odd(static_cast<double>(value));
+}
+
+// a * b + c, rounded once, from a float32 that is rounded to odd. A product of two 16-bit floats is
+// exact in double, and so is what a sum of doubles loses (Knuth 1969, two-sum).
+inline float fma_for_small(double a, double b, double c) {
+  const double product = a * b, sum = product + c, part = sum - product;
+  const double lost = (product - (sum - part)) + (c - part);
+  auto bits = bit_cast<int64_t>(sum);
+  if ((lost > 0 || lost < 0) && bits % 2 == 0) bits += (lost > 0) == (sum > 0) ? 1 : -1;
+  return round_to_odd(bit_cast<double>(bits));
+}
+
 template <class Format>
 struct Small {
   uint16_t bits;
 
   Small() = default;
   template <class T, class = std::enable_if_t<std::is_arithmetic_v<T>>>
-  Small(T value) : bits(Format(static_cast<float>(value)).bits) {}
+  Small(T value) : bits(Format(for_small(value)).bits) {}
   static Small from_bits(unsigned short b) {
     Small s;
     s.bits = b;
@@ -106,7 +132,10 @@ inline __nv_bfloat16 __high2bfloat16(__nv_bfloat162 h) { return h.y; }
 #define BINARY(name, R, expression) \
   template <class F> R name(needle::sim::Small<F> a, needle::sim::Small<F> b) { return R(expression); }
 #define PAIRED(name, pair_name, expression)                                                     \
-  BINARY(name, needle::sim::Small<F>, expression)                                               \
+  template <class F, class R = needle::sim::Small<F>>                                           \
+  R name(needle::sim::Small<F> a, needle::sim::Small<F> b) {                                    \
+    return R(expression);                                                                       \
+  }                                                                                             \
   template <class F>                                                                            \
   needle::sim::SmallPair<needle::sim::Small<F>> pair_name(                                      \
       needle::sim::SmallPair<needle::sim::Small<F>> a,                                          \
@@ -117,8 +146,9 @@ PAIRED(__hadd, __hadd2, float(a) + float(b))
 PAIRED(__hsub, __hsub2, float(a) - float(b))
 PAIRED(__hmul, __hmul2, float(a) * float(b))
 PAIRED(__hdiv, __h2div, float(a) / float(b))
-PAIRED(__hmax, __hmax2, std::fmax(float(a), float(b)))
-PAIRED(__hmin, __hmin2, std::fmin(float(a), float(b)))
+// Of two zeros the largest is +0 if one is, the smallest -0.
+PAIRED(__hmax, __hmax2, a == b ? R::from_bits(a.bits & b.bits) : R(std::fmax(float(a), float(b))))
+PAIRED(__hmin, __hmin2, a == b ? R::from_bits(a.bits | b.bits) : R(std::fmin(float(a), float(b))))
 BINARY(__heq, bool, float(a) == float(b))
 BINARY(__hne, bool, float(a) < float(b) || float(a) > float(b))  // false for NaN, as all of these
 BINARY(__hlt, bool, float(a) < float(b))
@@ -145,7 +175,7 @@ UNARY(hcos, needle::sim::Small<F>, std::cos(float(a)))
 template <class F>
 needle::sim::Small<F> __hfma(needle::sim::Small<F> a, needle::sim::Small<F> b,
                              needle::sim::Small<F> c) {
-  return std::fma(float(a), float(b), float(c));
+  return needle::sim::fma_for_small(float(a), float(b), float(c));
 }
 template <class T>
 needle::sim::SmallPair<T> __hfma2(needle::sim::SmallPair<T> a, needle::sim::SmallPair<T> b,
