@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -260,6 +262,67 @@ def test_races_are_found_and_nothing_else(programs, mode, order, cp_async):
         assert message.count("races.cu:") == (2 if race else 1), f"{name}: {message}"
         for part in planted[name] if order == "forward" else ():
             assert part in message, f"{name}: {part!r} is not in {message!r}"
+
+
+# What nvcc takes, and what it refuses, with int* i, int64_t* n and so on.
+TAKEN = """
+    atomicAdd(i, 1.5); atomicAdd(u, 1); atomicAdd(ull, 1); atomicAdd(f, 1); atomicAdd(d, 1); atomicAdd(h, 1.0f); atomicAdd(b, *b)
+    atomicSub(i, 1); atomicSub(u, 1); atomicExch(i, 1.5f); atomicExch(u, 1); atomicExch(ull, 1); atomicExch(f, 1)
+    atomicMin(ll, 1); atomicMax(ull, 1); atomicAnd(ll, 1); atomicOr(ull, 1); atomicXor(i, 1); atomicCAS(i, 1, 2); atomicCAS(us, 1, 2)
+    __shfl_sync(~0u, *n, 1); __shfl_xor_sync(~0u, *h, 1); __shfl_up_sync(~0u, true, 1); __shfl_down_sync(~0u, *us, 1)
+    __match_any_sync(~0u, *d); __reduce_add_sync(~0u, *us); __reduce_and_sync(~0u, *n); __ldg(n); __ldg(f4); __ldcs(h); __stcg(f, 1)
+    min(1, 2u); min(*n, *n); min(*ull, *ll); max(1.0f, 2.0); max('a', *us); max(*h, 1.0f); max(*n, size_t(1))
+"""
+REFUSED = """
+    atomicAdd(n, 1); atomicAdd(ll, 1); atomicAdd(us, 1); atomicAdd(c, 1); atomicSub(ll, 1); atomicSub(ull, 1); atomicSub(f, 1)
+    atomicMin(n, 1); atomicMax(s, 1); atomicMin(f, 1); atomicAnd(n, 1); atomicOr(f, 1); atomicXor(us, 1); atomicExch(d, 1)
+    atomicExch(n, 1); atomicExch(ll, 1); atomicCAS(n, 1, 2); atomicCAS(ll, 1, 2); atomicCAS(f, 1, 2)
+    __shfl_sync(~0u, *f4, 1); __shfl_xor_sync(~0u, i, 1); __match_any_sync(~0u, *h); __match_all_sync(~0u, i, i)
+    __reduce_add_sync(~0u, *n); __ldg(own); __ldcg(&i); __stcs(own, *own)
+    min(1, 1.0f); min(*s, 1); max(*n, 1); max(*n, *ll); max(*ull, 1); max(*h, *h); max(1.0, 1)
+"""
+
+
+@pytest.mark.parametrize("compiler", ["g++", "nvcc"])
+def test_calls_that_nvcc_refuses_do_not_compile(compiler, tmp_path):
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler} here")
+    names = {
+        "i": "int",
+        "u": "unsigned",
+        "n": "int64_t",
+        "s": "size_t",
+        "ll": "long long",
+        "ull": "unsigned long long",
+        "c": "char",
+    }
+    names |= {
+        "us": "unsigned short",
+        "f": "float",
+        "d": "double",
+        "h": "__half",
+        "b": "__nv_bfloat16",
+        "f4": "float4",
+        "own": "Own",
+    }
+    arguments = ", ".join(f"{kind}* {name}" for name, kind in names.items())
+
+    def calls(text):
+        return [call for line in text.strip().splitlines() for call in line.strip().split("; ")]
+
+    def errors(calls):
+        source = tmp_path / "calls.cu"
+        kernels = "".join(f"\n__global__ void kernel_{number}({arguments}) {{ {call}; }}" for number, call in enumerate(calls))
+        source.write_text("struct Own { int a; };" + kernels)
+        flags = ["-fsyntax-only", "-x", "c++"] if compiler == "g++" else ["-arch=sm_90", "-ptx", "-o", os.devnull]
+        command = [compiler, "-std=c++17", f"-I{HERE.parents[1] / 'src' / 'common'}", "-include", "launch.h", *flags, source]
+        return subprocess.run(command, capture_output=True, text=True).stderr
+
+    assert "error" not in errors(calls(TAKEN))
+    refused = calls(REFUSED)
+    found = errors(refused)
+    lines = {int(line) for line in re.findall(r"calls\.cu[:(](\d+)[:)]", found)}
+    assert [call for line, call in enumerate(refused, 2) if line not in lines] == [], found
 
 
 @pytest.mark.parametrize("streams", ["eager", "lazy"])

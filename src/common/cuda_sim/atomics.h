@@ -43,13 +43,14 @@ __forceinline__ T atomic_update(T* address, F&& next, Site site) {
   }
 }
 
-template <class T>
-using no_deduce = std::enable_if_t<true, T>;
-
 }  // namespace needle::sim
 
 template <class T>
 __forceinline__ T atomicAdd(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  static_assert(needle::sim::is_one_of<T, int, unsigned, unsigned long long, float, double, __half,
+                                       __half2, __nv_bfloat16, __nv_bfloat162>,
+                "CUDA has atomicAdd for int, unsigned, unsigned long long, float, double and "
+                "16-bit floats only");
   if constexpr (std::is_integral_v<T>)
     return __atomic_fetch_add(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
   else
@@ -57,22 +58,32 @@ __forceinline__ T atomicAdd(T* address, needle::sim::no_deduce<T> value, NEEDLE_
 }
 template <class T>
 __forceinline__ T atomicSub(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  static_assert(needle::sim::is_one_of<T, int, unsigned>,
+                "CUDA has atomicSub for int and unsigned only");
   return __atomic_fetch_sub(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
 }
 template <class T>
 __forceinline__ T atomicAnd(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  static_assert(needle::sim::is_one_of<T, int, unsigned, long long, unsigned long long>,
+                "CUDA has atomicAnd for int, unsigned, long long and unsigned long long only");
   return __atomic_fetch_and(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
 }
 template <class T>
 __forceinline__ T atomicOr(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  static_assert(needle::sim::is_one_of<T, int, unsigned, long long, unsigned long long>,
+                "CUDA has atomicOr for int, unsigned, long long and unsigned long long only");
   return __atomic_fetch_or(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
 }
 template <class T>
 __forceinline__ T atomicXor(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  static_assert(needle::sim::is_one_of<T, int, unsigned, long long, unsigned long long>,
+                "CUDA has atomicXor for int, unsigned, long long and unsigned long long only");
   return __atomic_fetch_xor(needle::sim::atomic_address(address, site), value, __ATOMIC_RELAXED);
 }
 template <class T>
 __forceinline__ T atomicExch(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
+  static_assert(needle::sim::is_one_of<T, int, unsigned, unsigned long long, float>,
+                "CUDA has atomicExch for int, unsigned, unsigned long long and float only");
   using Word = needle::sim::Word<T>;  // not an update: what nobody has set may be exchanged
   Word word;
   T old;
@@ -84,13 +95,15 @@ __forceinline__ T atomicExch(T* address, needle::sim::no_deduce<T> value, NEEDLE
 }
 template <class T>
 __forceinline__ T atomicMin(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
-  static_assert(std::is_integral_v<T>, "CUDA has atomicMin for integers only");
+  static_assert(needle::sim::is_one_of<T, int, unsigned, long long, unsigned long long>,
+                "CUDA has atomicMin for int, unsigned, long long and unsigned long long only");
   return needle::sim::atomic_update(
       address, [=](T old) { return old < value ? old : value; }, site);
 }
 template <class T>
 __forceinline__ T atomicMax(T* address, needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
-  static_assert(std::is_integral_v<T>, "CUDA has atomicMax for integers only");
+  static_assert(needle::sim::is_one_of<T, int, unsigned, long long, unsigned long long>,
+                "CUDA has atomicMax for int, unsigned, long long and unsigned long long only");
   return needle::sim::atomic_update(
       address, [=](T old) { return old < value ? value : old; }, site);
 }
@@ -105,8 +118,8 @@ __forceinline__ unsigned atomicDec(unsigned* address, unsigned limit, NEEDLE_SIM
 template <class T>
 __forceinline__ T atomicCAS(T* address, needle::sim::no_deduce<T> compare,
                             needle::sim::no_deduce<T> value, NEEDLE_SIM_SITE) {
-  static_assert(std::is_integral_v<T> && sizeof(T) >= 2,
-                "CUDA has atomicCAS for integers of 2 to 8 bytes");
+  static_assert(needle::sim::is_one_of<T, unsigned short, int, unsigned, unsigned long long>,
+                "CUDA has atomicCAS for unsigned short, int, unsigned and unsigned long long only");
   __atomic_compare_exchange_n(needle::sim::atomic_address(address, site), &compare, value, false,
                               __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return compare;

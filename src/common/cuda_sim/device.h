@@ -7,6 +7,7 @@
 #include <ctime>
 #include <type_traits>
 
+#include "half.h"
 #include "thread.h"
 
 constexpr int warpSize = needle::sim::kWarpSize;
@@ -36,42 +37,78 @@ inline long long clock64() {
   return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-// CUDA's min and max: any two arithmetic types; with a NaN the other one, as fmin and fmax.
-template <class A, class B,
-          class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
-std::common_type_t<A, B> min(A a, B b) {
-  using T = std::common_type_t<A, B>;
+// CUDA's overloads of min and max, of which a call with other types fits no one best. With a NaN
+// they give the other number.
+#define NEEDLE_SIM_MIN_MAX(A, B)                                                     \
+  inline std::common_type_t<A, B> min(A a, B b) { return needle::sim::least(a, b); } \
+  inline std::common_type_t<A, B> max(A a, B b) { return needle::sim::most(a, b); }
+#define NEEDLE_SIM_INTEGERS(T)      \
+  NEEDLE_SIM_MIN_MAX(T, T)          \
+  NEEDLE_SIM_MIN_MAX(unsigned T, T) \
+  NEEDLE_SIM_MIN_MAX(T, unsigned T) \
+  NEEDLE_SIM_MIN_MAX(unsigned T, unsigned T)
+namespace needle::sim {
+template <class A, class B, class T = std::common_type_t<A, B>>
+T least(A a, B b) {
   if constexpr (std::is_floating_point_v<T>) return std::fmin(T(a), T(b));
   return T(b) < T(a) ? T(b) : T(a);
 }
-template <class A, class B,
-          class = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>>>
-std::common_type_t<A, B> max(A a, B b) {
-  using T = std::common_type_t<A, B>;
+template <class A, class B, class T = std::common_type_t<A, B>>
+T most(A a, B b) {
   if constexpr (std::is_floating_point_v<T>) return std::fmax(T(a), T(b));
   return T(a) < T(b) ? T(b) : T(a);
 }
+}  // namespace needle::sim
+NEEDLE_SIM_INTEGERS(int)
+NEEDLE_SIM_INTEGERS(long)
+NEEDLE_SIM_INTEGERS(long long)
+NEEDLE_SIM_MIN_MAX(float, float)
+NEEDLE_SIM_MIN_MAX(float, double)
+NEEDLE_SIM_MIN_MAX(double, float)
+NEEDLE_SIM_MIN_MAX(double, double)
+#undef NEEDLE_SIM_MIN_MAX
+#undef NEEDLE_SIM_INTEGERS
+template <class A, class B>
+void min(needle::sim::Small<A>, needle::sim::Small<B>) = delete;  // that is __hmin
+template <class A, class B>
+void max(needle::sim::Small<A>, needle::sim::Small<B>) = delete;
 
+namespace needle::sim {
 template <class T>
-__forceinline__ T __ldg(const T* p) {
-  return *p;
-}
-template <class T>
-__forceinline__ T __ldcg(const T* p) {
-  return *p;
-}
-template <class T>
-__forceinline__ T __ldcs(const T* p) {
-  return *p;
-}
-template <class T>
-__forceinline__ void __stcg(T* p, T value) {
-  *p = value;
-}
-template <class T>
-__forceinline__ void __stcs(T* p, T value) {
-  *p = value;
-}
+inline constexpr bool is_loaded =
+    (std::is_arithmetic_v<T> && sizeof(T) <= 8 && !std::is_same_v<T, bool>) ||
+    is_one_of<T, __half, __half2, __nv_bfloat16, __nv_bfloat162, char2, char4, uchar2, uchar4,
+              short2, short4, ushort2, ushort4, int2, int4, uint2, uint4, longlong2, ulonglong2,
+              float2, float4, double2>;
+}  // namespace needle::sim
+#define NEEDLE_SIM_LOAD(name)                                                            \
+  template <class T>                                                                     \
+  __forceinline__ T name(const T* p) {                                                   \
+    static_assert(needle::sim::is_loaded<T>,                                             \
+                  "CUDA has " #name                                                      \
+                  " for numbers, vectors of 2 or 4 to 16 bytes and 16-bit floats only"); \
+    return *p;                                                                           \
+  }
+NEEDLE_SIM_LOAD(__ldg)
+NEEDLE_SIM_LOAD(__ldca)
+NEEDLE_SIM_LOAD(__ldcg)
+NEEDLE_SIM_LOAD(__ldcs)
+NEEDLE_SIM_LOAD(__ldcv)
+NEEDLE_SIM_LOAD(__ldlu)
+#undef NEEDLE_SIM_LOAD
+#define NEEDLE_SIM_STORE(name)                                                           \
+  template <class T>                                                                     \
+  __forceinline__ void name(T* p, needle::sim::no_deduce<T> value) {                     \
+    static_assert(needle::sim::is_loaded<T>,                                             \
+                  "CUDA has " #name                                                      \
+                  " for numbers, vectors of 2 or 4 to 16 bytes and 16-bit floats only"); \
+    *p = value;                                                                          \
+  }
+NEEDLE_SIM_STORE(__stcg)
+NEEDLE_SIM_STORE(__stcs)
+NEEDLE_SIM_STORE(__stwb)
+NEEDLE_SIM_STORE(__stwt)
+#undef NEEDLE_SIM_STORE
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #define __global__
 #define __device__
@@ -45,3 +46,15 @@ struct dim3 {
   constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
   constexpr operator uint3() const { return {x, y, z}; }
 };
+
+namespace needle::sim {
+
+// For what CUDA has overloads, of these types and no others.
+template <class T, class... Types>
+inline constexpr bool is_one_of = (std::is_same_v<T, Types> || ...);
+
+// Of an argument that converts to another's type.
+template <class T>
+using no_deduce = std::enable_if_t<true, T>;
+
+}  // namespace needle::sim

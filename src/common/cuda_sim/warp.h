@@ -2,6 +2,7 @@
 // the last lane.
 #pragma once
 
+#include "half.h"
 #include "thread.h"
 
 namespace needle::sim {
@@ -25,6 +26,12 @@ void shuffle_lanes(Lanes& lanes) {
       std::memset(static_cast<void*>(&frame->result), 0xff, sizeof(T));
   }
 }
+
+template <class T>
+inline constexpr bool is_number = (std::is_arithmetic_v<T> || std::is_enum_v<T>) && sizeof(T) <= 8;
+template <class T>
+inline constexpr bool is_shuffled =
+    is_number<T> || is_one_of<T, __half, __half2, __nv_bfloat16, __nv_bfloat162>;
 
 template <class T>
 T shuffle(uint32_t mask, T value, int source, const Collective& op, Site site) {
@@ -104,6 +111,7 @@ inline void __syncwarp(unsigned mask = 0xffffffffu, NEEDLE_SIM_SITE) {
 template <class T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32, NEEDLE_SIM_SITE) {
   using namespace needle::sim;
+  static_assert(is_shuffled<T>, "CUDA shuffles numbers and 16-bit floats only");
   static constexpr Collective op{"__shfl_sync", shuffle_lanes<T>};
   const int lane = lane_id();
   return shuffle(mask, value, (lane & ~(width - 1)) | (source & (width - 1)), op, site);
@@ -111,6 +119,7 @@ T __shfl_sync(unsigned mask, T value, int source, int width = 32, NEEDLE_SIM_SIT
 template <class T>
 T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, NEEDLE_SIM_SITE) {
   using namespace needle::sim;
+  static_assert(is_shuffled<T>, "CUDA shuffles numbers and 16-bit floats only");
   static constexpr Collective op{"__shfl_up_sync", shuffle_lanes<T>};
   const int lane = lane_id(), source = lane - static_cast<int>(delta);
   return shuffle(mask, value, source < (lane & ~(width - 1)) ? -1 : source, op, site);
@@ -118,6 +127,7 @@ T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, NEEDLE_
 template <class T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, NEEDLE_SIM_SITE) {
   using namespace needle::sim;
+  static_assert(is_shuffled<T>, "CUDA shuffles numbers and 16-bit floats only");
   static constexpr Collective op{"__shfl_down_sync", shuffle_lanes<T>};
   const int lane = lane_id(), source = lane + static_cast<int>(delta);
   return shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, op, site);
@@ -125,6 +135,7 @@ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, NEEDL
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, NEEDLE_SIM_SITE) {
   using namespace needle::sim;
+  static_assert(is_shuffled<T>, "CUDA shuffles numbers and 16-bit floats only");
   static constexpr Collective op{"__shfl_xor_sync", shuffle_lanes<T>};
   const int lane = lane_id(), source = lane ^ lane_mask;
   return shuffle(mask, value, source > (lane | (width - 1)) ? -1 : source, op, site);
@@ -148,38 +159,40 @@ inline int __all_sync(unsigned mask, int predicate, NEEDLE_SIM_SITE) {
 template <class T>
 unsigned __match_any_sync(unsigned mask, T value, NEEDLE_SIM_SITE) {
   using namespace needle::sim;
+  static_assert(is_number<T>, "CUDA has __match_any_sync for numbers only");
   static constexpr Collective op{"__match_any_sync", vote_lanes<T, unsigned, match_any_lanes<T>>};
   return vote<T, unsigned, match_any_lanes<T>>(mask, value, op, site);
 }
 template <class T>
 unsigned __match_all_sync(unsigned mask, T value, int* predicate, NEEDLE_SIM_SITE) {
   using namespace needle::sim;
+  static_assert(is_number<T>, "CUDA has __match_all_sync for numbers only");
   static constexpr Collective op{"__match_all_sync", vote_lanes<T, unsigned, match_all_lanes<T>>};
   const unsigned equal = vote<T, unsigned, match_all_lanes<T>>(mask, value, op, site);
   *predicate = equal != 0;
   return equal;
 }
 
-#define NEEDLE_SIM_WARP_REDUCE(name, expression)                                                  \
-  namespace needle::sim {                                                                         \
-  template <class T>                                                                              \
-  T name##_lanes(const Lanes& lanes, T) {                                                         \
-    return fold_lanes<T>(lanes, [](T a, T b) { return expression; });                             \
-  }                                                                                               \
-  }                                                                                               \
-  template <class T>                                                                              \
-  T __reduce_##name##_sync(unsigned mask, T value, NEEDLE_SIM_SITE) {                             \
-    static_assert(std::is_integral_v<T> && sizeof(T) == 4, "CUDA reduces int and unsigned only"); \
-    using namespace needle::sim;                                                                  \
-    static constexpr Collective op{"__reduce_" #name "_sync", vote_lanes<T, T, name##_lanes<T>>}; \
-    return vote<T, T, name##_lanes<T>>(mask, value, op, site);                                    \
+#define NEEDLE_SIM_WARP_REDUCE(name, T, expression)                                            \
+  namespace needle::sim {                                                                      \
+  inline T name##_lanes(const Lanes& lanes, T) {                                               \
+    return fold_lanes<T>(lanes, [](T a, T b) { return expression; });                          \
+  }                                                                                            \
+  }                                                                                            \
+  inline T __reduce_##name##_sync(unsigned mask, T value, NEEDLE_SIM_SITE) {                   \
+    using namespace needle::sim;                                                               \
+    static constexpr Collective op{"__reduce_" #name "_sync", vote_lanes<T, T, name##_lanes>}; \
+    return vote<T, T, name##_lanes>(mask, value, op, site);                                    \
   }
-NEEDLE_SIM_WARP_REDUCE(add, T(unsigned(a) + unsigned(b)))
-NEEDLE_SIM_WARP_REDUCE(min, a < b ? a : b)
-NEEDLE_SIM_WARP_REDUCE(max, a < b ? b : a)
-NEEDLE_SIM_WARP_REDUCE(and, a& b)
-NEEDLE_SIM_WARP_REDUCE(or, a | b)
-NEEDLE_SIM_WARP_REDUCE(xor, a ^ b)
+NEEDLE_SIM_WARP_REDUCE(add, unsigned, a + b)
+NEEDLE_SIM_WARP_REDUCE(add, int, int(unsigned(a) + unsigned(b)))
+NEEDLE_SIM_WARP_REDUCE(min, unsigned, a < b ? a : b)
+NEEDLE_SIM_WARP_REDUCE(min, int, a < b ? a : b)
+NEEDLE_SIM_WARP_REDUCE(max, unsigned, a < b ? b : a)
+NEEDLE_SIM_WARP_REDUCE(max, int, a < b ? b : a)
+NEEDLE_SIM_WARP_REDUCE(and, unsigned, a& b)
+NEEDLE_SIM_WARP_REDUCE(or, unsigned, a | b)
+NEEDLE_SIM_WARP_REDUCE(xor, unsigned, a ^ b)
 #undef NEEDLE_SIM_WARP_REDUCE
 
 inline unsigned __activemask() { return 1u << needle::sim::lane_id(); }
