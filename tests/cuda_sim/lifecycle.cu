@@ -126,6 +126,58 @@ void refused_copies() {
   CHECK(cudaMemcpy(x.get(), x.get() + 32, 128, kind) == cudaSuccess);
 }
 
+__constant__ float factors[4];
+__global__ void scale_kernel(float* x, size_t pitch) {
+  float* row = reinterpret_cast<float*>(reinterpret_cast<char*>(x) + threadIdx.y * pitch);
+  row[threadIdx.x] *= factors[threadIdx.x];
+}
+
+// What files with a main of their own use of the runtime.
+void host_functions() {
+  float *rows = nullptr, *pinned = nullptr, *managed = nullptr;
+  size_t pitch = 0;
+  CHECK(cudaMallocPitch(&rows, &pitch, 4 * sizeof(float), 2) == cudaSuccess && pitch >= 16);
+  CHECK(cudaMallocHost(&pinned, 32) == cudaSuccess);
+  CHECK(cudaMallocManaged(&managed, 32) == cudaSuccess);
+  for (int i = 0; i < 8; ++i) pinned[i] = float(i);
+  const float scales[] = {1, 2, 3};
+  CHECK(cudaMemcpyToSymbol(factors, scales, 12, 4) == cudaSuccess);
+  CHECK(cudaMemcpyToSymbol(factors, scales, 4) == cudaSuccess);
+  CHECK(cudaMemcpy2D(rows, pitch, pinned, 16, 16, 2, cudaMemcpyHostToDevice) == cudaSuccess);
+  cudaEvent_t start, end;
+  cudaEventCreate(&start);
+  cudaEventCreate(&end);
+  cudaEventRecord(start);
+  launch<scale_kernel>({1, dim3(4, 2)}, rows, pitch);
+  cudaEventRecord(end);
+  CHECK(cudaMemcpy2D(managed, 16, rows, pitch, 16, 2, cudaMemcpyDefault) == cudaSuccess);
+  for (int i = 0; i < 8; ++i) CHECK(managed[i] == pinned[i] * (i % 4 ? i % 4 : 1));
+  float milliseconds = -1;
+  CHECK(cudaEventElapsedTime(&milliseconds, start, end) == cudaSuccess && milliseconds >= 0);
+  CHECK(cudaMemset(managed, 0, 32) == cudaSuccess && cudaDeviceSynchronize() == cudaSuccess);
+  CHECK(managed[7] == 0 && cudaStreamQuery(nullptr) == cudaSuccess);
+  const cudaError error = cudaMemcpy2D(rows, 8, pinned, 16, 16, 2, cudaMemcpyDefault);
+  CHECK(error == cudaErrorInvalidPitchValue && cudaPeekAtLastError() == error);
+  CHECK(cudaGetLastError() == error && cudaPeekAtLastError() == cudaSuccess);
+  CHECK(cudaGetErrorName(error) == std::string("cudaErrorInvalidPitchValue"));
+  cudaDeviceProp properties;
+  CHECK(cudaGetDeviceProperties(&properties, 0) == cudaSuccess);
+  CHECK(properties.maxThreadsDim[2] == 64 && properties.maxGridSize[1] == 65535);
+  CHECK(properties.regsPerBlock == 65536);
+  setenv("NEEDLE_SIM_STREAMS", "lazy", 1);
+  launch<store_kernel>({1, 1}, reinterpret_cast<int*>(managed), 7);
+  CHECK(cudaStreamQuery(nullptr) == cudaErrorNotReady && managed[0] == 0);
+  while (cudaStreamQuery(nullptr) == cudaErrorNotReady) continue;
+  CHECK(managed[0] != 0);
+  setenv("NEEDLE_SIM_STREAMS", "eager", 1);
+  cudaEventDestroy(start);
+  cudaEventDestroy(end);
+  cudaFree(rows);
+  cudaFree(managed);
+  cudaFreeHost(pinned);
+  CHECK(cudaDeviceReset() == cudaSuccess);
+}
+
 __global__ void wait_kernel(int rounds) {
   for (int i = 0; i < rounds; ++i) __syncthreads();
 }
@@ -175,6 +227,7 @@ int main() {
   lazy_queries();
   refused_memory();
   refused_copies();
+  host_functions();
   costs();
   std::puts("ok");
 }

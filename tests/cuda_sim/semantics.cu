@@ -311,6 +311,23 @@ __global__ void integers_kernel(unsigned* bad, int* words, float x, int one) {
   __threadfence_system();
   __nanosleep(1);
   *bad |= (__ldcg(words) != 5 || __ldcs(words + 1) != 6) << 13;
+  *bad |= (__ldca(words) != 5 || __ldcv(words + 1) != 6) << 15;
+  *bad |= (__brevll(1ull * one) != 1ull << 63 || __mul64hi(-(1ll << 62), 8 * one) != -2) << 16;
+  *bad |= (__byte_perm(0x33221100u * one, 0x77665544, 0x7f02) != 0x77770022) << 17;
+  *bad |= (__dp4a(0x7f80ff02, 0x7f800302 * one, -1) != 127 * 127 + 128 * 128 - 3 + 4 - 1) << 18;
+  *bad |= (__dp4a(0xff0000ffu, 0xff000002u * one, 1u) != 255 * 255 + 255 * 2 + 1) << 19;
+  *bad |= (__dp4a(make_char4(-1, 2, 0, 0), make_char4(5, 6, 0, 0), one) != 8) << 20;
+  *bad |= (__mul24(0x0ffffffe, 3 * one) != -6 || __umul24(0xff000003u, 4u * one) != 12) << 21;
+  *bad |= (__mul24(0x7fffff, 0x7fffff * one) != int(0xff000001u)) << 22;
+  *bad |= (__double2int_rn(2.5 * x) != 2 || __double2int_rz(1e10 * x) != 0x7fffffff) << 23;
+  *bad |= (__float2uint_rn(3e9f * x) != 3000000000u || __float2uint_rz(-1 * x) != 0) << 24;
+  *bad |= (__float2uint_ru(0.5f * x) != 1 || __float2uint_rd(inf) != 0xffffffffu) << 25;
+  *bad |= (__float2ll_rn(1e18f * x) != 999999984306749440 || __double2ll_rd(-0.5 * x) != -1) << 26;
+  *bad |= (__float2ll_rn(inf - inf) != 1ll << 63 || __float2uint_rn(inf - inf) != 0) << 27;
+  *bad |= (__double2int_rn(double(inf - inf)) != int(1u << 31)) << 28;
+  *bad |= (__half2int_rn(__int2half_rn(4097 * one)) != 4096) << 29;
+  *bad |= (__half2int_rz(__float2half(-2.75f * x)) != -2) << 30;
+  *bad |= (__half_as_short(__short_as_half(-2 * one)) != -2 ? 1u : 0u) << 31;
   *bad |= (clock64() < before || __activemask() != 1) << 14;
 }
 
@@ -331,6 +348,11 @@ __global__ void float_functions_kernel(unsigned* bad, float x) {
   *bad |= (!near(__log10f(100 * x), 2) || !near(__powf(2 * x, 3), 8)) << 5;
   *bad |= (!near(__sinf(x), 0.84147098f) || !near(__cosf(x), 0.54030231f)) << 6;
   *bad |= !near(__tanf(x), 1.55740772f) << 7;
+  *bad |= (!isnan(x * NAN) || !isinf(x * INFINITY) || isfinite(x * INFINITY)) << 9;
+  *bad |= (signbit(x) || !signbit(-0.0 * x)) << 10;
+  *bad |= (__dadd_rn(x, 2) != 3 || __dsub_rn(x, 2) != -1 || __dmul_rn(x, 2) != 2) << 11;
+  *bad |= (__ddiv_rn(x, 4) != 0.25 || __dsqrt_rn(9 * x) != 3 || __drcp_rn(4 * x) != 0.25) << 12;
+  *bad |= (__fma_rn(x + 0x1p-52, x - 0x1p-52, -1) != -0x1p-104) << 13;
   *bad |= (fdividef(x, 4) != 0.25f || rsqrt(4.0 * x) != 0.5) << 8;
 }
 
@@ -361,6 +383,17 @@ __device__ unsigned wrong_intrinsics(H a, H b, H2 ab, float (*wide)(H), H (*narr
   bad |= !are(__hfma2(ab, ab, ba), -0.75f, 10.5f) << 12;
 #endif
   bad |= (__low2float(ab) != 1.5f || __high2float(ab) != -3) << 13;
+  H2 c = ab;
+  c += ba;
+  c *= ab;
+  bad |= (!are(c, -2.25f, 4.5f) || !are(-ab, -1.5f, 3) || !are(__hneg2(ab), -1.5f, 3)) << 16;
+  bad |= (!are(c++, -2.25f, 4.5f) || !are(--c, -2.25f, 4.5f)) << 17;
+  bad |= (!(ab == ab) || ab == ba || !(ab != ba) || !(c < __hadd2(c, __habs2(c)))) << 18;
+  bad |= (!are(__habs2(ab), 1.5f, 3) || !near(h2rcp(ba).x, -0.3333f)) << 19;
+  bad |= (!near(h2exp(ab).x, 4.4817f) || !near(h2log(ab).x, 0.4055f)) << 20;
+  bad |= (!near(h2sqrt(ab).x, 1.2247f) || !near(h2rsqrt(ab).x, 0.8165f)) << 21;
+  bad |= (!near(hlog2(a), 0.585f) || !is(hfloor(a), 1) || !is(hceil(a), 2)) << 22;
+  bad |= (!is(hrint(narrow(2.5f)), 2) || !is(htrunc(b + a), -1)) << 23;
   return bad;
 }
 
@@ -375,6 +408,10 @@ __global__ void small_float_functions_kernel(unsigned* bad) {
   bad[2] |= (__high2float(__float2half2_rn(5.0f)) != 5) << 1;
   bad[2] |= (__low2float(__float2bfloat162_rn(5.0f)) != 5) << 2;
   bad[2] |= (__high2float(__halves2bfloat162(b.x, b.y)) != -3) << 3;
+  const __half2 lows = __lows2half2(h, make_half2(h.y, h.x));
+  bad[2] |= (__low2float(lows) != 1.5f || __high2float(lows) != -3) << 5;
+  bad[2] |= (__high2float(__low2half2(h)) != 1.5f || __low2float(__high2half2(h)) != -3) << 6;
+  bad[2] |= (__low2float(make_bfloat162(b.y, b.x)) != -3) << 7;
   bad[2] |= (__bfloat16_as_ushort(__ushort_as_bfloat16(0x3fc0)) != 0x3fc0) << 4;
 }
 

@@ -1,14 +1,20 @@
 // Indices, barriers, fences, and the device functions that the host's headers do not have.
 #pragma once
 
-#include <climits>
 #include <cmath>
 #include <cstdio>
 #include <ctime>
+#include <limits>
 #include <type_traits>
 
 #include "half.h"
 #include "thread.h"
+
+// In CUDA they need no namespace.
+using std::isfinite;
+using std::isinf;
+using std::isnan;
+using std::signbit;
 
 constexpr int warpSize = needle::sim::kWarpSize;
 
@@ -123,12 +129,44 @@ inline unsigned __brev(unsigned x) {
   for (int i = 0; i < 32; ++i) reversed |= ((x >> i) & 1u) << (31 - i);
   return reversed;
 }
+inline unsigned long long __brevll(unsigned long long x) {
+  return static_cast<unsigned long long>(__brev(unsigned(x))) << 32 | __brev(unsigned(x >> 32));
+}
+// Bytes of y and x, from 7 to 0, that the nibbles of `selector` name.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = uint64_t(y) << 32 | x;
+  unsigned chosen = 0;
+  for (int i = 0; i < 4; ++i)
+    chosen |= unsigned(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return chosen;
+}
+inline int __dp4a(char4 a, char4 b, int c) {
+  return int(unsigned(a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w) + unsigned(c));
+}
+inline unsigned __dp4a(uchar4 a, uchar4 b, unsigned c) {
+  return unsigned(a.x * b.x + a.y * b.y + a.z * b.z + a.w * b.w) + c;
+}
+inline int __dp4a(int a, int b, int c) {
+  return __dp4a(needle::bit_cast<char4>(a), needle::bit_cast<char4>(b), c);
+}
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+  return __dp4a(needle::bit_cast<uchar4>(a), needle::bit_cast<uchar4>(b), c);
+}
+// Of the lower 24 bits of each the lower 32 of the product.
+inline unsigned __umul24(unsigned a, unsigned b) { return (a & 0xffffffu) * (b & 0xffffffu); }
+inline int __mul24(int a, int b) {
+  const auto low = [](int x) { return static_cast<long long>(int(unsigned(x) << 8) >> 8); };
+  return int(low(a) * low(b));
+}
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return unsigned((static_cast<unsigned long long>(a) * b) >> 32);
 }
 inline int __mulhi(int a, int b) { return int((static_cast<long long>(a) * b) >> 32); }
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
+}
+inline long long __mul64hi(long long a, long long b) {
+  return static_cast<long long>((static_cast<__int128>(a) * b) >> 64);
 }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
   return unsigned(((uint64_t(high) << 32 | low) << (shift & 31)) >> 32);
@@ -149,16 +187,59 @@ NEEDLE_SIM_BITS(__uint_as_float, float, unsigned)
 NEEDLE_SIM_BITS(__double_as_longlong, long long, double)
 NEEDLE_SIM_BITS(__longlong_as_double, double, long long)
 #undef NEEDLE_SIM_BITS
-// The nearest int there is, 0 for NaN, where C++ has no answer.
-inline int __float2int_rz(float x) {
-  return x != x ? 0 : x >= 0x1p31f ? INT_MAX : x < -0x1p31f ? INT_MIN : int(x);
+namespace needle::sim {
+// The nearest To there is, where C++ has no answer. NaN is 0 as a number of 32 bits of a float, and
+// otherwise 1 at the top. source: PTX ISA 9.0, cvt.
+template <class To, class From>
+To to_integer(From x) {
+  constexpr int bits = 8 * sizeof(To);
+  if (x != x) return sizeof(From) == 4 && bits == 32 ? 0 : To(1ull << (bits - 1));
+  if (x >= std::ldexp(From(1), std::numeric_limits<To>::digits))
+    return std::numeric_limits<To>::max();
+  if (x < From(std::numeric_limits<To>::min())) return std::numeric_limits<To>::min();
+  return To(x);
 }
-inline int __float2int_rn(float x) { return __float2int_rz(std::nearbyint(x)); }
-inline int __float2int_rd(float x) { return __float2int_rz(std::floor(x)); }
-inline int __float2int_ru(float x) { return __float2int_rz(std::ceil(x)); }
+}  // namespace needle::sim
+#define NEEDLE_SIM_TO_INTEGER(name, To, From)                                            \
+  inline To name##_rz(From x) { return needle::sim::to_integer<To>(std::trunc(x)); }     \
+  inline To name##_rn(From x) { return needle::sim::to_integer<To>(std::nearbyint(x)); } \
+  inline To name##_rd(From x) { return needle::sim::to_integer<To>(std::floor(x)); }     \
+  inline To name##_ru(From x) { return needle::sim::to_integer<To>(std::ceil(x)); }
+NEEDLE_SIM_TO_INTEGER(__float2int, int, float)
+NEEDLE_SIM_TO_INTEGER(__float2uint, unsigned, float)
+NEEDLE_SIM_TO_INTEGER(__float2ll, long long, float)
+NEEDLE_SIM_TO_INTEGER(__float2ull, unsigned long long, float)
+NEEDLE_SIM_TO_INTEGER(__double2int, int, double)
+NEEDLE_SIM_TO_INTEGER(__double2uint, unsigned, double)
+NEEDLE_SIM_TO_INTEGER(__double2ll, long long, double)
+NEEDLE_SIM_TO_INTEGER(__double2ull, unsigned long long, double)
+NEEDLE_SIM_TO_INTEGER(__half2int, int, float)  // a half converts
+NEEDLE_SIM_TO_INTEGER(__half2uint, unsigned, float)
+NEEDLE_SIM_TO_INTEGER(__bfloat162int, int, float)
+NEEDLE_SIM_TO_INTEGER(__bfloat162uint, unsigned, float)
+#undef NEEDLE_SIM_TO_INTEGER
+inline __half __int2half_rn(int x) { return x; }
+inline __half __uint2half_rn(unsigned x) { return x; }
+inline __half __short2half_rn(short x) { return x; }
+inline __half __ushort2half_rn(unsigned short x) { return x; }
+inline __nv_bfloat16 __int2bfloat16_rn(int x) { return x; }
+inline __nv_bfloat16 __uint2bfloat16_rn(unsigned x) { return x; }
+inline double __int2double_rn(int x) { return x; }
+inline double __uint2double_rn(unsigned x) { return x; }
+inline double __ll2double_rn(long long x) { return static_cast<double>(x); }
+inline float __ll2float_rn(long long x) { return static_cast<float>(x); }
+inline float __ull2float_rn(unsigned long long x) { return static_cast<float>(x); }
+inline float __double2float_rn(double x) { return static_cast<float>(x); }
 inline float __int2float_rn(int x) { return float(x); }
 inline float __uint2float_rn(unsigned x) { return float(x); }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dsub_rn(double a, double b) { return a - b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double __drcp_rn(double a) { return 1.0 / a; }
+inline double __dsqrt_rn(double a) { return std::sqrt(a); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -58,6 +58,20 @@ struct Small {
   __forceinline__ Small& operator*=(Small b) { return *this = *this * b; }
   __forceinline__ Small& operator/=(Small b) { return *this = *this / b; }
 
+  __forceinline__ Small& operator++() { return *this += Small(1); }
+  __forceinline__ Small& operator--() { return *this -= Small(1); }
+  Small operator++(int) {
+    const Small before = *this;
+    ++*this;
+    return before;
+  }
+  Small operator--(int) {
+    const Small before = *this;
+    --*this;
+    return before;
+  }
+
+  friend Small operator+(Small a) { return a; }
   friend Small operator-(Small a) { return from_bits(a.bits ^ 0x8000u); }
   // clang-format off
 #define OP(op) \
@@ -76,10 +90,22 @@ struct __align__(4) SmallPair {
   T x, y;
   SmallPair() = default;
   SmallPair(T x_, T y_) : x(x_), y(y_) {}
+  friend SmallPair operator+(SmallPair a) { return a; }
+  friend SmallPair operator-(SmallPair a) { return {-a.x, -a.y}; }
   // clang-format off
 #define OP(op) \
-  friend SmallPair operator op(SmallPair a, SmallPair b) { return {a.x op b.x, a.y op b.y}; }
+  friend SmallPair operator op(SmallPair a, SmallPair b) { return {a.x op b.x, a.y op b.y}; } \
+  friend SmallPair& operator op##=(SmallPair& a, SmallPair b) { return a = a op b; }
   OP(+) OP(-) OP(*) OP(/)
+#undef OP
+#define OP(op) \
+  friend bool operator op(SmallPair a, SmallPair b) { return (a.x op b.x) && (a.y op b.y); }
+  OP(==) OP(!=) OP(<) OP(<=) OP(>) OP(>=)  // != too: of both, as __hbneu2
+#undef OP
+#define OP(op)                                                              \
+  friend SmallPair& operator op(SmallPair& a) { return op a.x, op a.y, a; } \
+  friend SmallPair operator op(SmallPair& a, int) { return {a.x op, a.y op}; }
+  OP(++) OP(--)
 #undef OP
   // clang-format on
 };
@@ -109,6 +135,14 @@ inline __half2 __float22half2_rn(float2 f) { return {f.x, f.y}; }
 inline float2 __half22float2(__half2 h) { return {h.x, h.y}; }
 inline __half __low2half(__half2 h) { return h.x; }
 inline __half __high2half(__half2 h) { return h.y; }
+inline __half2 __low2half2(__half2 h) { return {h.x, h.x}; }
+inline __half2 __high2half2(__half2 h) { return {h.y, h.y}; }
+inline __half2 __lows2half2(__half2 a, __half2 b) { return {a.x, b.x}; }
+inline __half2 __highs2half2(__half2 a, __half2 b) { return {a.y, b.y}; }
+inline __half2 __lowhigh2highlow(__half2 h) { return {h.y, h.x}; }
+inline __half2 make_half2(__half a, __half b) { return {a, b}; }
+inline short __half_as_short(__half h) { return static_cast<short>(h.bits); }
+inline __half __short_as_half(short b) { return __half::from_bits(static_cast<unsigned short>(b)); }
 
 inline __nv_bfloat16 __float2bfloat16(float f) { return f; }
 inline __nv_bfloat16 __float2bfloat16_rn(float f) { return f; }
@@ -124,11 +158,30 @@ inline __nv_bfloat162 __float22bfloat162_rn(float2 f) { return {f.x, f.y}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 h) { return {h.x, h.y}; }
 inline __nv_bfloat16 __low2bfloat16(__nv_bfloat162 h) { return h.x; }
 inline __nv_bfloat16 __high2bfloat16(__nv_bfloat162 h) { return h.y; }
+inline __nv_bfloat162 __low2bfloat162(__nv_bfloat162 h) { return {h.x, h.x}; }
+inline __nv_bfloat162 __high2bfloat162(__nv_bfloat162 h) { return {h.y, h.y}; }
+inline __nv_bfloat162 __lows2bfloat162(__nv_bfloat162 a, __nv_bfloat162 b) { return {a.x, b.x}; }
+inline __nv_bfloat162 __highs2bfloat162(__nv_bfloat162 a, __nv_bfloat162 b) { return {a.y, b.y}; }
+inline __nv_bfloat162 make_bfloat162(__nv_bfloat16 a, __nv_bfloat16 b) { return {a, b}; }
+inline short __bfloat16_as_short(__nv_bfloat16 h) { return static_cast<short>(h.bits); }
+inline __nv_bfloat16 __short_as_bfloat16(short b) {
+  return __nv_bfloat16::from_bits(static_cast<unsigned short>(b));
+}
 
 // The __h... family is the same for both formats, and for pairs element by element.
 // clang-format off
 #define UNARY(name, R, expression) \
   template <class F> R name(needle::sim::Small<F> a) { return R(expression); }
+#define EACH(name, pair_name, expression)                                                       \
+  template <class F, class R = needle::sim::Small<F>>                                           \
+  R name(needle::sim::Small<F> a) {                                                             \
+    return R(expression);                                                                       \
+  }                                                                                             \
+  template <class F>                                                                            \
+  needle::sim::SmallPair<needle::sim::Small<F>> pair_name(                                      \
+      needle::sim::SmallPair<needle::sim::Small<F>> a) {                                        \
+    return {name(a.x), name(a.y)};                                                              \
+  }
 #define BINARY(name, R, expression) \
   template <class F> R name(needle::sim::Small<F> a, needle::sim::Small<F> b) { return R(expression); }
 #define PAIRED(name, pair_name, expression)                                                     \
@@ -157,16 +210,25 @@ BINARY(__hgt, bool, float(a) > float(b))
 BINARY(__hge, bool, float(a) >= float(b))
 UNARY(__hisnan, bool, std::isnan(float(a)))
 UNARY(__hisinf, int, std::isinf(float(a)) ? (float(a) > 0 ? 1 : -1) : 0)
-UNARY(__hneg, needle::sim::Small<F>, -a)
-UNARY(__habs, needle::sim::Small<F>, needle::sim::Small<F>::from_bits(a.bits & 0x7fffu))
-UNARY(hexp, needle::sim::Small<F>, std::exp(float(a)))
-UNARY(hexp2, needle::sim::Small<F>, std::exp2(float(a)))
-UNARY(hlog, needle::sim::Small<F>, std::log(float(a)))
-UNARY(hsqrt, needle::sim::Small<F>, std::sqrt(float(a)))
-UNARY(hrsqrt, needle::sim::Small<F>, 1.0f / std::sqrt(float(a)))
-UNARY(hrcp, needle::sim::Small<F>, 1.0f / float(a))
-UNARY(hsin, needle::sim::Small<F>, std::sin(float(a)))
-UNARY(hcos, needle::sim::Small<F>, std::cos(float(a)))
+EACH(__hneg, __hneg2, -a)
+EACH(__habs, __habs2, R::from_bits(a.bits & 0x7fffu))
+EACH(hexp, h2exp, std::exp(float(a)))
+EACH(hexp2, h2exp2, std::exp2(float(a)))
+EACH(hexp10, h2exp10, std::pow(10.0, double(float(a))))
+EACH(hlog, h2log, std::log(float(a)))
+EACH(hlog2, h2log2, std::log2(float(a)))
+EACH(hlog10, h2log10, std::log10(float(a)))
+EACH(hsqrt, h2sqrt, std::sqrt(float(a)))
+EACH(hrsqrt, h2rsqrt, 1.0f / std::sqrt(float(a)))
+EACH(hrcp, h2rcp, 1.0f / float(a))
+EACH(hsin, h2sin, std::sin(float(a)))
+EACH(hcos, h2cos, std::cos(float(a)))
+EACH(htanh, h2tanh, std::tanh(float(a)))
+EACH(hfloor, h2floor, std::floor(float(a)))
+EACH(hceil, h2ceil, std::ceil(float(a)))
+EACH(hrint, h2rint, std::nearbyint(float(a)))
+EACH(htrunc, h2trunc, std::trunc(float(a)))
+#undef EACH
 #undef UNARY
 #undef BINARY
 #undef PAIRED

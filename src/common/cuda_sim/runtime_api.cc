@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <deque>
 #include <functional>
@@ -48,6 +49,7 @@ struct Stream {
   bool blocking = true;  // waits for the default stream, and it for this one
   bool is_default = false;
   std::deque<Item> items;
+  uint64_t asked_at = 0;  // the last item when somebody asked in vain
 };
 
 struct Event {
@@ -55,12 +57,13 @@ struct Event {
   uint64_t sequence = 0;  // of the last record
   bool done = true;
   bool asked = false;  // in vain, since then
+  std::chrono::steady_clock::time_point time{};
 };
 
 namespace {
 
 uint64_t enqueued = 0;
-Stream default_stream{true, true, {}};
+Stream default_stream{true, true, {}, 0};
 std::vector<Stream*>& streams() {
   static std::vector<Stream*> all{&default_stream};
   return all;
@@ -225,6 +228,23 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
 cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   return do_or_enqueue(stream, [=] { std::memset(to, value, bytes); });
 }
+cudaError_t cudaMemset(void* to, int value, size_t bytes) {
+  return cudaMemsetAsync(to, value, bytes, nullptr);  // it is no more awaited than on a GPU
+}
+cudaError_t cudaMallocPitch(void** pointer, size_t* pitch, size_t row_bytes, size_t rows) {
+  *pitch = (row_bytes + 511) / 512 * 512;
+  return cudaMalloc(pointer, *pitch * rows);
+}
+cudaError_t cudaMemcpy2D(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                         size_t row_bytes, size_t rows, cudaMemcpyKind) {
+  if (row_bytes > to_pitch || row_bytes > from_pitch) return remember(cudaErrorInvalidPitchValue);
+  do_or_enqueue(nullptr, [=] {
+    for (size_t row = 0; row < rows; ++row)
+      std::memcpy(static_cast<char*>(to) + row * to_pitch,
+                  static_cast<const char*>(from) + row * from_pitch, row_bytes);
+  });
+  return cudaStreamSynchronize(nullptr);
+}
 #if NEEDLE_ASAN
 void cuda_sim_narrow(void* area, size_t bytes, size_t area_bytes, cudaStream_t stream) {
   do_or_enqueue(stream, [=] {
@@ -245,7 +265,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
   std::lock_guard<std::recursive_mutex> lock(host_mutex);
-  *stream = new Stream{!(flags & cudaStreamNonBlocking), false, {}};
+  *stream = new Stream{!(flags & cudaStreamNonBlocking), false, {}, 0};
   streams().push_back(*stream);
   return cudaSuccess;
 }
@@ -264,6 +284,16 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   return wait_for(stream_or_default(stream), UINT64_MAX);
 }
+// As cudaEventQuery: who asks again waits.
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  std::lock_guard<std::recursive_mutex> lock(host_mutex);
+  Stream& asked = stream_or_default(stream);
+  if (asked.items.empty() || asked.asked_at == asked.items.back().sequence)
+    return cudaStreamSynchronize(stream);
+  asked.asked_at = asked.items.back().sequence;
+  return cudaErrorNotReady;
+}
+cudaError_t cudaDeviceReset() { return cudaDeviceSynchronize(); }
 cudaError_t cudaDeviceSynchronize() {
   std::lock_guard<std::recursive_mutex> lock(host_mutex);
   cudaError_t result = cudaSuccess;
@@ -295,6 +325,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   return do_or_enqueue(stream, [event, mine] {
     if (event->sequence > mine) return;  // recorded again since
     event->done = true;
+    event->time = std::chrono::steady_clock::now();
   });
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
@@ -305,6 +336,12 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   if (event->done || event->asked) return cudaEventSynchronize(event);
   event->asked = true;
   return cudaErrorNotReady;
+}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEvent_t end) {
+  if (!start->stream || !end->stream) return remember(cudaErrorInvalidResourceHandle);
+  if (!start->done || !end->done) return cudaErrorNotReady;
+  *milliseconds = std::chrono::duration<float, std::milli>(end->time - start->time).count();
+  return cudaSuccess;
 }
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   std::lock_guard<std::recursive_mutex> lock(host_mutex);
@@ -355,11 +392,12 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   if (device != 0) return remember(cudaErrorInvalidDevice);
-  *properties = {"needle cuda_sim",         total_bytes(),
-                 kSharedBytesDefault,       max_shared_bytes(),
-                 compute_capability() / 10, compute_capability() % 10,
-                 multiprocessors(),         kWarpSize,
-                 kMaxBlockThreads};
+  *properties = {"needle cuda_sim",          total_bytes(),
+                 kSharedBytesDefault,        max_shared_bytes(),
+                 compute_capability() / 10,  compute_capability() % 10,
+                 multiprocessors(),          kWarpSize,
+                 kMaxBlockThreads,           {1024, 1024, 64},
+                 {0x7fffffff, 65535, 65535}, 65536};
   return cudaSuccess;
 }
 
@@ -374,6 +412,24 @@ cudaError_t cudaGetLastError() {
   last_error = cudaSuccess;
   return error;
 }
+cudaError_t cudaPeekAtLastError() { return last_error; }
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+#define NAME(name) \
+  case name:       \
+    return #name;
+    NAME(cudaSuccess)
+    NAME(cudaErrorInvalidValue)
+    NAME(cudaErrorMemoryAllocation)
+    NAME(cudaErrorInvalidPitchValue)
+    NAME(cudaErrorInvalidDevice)
+    NAME(cudaErrorInvalidResourceHandle)
+    NAME(cudaErrorNotReady)
+    NAME(cudaErrorLaunchFailure)
+#undef NAME
+  }
+  return "unrecognized error code";
+}
 const char* cudaGetErrorString(cudaError_t error) {
   switch (error) {
     case cudaSuccess:
@@ -382,6 +438,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid argument";
     case cudaErrorMemoryAllocation:
       return "out of memory";
+    case cudaErrorInvalidPitchValue:
+      return "invalid pitch argument";
     case cudaErrorInvalidDevice:
       return "invalid device ordinal";
     case cudaErrorInvalidResourceHandle:

@@ -10,6 +10,7 @@
 #define __host__
 #define __constant__
 #define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__  // nothing, as libstdc++ has an __attribute__((__noinline__))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
