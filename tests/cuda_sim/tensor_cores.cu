@@ -92,7 +92,13 @@ __global__ void ldmatrix_kernel(const uint16_t* matrices, uint32_t* fragments) {
     ptx::ldmatrix_trans(r, &rows[lane % (8 * N)]);
   else
     ptx::ldmatrix(r, &rows[lane % (8 * N)]);
-  for (int i = 0; i < N; ++i) fragments[lane * N + i] = r[i];
+  for (int i = 0; i < N; ++i) {
+    volatile uint32_t* fragment = fragments + lane * N + i;
+    *fragment = r[i];
+    __threadfence_block();
+    *fragment = *fragment;
+    __threadfence();
+  }
 }
 
 template <int N, bool trans>

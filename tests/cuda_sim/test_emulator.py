@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,28 @@ def test_a_mistake_in_inline_ptx_is_found(programs, tmp_path, right, wrong):
     done = subprocess.run([program], capture_output=True, text=True, timeout=120)
     found = done.stdout + done.stderr  # a CHECK's line, or a fault of the kernel
     assert done.returncode != 0 and ("tensor_cores.cu:" in found or "tensor_cores.ptx:" in found), found
+
+
+@pytest.mark.parametrize(
+    ("declared", "statement", "found"),
+    [
+        (".global .align 4 .u32 counter;", "mov.u64 %rd1, counter;", "a __device__ variable is not known"),
+        (".visible .const .align 4 .b8 table[16];", "ld.const.f32 %f1, [table];", "a __constant__ variable is not known"),
+        (".extern .func (.param .b32 r) vprintf\n(\n.param .b64 f\n)\n;", "call.uni (r0), vprintf, (p0);", "printf is not known"),
+        (".extern .func __assertfail\n(\n.param .b64 m\n)\n;", "call.uni __assertfail, (p0);", "assert is not known"),
+        ("", "lg2.approx.f32 %f1, %f2;", "op_lg2_approx is not in instructions.h"),
+        ("", "ld.relaxed.gpu.global.f32 %f1, [%rd1];", "is not known"),
+    ],
+)
+def test_ptx_that_is_not_known_is_named_with_its_kernel(declared, statement, found, tmp_path):
+    source = tmp_path / "a.ptx"
+    registers = ".reg .f32 %f<3>;\n.reg .b64 %rd<2>;\n"
+    source.write_text(f".version 9.0\n{declared}\n.visible .entry kernel()\n{{\n{registers}membar.gl;\n{statement}\nret;\n}}\n")
+    script = HERE.parents[1] / "src" / "common" / "cuda_sim" / "ptx" / "translate.py"
+    done = subprocess.run([sys.executable, script, source, tmp_path / "a.cc"], capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    for part in ("a.ptx:", statement.rstrip(";"), found, "(in kernel)"):
+        assert part in done.stderr, done.stderr
 
 
 def test_lazy_streams_keep_the_meaning(programs):

@@ -1,6 +1,6 @@
 // What the instructions of PTX do: op_fma_rn<float> is fma.rn.f32. translate.py makes the calls;
 // its template arguments are the instruction's types, result first. An instruction that nvcc comes
-// to use and that is not here does not compile. source: PTX ISA 9.0, chapter 9.
+// to use and that is not here is refused. source: PTX ISA 9.0, chapter 9.
 #pragma once
 
 #include <cmath>

@@ -2,7 +2,7 @@
 
 All that is done here is syntax: a register becomes a variable, a branch a goto, an instruction the call of a function of its name.
 What it does is in instructions.h: `fma.rn.f32 %f1, %f2, %f3, %f4` becomes `set(r_f1, op_fma_rn<float>(r_f2, r_f3, r_f4))`, and an
-instruction that is not there does not compile. source: PTX ISA 9.0, chapters 4 to 9.
+instruction that is not there is refused. source: PTX ISA 9.0, chapters 4 to 9.
 """
 
 import re
@@ -21,7 +21,9 @@ OTHER_OPERANDS = {
     "op_selp": (2, "bool"), "op_vote_sync_ballot": (0, "bool"), "op_mad_wide": (2, "raw"),
     "op_shl": (1, "uint32_t"), "op_shr": (1, "uint32_t"),
 }  # fmt: skip
-SPACES = {"global", "shared", "local", "param"}
+SPACES = {"global", "const", "shared", "local", "param"}
+KNOWN = set(re.findall(r"\bop_\w+", (Path(__file__).parent / "instructions.h").read_text()))
+FUNCTIONS = {"vprintf": "printf", "__assertfail": "assert"}  # that nvcc calls for these
 # nvcc's name of an anonymous namespace tells the file, and the C++ compiler's does not.
 ANONYMOUS = re.compile(r"_GLOBAL__N__[0-9a-f]{8}_\d+_\w+_([0-9a-f]{8}|main)(_\d+)?")
 
@@ -80,12 +82,17 @@ def bytes_of(text: str) -> tuple[int, int, str]:
     return int(align or size), size * int(count or 1), name
 
 
+def reason(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else repr(error)
+
+
 class Module:
     """A .ptx file: `code` is what it becomes."""
 
     def __init__(self, path: Path):
         self.file = path.name
         self.symbols: dict[str, str] = {}  # of the module: name -> a C++ expression for its address
+        self.unknown: dict[str, str] = {}  # name -> why what is declared so cannot be used
         self.code: list[str] = []
         self.kernels: list[str] = []
         lines = [line.split("//")[0].rstrip() for line in path.read_text().split("\n")]
@@ -94,10 +101,13 @@ class Module:
             try:
                 if re.match(r"(\.visible |\.weak )?\.(entry|func)\b", lines[i]):
                     i = self.function(lines, i)
+                elif match := re.match(r"\.extern \.func .*?([\w$]+)$", lines[i]):
+                    self.unknown[match[1]] = f"{FUNCTIONS.get(match[1], match[1])} is not known"
+                    i = next(end for end in range(i, len(lines)) if lines[end].endswith(";"))
                 elif lines[i] and not re.match(r"\.(version|target|address_size)\b", lines[i]):
                     self.variable(lines[i].rstrip(";"))
             except (ValueError, KeyError, IndexError, StopIteration) as error:
-                raise SyntaxError(f"{self.file}:{i + 1}: {lines[i]}: {error!r}") from error
+                raise SyntaxError(f"{self.file}:{i + 1}: {lines[i]}: {reason(error)}") from error
             i += 1
 
     def variable(self, text: str) -> None:
@@ -113,6 +123,9 @@ class Module:
             self.code.append(f"const char {declared} = 0;")
             variable = re.sub(r".*E\d+", "", name)  # without the functions that it is in
             self.symbols[name] = f'shared_address(needle::sim::shared_memory(&{declared}, "{variable}", {size}, {align}))'
+        elif match := re.fullmatch(r"(?:\.\w+ )?\.(global|const) \.align \d+ \.\w+ ([\w$]+)(?:\[\d*\])?(?: = .*)?", text):
+            kind = "__device__" if match[1] == "global" else "__constant__"
+            self.unknown[match[2]] = f"a {kind} variable is not known: host and kernels would each have one"
         else:
             raise ValueError("not known")
 
@@ -132,7 +145,7 @@ class Module:
             try:
                 function.statement(text, f'PLACE("{self.file}", {number})')
             except (ValueError, KeyError, IndexError) as error:
-                raise SyntaxError(f"{self.file}:{number}: {text}: {error!r}") from error
+                raise SyntaxError(f"{self.file}:{number}: {text}: {reason(error)} (in {function.name})") from error
         self.code += [f"{function.signature} {{", "[[maybe_unused]] bool carry = false;", *function.body, "}"]
         if function.is_kernel:
             limit = re.search(r"\.maxntid (\d+)", head)
@@ -210,6 +223,8 @@ class Function:
             return f"bit_cast<{kind}>(uint{4 * len(match[1])}_t(0x{match[1]}))"
         if re.fullmatch(r"-?(\d+|0x[0-9A-Fa-f]+)U?", operand):
             return f"{kind}({int(operand.rstrip('U'), 0) % 2**64}u)"
+        if operand in self.module.unknown:
+            raise ValueError(self.module.unknown[operand])
         return f"as<{kind}>(address_of({(self.module.symbols | self.symbols)[operand]}))"
 
     def write(self, operand: str, value: str) -> str:
@@ -240,18 +255,24 @@ class Function:
         if base == "ret":
             return "return;"
         if base == "call":
+            if called := set(operands) & set(self.module.unknown):
+                raise ValueError(self.module.unknown[called.pop()])
             result, function, parameters = operands
             return f"{cpp_name(function)}({', '.join(map(cpp_name, split(result[1:-1]) + split(parameters[1:-1])))});"
         if base == "mov" and "{" in rest:
             return self.move_parts(operands, kinds[0])
-        if base == "mov" or opcode == "cvta.to.global.u64":  # generic addresses are those of global memory
+        if base == "mov" or (base == "cvta" and {"global", "local"} & set(modifiers)):  # whose addresses are generic ones
             return self.write(operands[0], self.read(operands[1], kinds[0]))
         if base in ("ld", "st"):
             return self.load_or_store(base, modifiers, operands, kinds[0], place)
+        if base == "membar":
+            return f"needle::sim::fence({'false' if 'cta' in modifiers else 'true'});"
         if base == "mma":
             return self.mma(modifiers, operands, kinds, place)
         if base == "ldmatrix":
             return self.ldmatrix(modifiers, operands, place)
+        if name not in KNOWN:
+            raise ValueError(f"{name} is not in instructions.h")
         if base == "cp" and "shared" in modifiers:
             to, source, *counts = operands
             pointers = [self.pointer(to, "shared"), self.pointer(source, "global")]
@@ -282,7 +303,7 @@ class Function:
 
     def load_or_store(self, base: str, modifiers: list[str], operands: list[str], kind: str, place: str) -> str:
         space = next((modifier for modifier in modifiers if modifier in SPACES), "")
-        if unknown := set(modifiers) - SPACES - {"nc", "v2", "v4", modifiers[-1]}:
+        if unknown := set(modifiers) - SPACES - {"nc", "volatile", "v2", "v4", modifiers[-1]}:
             raise ValueError(f"{unknown} is not known")
         where, registers = (operands[1], operands[0]) if base == "ld" else operands
         names = self.registers(registers)
