@@ -328,6 +328,24 @@ __global__ void busy_queue_kernel(float* out, int* head, int items) {
   }
 }
 
+// An addition by comparison, which is right whatever the first look finds, and a flag that all set
+// to the same: harmless, and reported unless all of it is atomic.
+__global__ void add_kernel(double* sum, bool atomic) {
+  auto* word = reinterpret_cast<unsigned long long*>(sum);
+  unsigned long long seen = atomic ? atomicAdd(word, 0ull) : *word, assumed;
+  do {
+    assumed = seen;
+    const double next = __longlong_as_double(static_cast<long long>(assumed)) + 1;
+    seen = atomicCAS(word, assumed, static_cast<unsigned long long>(__double_as_longlong(next)));
+  } while (seen != assumed);
+}
+__global__ void raise_kernel(int* flag, bool atomic) {
+  if (atomic)
+    atomicExch(flag, 1);
+  else
+    *flag = 1;
+}
+
 }  // namespace
 
 template <class F>
@@ -420,6 +438,12 @@ int main() {
   report("half_fenced_in_warp",
          [&] { launch<fenced_apart_kernel>({3, 32}, o, f + 38, 16, false); });
   report("fenced_unsynced", [&] { launch<fenced_apart_kernel>({3, 64}, o, f + 39, 64, false); });
+  Buffer<double> total(std::vector<double>(1, 0.0));
+  report("added", [&] { launch<add_kernel>({2, 64}, total.get(), true); });
+  CHECK(total.host()[0] == 128);
+  report("added_plain_look", [&] { launch<add_kernel>({2, 64}, total.get(), false); });
+  report("raised", [&] { launch<raise_kernel>({2, 64}, n, true); });
+  report("raised_plain", [&] { launch<raise_kernel>({2, 64}, n, false); });
   report("busy_queue", [&] { launch<busy_queue_kernel>({1, 32}, o, g + 82, 20000); });
   report("struct_meets", [&] { launch<struct_kernel>({1, 64}, vectors.get(), false); });
 }

@@ -97,6 +97,8 @@ RACES = {
     "half_fenced": ["global memory", "read", "earlier write", "block (0,0,0), thread (63,0,0)"],
     "fenced_unsynced": ["global memory", "read", "earlier write", "block (0,0,0), thread (63,0,0)"],
     "half_fenced_in_warp": ["global memory", "read", "earlier write", "block (0,0,0), thread (31,0,0)"],
+    "added_plain_look": ["global memory", "read", "earlier atomic write"],
+    "raised_plain": ["global memory", "write", "earlier write"],
     "struct_meets": ["global memory", "thread (0,0,0)", "thread (1,0,0)"],
 }
 # Reads of shared memory that the block has not written, found by the same detector.

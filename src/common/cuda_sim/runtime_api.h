@@ -1,6 +1,6 @@
-// The part of the CUDA runtime API that needle uses, on host memory. Streams run at once or, with
-// NEEDLE_SIM_STREAMS=lazy, only when somebody waits for them, which shows a missing
-// synchronisation.
+// The part of the CUDA runtime API that needle and small programs use, on host memory. Streams run
+// at once or, with NEEDLE_SIM_STREAMS=lazy, only when somebody waits for them, which shows a
+// missing synchronisation.
 #pragma once
 
 #include <cstddef>
