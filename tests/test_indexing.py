@@ -27,6 +27,8 @@ INDICES = {
     "an empty ellipsis between": (1, ..., slice(None), [0, 3]),
     "mask of the last axis": (..., np.array([True, False, True, True])),
     "mask of the last axes": (slice(None), MASK[0]),
+    "places of the last axis": (..., [3, 0, -4, 1, 2]),
+    "places of the last axis behind a slice": (slice(1, None), slice(None), [3, 0, -4, 1]),
     "table of the last axis": (..., [[0, 3, 3, 1], [2, 2, 1, 0]]),
     "slices around": (slice(1, None), [[0, 1], [2, 2]], slice(None, None, -2)),
     "new axes": (None, [1, 0], None, slice(1, None)),
@@ -87,6 +89,14 @@ def test_writing(device, index):
         plain[index] = recorded[index] = turned[index] = given
         np.testing.assert_array_equal([plain.numpy(), recorded.numpy(), turned.numpy()], [wanted] * 3)
         assert plain.cached_data is array
+
+
+@pytest.mark.parametrize("index", ["rows", "places of the last axis"])
+def test_values_may_have_axes_of_length_1_in_front(device, index):
+    x, index = leaf(DATA, device, requires_grad=False), INDICES[index]
+    value = numbers((1, 1, *DATA[index].shape))
+    x[index] = leaf(value, device, requires_grad=False)
+    np.testing.assert_array_equal(x.numpy(), written(DATA, index, value))
 
 
 @every_index
