@@ -335,6 +335,9 @@ def test_differences_from_numbers_whose_negative_an_integer_dtype_does_not_have(
         with pytest.raises(OverflowError, match=rf"\[sub\] {value} is outside {dtype}"):
             ndl.Tensor([5], dtype=dtype, device=host) - value
     assert (ndl.Tensor([5], dtype="uint8", device=host) - 3).item() == 2
+    for dtype, expected in (("bool", "int64"), ("uint8", "uint8"), ("float32", "float32")):
+        found = ndl.Tensor([1], dtype=dtype, device=host) - True
+        assert found.item() == 0 and found.dtype == expected
 
 
 def test_clip_and_minimum(host):

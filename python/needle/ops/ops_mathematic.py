@@ -117,7 +117,7 @@ class AddScalar(_OfScalar, _NoRead):
     def of_difference(cls, subtracted: float) -> AddScalar:
         """The op that Tensor's a - subtracted is."""
         op = cls(-subtracted)
-        op.subtracted = subtracted
+        op.subtracted = +subtracted  # of True 1, as of its negative -1
         return op
 
     def compute(self, a):
