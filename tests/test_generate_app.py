@@ -438,6 +438,14 @@ def test_a_folder_of_transformers_does_as_well(app, made, loaded, tmp_path):
     assert said[0] == said[1] and len(said[0]) > 4
 
 
+def test_what_a_model_asks_for_that_is_not_there_is_one_line(made, tmp_path):
+    shutil.copytree(next((made / "dense").glob("step-*")), tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"num_beams": 4}')
+    done = outside("generate", "--model", tmp_path / "model", "--prompt", "the", "--max_new_tokens", 2)
+    path = tmp_path / "model" / "generation_config.json"
+    assert done.returncode == 0 and done.stderr.startswith(f"note: [from_pretrained] {path}: num_beams: no effect here\n")
+
+
 def test_weights_that_are_no_numbers(app, made, tmp_path):
     model = Pythia.from_pretrained(next((made / "dense").glob("step-*")))
     model.embed_out.cached_data.fill(float("nan"))

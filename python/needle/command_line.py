@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -93,6 +94,10 @@ def run_program(main: Callable[[], int]) -> NoReturn:
     def end(number: int, _: object) -> NoReturn:
         sys.exit(128 + number)  # as shells have it
 
+    def line(message, category, *where):  # what needle warns of is the user's to know, without a line of its source
+        return f"note: {message}\n" if category is UserWarning else formatwarning(message, category, *where)
+
+    formatwarning, warnings.formatwarning = warnings.formatwarning, line
     signal.signal(signal.SIGINT, signal.default_int_handler)
     ending = ending_signals()
     for number in ending:
