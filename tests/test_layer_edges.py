@@ -225,10 +225,8 @@ def test_a_parameter_stays_one_when_it_is_written(device):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_parameter_changes_in_place_without_another_array(device, dtype):
     p = nn.Parameter(leaf(np.random.default_rng(0).standard_normal((100, 70)), device, dtype))
-    wanted, others = (
-        p.detach() * 1.0,
-        (0.3, p.detach() * 2.0, leaf(np.arange(1.0, 71), device, dtype), leaf([[-3.0]], device, dtype)),
-    )
+    others = 0.3, p.detach() * 2.0, leaf(np.arange(1.0, 71), device, dtype), leaf([[-3.0]], device, dtype)
+    wanted = p.detach() * 1.0
     for operation in (operator.iadd, operator.isub, operator.imul, operator.itruediv):
         for other in others:
             with ndl.no_grad(), memory.peak(device) as peak:
@@ -250,10 +248,8 @@ def test_a_parameter_changes_in_place_without_another_array(device, dtype):
 def test_parameters_that_are_views_or_integers_change_in_place(device):
     whole = leaf(np.arange(12).reshape(3, 4), device)
     row, turned = nn.Parameter(whole[1]), nn.Parameter(ops.transpose(whole[:, :3]))
-    square, counts = (
-        nn.Parameter(leaf(np.arange(10_000).reshape(100, 100), device)),
-        nn.Parameter(leaf([1, 2], device, "int32"), requires_grad=False),
-    )
+    square = nn.Parameter(leaf(np.arange(10_000).reshape(100, 100), device))
+    counts = nn.Parameter(leaf([1, 2], device, "int32"), requires_grad=False)
     with ndl.no_grad():
         for p, other in ((row, 2.0), (row, leaf(np.ones(4), device)), (turned, leaf(np.arange(3), device)), (turned, turned)):
             wanted = p.numpy() * (other if isinstance(other, float) else other.numpy())

@@ -313,23 +313,9 @@ def test_calls_that_nvcc_refuses_do_not_compile(compiler, tmp_path):
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler} here")
     names = {
-        "i": "int",
-        "u": "unsigned",
-        "n": "int64_t",
-        "s": "size_t",
-        "ll": "long long",
-        "ull": "unsigned long long",
-        "c": "char",
-    }
-    names |= {
-        "us": "unsigned short",
-        "f": "float",
-        "d": "double",
-        "h": "__half",
-        "b": "__nv_bfloat16",
-        "f4": "float4",
-        "own": "Own",
-    }
+        "i": "int", "u": "unsigned", "n": "int64_t", "s": "size_t", "ll": "long long", "ull": "unsigned long long", "c": "char",
+        "us": "unsigned short", "f": "float", "d": "double", "h": "__half", "b": "__nv_bfloat16", "f4": "float4", "own": "Own",
+    }  # fmt: skip
     arguments = ", ".join(f"{kind}* {name}" for name, kind in names.items())
 
     def calls(text):

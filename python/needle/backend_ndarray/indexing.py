@@ -147,7 +147,7 @@ def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:
     """
     if not isinstance(index, ArrayIndex) or all([item.dtype == bool for item in index if isinstance(item, np.ndarray)]):
         return None
-    along = _along(shape, index, 0)
+    along = _along(shape, index, 0)  # there are no elements to copy
     if along is not None:
         axis, places = along
         return _Rows(shape[axis:], ArrayIndex((places,))).are_last(places).reshape(-1, *[1] * (len(shape) - axis - 1))

@@ -352,21 +352,21 @@ class NDArray:
         """self *= other for a compact self; other broadcasts to it and is cast to its dtype. raises: ShapeError for a part."""
         self._in_place(other, "mul_in_place", "ewise_mul")
 
-    def combine_in_place(self, kernel: str, other: Any) -> bool:
-        """self = kernel(self, other), such as "ewise_add", without another array, and True; False, and nothing is done, where that
-        would be of another shape or dtype, where self is not compact, and for what is neither a number nor an array.
+    def combine_in_place(self, name: str, other: Any) -> bool:
+        """self = self + other if ``name`` is "add", "sub" and so on, without another array, and True; False, and nothing is done,
+        where that would be of another shape or dtype, where self is not compact, and for what is neither a number nor an array.
         """
         if not (dt.is_float(self._dtype) and self.is_compact()):
             return False
         if isinstance(other, (int, float)):
-            getattr(self._device.require(), kernel.replace("ewise", "scalar"))(self._handle, other, self._handle)
+            getattr(self._device.require(), f"scalar_{name}")(self._handle, other, self._handle)
             self.mark_written()
             return True
         if not isinstance(other, NDArray) or (other._dtype, other._device) != (self._dtype, self._device) or self._overlaps(other):
             return False
         if other.ndim > self.ndim or any([n not in (1, m) for n, m in zip(other._shape[::-1], self._shape[::-1])]):
             return False
-        self._write_combined(kernel, other._broadcast(self._shape))
+        self._write_combined(f"ewise_{name}", other._broadcast(self._shape))
         return True
 
     def _write_combined(self, kernel: str, other: NDArray) -> None:

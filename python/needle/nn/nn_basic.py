@@ -23,19 +23,17 @@ from ..backend_selection import Device
 from ..errors import CheckpointError, GraphError, ShapeError, check_count, check_flag, check_number, check_state, type_name
 
 
-def _in_place(operation: Callable[[Any, Any], Tensor], kernel: str) -> Callable[[Any, Any], Any]:
-    """The in-place form of ``operation``: without it ``p -= lr * p.grad`` would replace the Parameter by another Tensor."""
+def _in_place(name: str) -> Callable[[Any, Any], Any]:
+    """The in-place form of an operator: without it ``p -= lr * p.grad`` would replace the Parameter by another Tensor."""
+    operation = getattr(operator, {"div": "truediv"}.get(name, name))
 
     def write(self, other):
-        if is_grad_enabled() or not self.realize_cached_data().combine_in_place(kernel, _as_array(other)):
+        given = other.realize_cached_data() if isinstance(other, Tensor) else other
+        if is_grad_enabled() or not self.realize_cached_data().combine_in_place(name, given):
             self[...] = operation(self, other)
         return self
 
     return write
-
-
-def _as_array(x: Any) -> Any:
-    return x.realize_cached_data() if isinstance(x, Tensor) else x
 
 
 _next_number = itertools.count().__next__
@@ -46,8 +44,7 @@ class Parameter(Tensor):
 
     _number: int  # Parameters are numbered in the order in which they are made
 
-    __iadd__, __isub__ = _in_place(operator.add, "ewise_add"), _in_place(operator.sub, "ewise_sub")
-    __imul__, __itruediv__ = _in_place(operator.mul, "ewise_mul"), _in_place(operator.truediv, "ewise_div")
+    __iadd__, __isub__, __imul__, __itruediv__ = map(_in_place, ("add", "sub", "mul", "div"))
 
     def _setup(self, data, requires_grad: bool) -> None:
         super()._setup(data, requires_grad)
