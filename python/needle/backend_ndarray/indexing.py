@@ -21,8 +21,6 @@ from .ndarray import NDArray, full
 from .shapes import slice_range
 
 _BASIC = (int, np.integer, slice, type(None), EllipsisType)
-
-
 _SHORT_ROW = 16  # bytes: what it takes to gather a longer row by its number is less than what it takes to copy it twice
 
 
@@ -74,9 +72,8 @@ def read(a: NDArray, index: Any) -> NDArray:
         return _view(a, index)
     along = _along(a._shape, index, dt.ROWS[a._dtype].itemsize)
     if along is not None:
-        axis, places = along
-        taken = read(a.permute(_moved(a.ndim, axis, 1)), ArrayIndex((places,)))
-        return taken.permute(np.argsort(_moved(taken.ndim, axis, places.ndim)))
+        order, places = along
+        return read(a.permute(order), places).permute(np.argsort(order))
     rows = _Rows(a._shape, index)
     numbers = rows.numbers()
     return _gathered(rows.matrix(a), numbers).reshape(numbers.shape + rows.row)
@@ -92,10 +89,8 @@ def spread(dy: NDArray, shape: tuple[int, ...], index: Any) -> NDArray:
         return spread(dy.astype("float64"), shape, index).astype(dy._dtype)
     along = _along(shape, index, dt.ROWS[dy._dtype].itemsize)
     if along is not None:
-        axis, places = along
-        order = _moved(len(shape), axis, 1)
-        sums = spread(dy.permute(_moved(dy.ndim, axis, places.ndim)), tuple([shape[i] for i in order]), ArrayIndex((places,)))
-        return sums.permute(np.argsort(order))
+        order, places = along
+        return spread(dy.permute(order), tuple([shape[i] for i in order]), places).permute(np.argsort(order))
     rows = _Rows(shape, index)
     numbers, dy = rows.numbers().reshape(-1), rows.matrix(dy)
     count, row_size = prod(rows.axes), prod(rows.row)
@@ -119,12 +114,11 @@ def assign(a: NDArray, index: Any, value: NDArray | float) -> None:
     a._check_writable()
     along = _along(a._shape, index, dt.ROWS[a._dtype].itemsize)
     if along is not None:
-        axis, places = along
-        order = _moved(a.ndim, axis, 1)
+        order, places = along
         if isinstance(value, NDArray):
-            shape = (*a._shape[:axis], places.size, *a._shape[axis + 1 :])
+            shape = tuple([places[0].size if i == order[0] else n for i, n in enumerate(a._shape)])
             value = _fitted(value, shape).broadcast_to(shape).permute(order)
-        return assign(a.permute(order), ArrayIndex((places,)), value)
+        return assign(a.permute(order), places, value)
     rows = _Rows(a._shape, index)
     numbers = rows.numbers()
     shape = numbers.shape + rows.row
@@ -149,18 +143,19 @@ def written_last(shape: tuple[int, ...], index: Any) -> np.ndarray | None:
         return None
     along = _along(shape, index, 0)  # there are no elements to copy
     if along is not None:
-        axis, places = along
-        return _Rows(shape[axis:], ArrayIndex((places,))).are_last(places).reshape(-1, *[1] * (len(shape) - axis - 1))
+        (axis, *_), places = along
+        return _Rows(shape[axis:], places).are_last(places[0]).reshape(-1, *[1] * (len(shape) - axis - 1))
     rows = _Rows(shape, index)
     numbers = rows.numbers()
     return rows.are_last(numbers.reshape(-1)).reshape(numbers.shape + (1,) * len(rows.row))
 
 
-def _along(shape: tuple[int, ...], index: ArrayIndex, itemsize: int) -> tuple[int, np.ndarray] | None:
-    """(axis, places) of an index that names places of one axis and takes the others whole, as ``x[:, places]``.
+def _along(shape: tuple[int, ...], index: ArrayIndex, itemsize: int) -> tuple[tuple[int, ...], ArrayIndex] | None:
+    """For an index that names places of one axis and takes the others whole, as ``x[:, places]``: the order of axes in which that
+    one is first, and the index in this order, whose result has it, too.
 
-    Of an array with that axis first, each place is a row; as it is, each element or two of the result would need a number. None
-    where rows are long anyway, for the first axis, and where numbers are fewer bytes than the copy that has the axis first.
+    There each place is a row; in their own order each element or two of the result would need a number. None where rows are long
+    anyway, for the first axis, and where numbers are fewer bytes than the copy that has the axis first.
     """
     items, ndim = list(index), len(shape)
     (at, *more) = [i for i, item in enumerate(items) if isinstance(item, np.ndarray)]
@@ -174,13 +169,9 @@ def _along(shape: tuple[int, ...], index: ArrayIndex, itemsize: int) -> tuple[in
     if axis == 0 or prod(shape[axis + 1 :]) * itemsize > _SHORT_ROW:
         return None
     places = _places(items[at], axis, shape[axis : axis + 1])
-    return (axis, places) if shape[axis] * itemsize <= places.size * places.itemsize else None
-
-
-def _moved(ndim: int, axis: int, count: int) -> tuple[int, ...]:
-    """The order of ``ndim`` axes in which ``count`` of them, from ``axis`` on, come first."""
-    first = range(axis, axis + count)
-    return (*first, *[i for i in range(ndim) if i not in first])
+    if shape[axis] * itemsize > places.size * places.itemsize:
+        return None
+    return (axis, *range(axis), *range(axis + 1, ndim)), ArrayIndex((places,))
 
 
 def _view(a: NDArray, index: Any) -> NDArray:
