@@ -159,6 +159,23 @@ def test_axes_that_are_apart_are_reduced_without_a_copy(device, dtype):
             np.testing.assert_array_equal(found.numpy(), NDArray(wanted, device=device, dtype=found.dtype).numpy())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int32", "bool"])
+@pytest.mark.parametrize("given", [(1, 1, 1), (300, 1, 1), (1, 200, 1), (1, 1, 7), (300, 1, 7), (1, 200, 7)], ids=str)
+def test_broadcast_arrays_are_reduced_without_a_copy(device, given, dtype):
+    """Sums of 16-bit floats are rounded once, behind the product with how often an element is there."""
+    values = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 9, given)
+    x, wanted = NDArray(values, device=device, dtype=dtype).broadcast_to((300, 200, 7)), np.broadcast_to(values, (300, 200, 7))
+    for axis in (None, *(axes for n in (1, 2, 3) for axes in itertools.combinations(range(3), n))):
+        for op in ("sum", "max", "min", "mean"):
+            live = device.mod.memory_stats()["live"]
+            device.mod.reset_peak()
+            found = getattr(x, op)(axis, True)
+            assert device.mod.memory_stats()["peak"] - live <= 3 * 8 * found.size + 4 * 8 * values.size + 4096
+            exact = getattr(wanted, op)(axis, keepdims=True)
+            same = NDArray(exact.astype(np.float32) if op == "mean" else exact, device=device, dtype=found.dtype)
+            np.testing.assert_array_equal(found.astype("float64").numpy(), same.astype("float64").numpy(), strict=True)
+
+
 def test_sums_over_axes_that_are_apart_are_rounded_once(device):
     ones = full((3, 2, 257), 1.0, "bfloat16", device)  # which has 256 and 258, 768 and 772
     np.testing.assert_array_equal(ones.sum((0, 2)).astype("float32").numpy(), [772, 772])

@@ -820,6 +820,8 @@ class NDArray:
             if of_nothing is not None:
                 return full(shape, of_nothing, dtype, self._device)
             raise ShapeError(f"[{op}] nothing to reduce: axes {axes} of {self._shape} have no elements")
+        if kernel != "reduce_prod" and self.is_broadcast():
+            return self._reduce_once(op, kernel, axes, dtype).reshape(shape)
         order, (*steps, last) = reduction(self._shape, self._strides, axes)
         x = self if self._contiguous else self.permute(order)
         kept = dt.accumulator(dtype) if steps and adds and dt.is_float(dtype) else dtype
@@ -832,6 +834,18 @@ class NDArray:
         out = _new(shape, kept, self._device)
         function(x.contiguous_handle(), out._handle, *last)
         return out.astype(dtype, copy=False)
+
+    def _reduce_once(self, op: str, kernel: str, axes: tuple[int, ...], dtype: str) -> NDArray:
+        """The reduction of a broadcast array, with its axes, from what it repeats: sums are multiplied, maxima stay."""
+        repeated = [i for i, (n, stride) in enumerate(zip(self._shape, self._strides)) if n > 1 and stride == 0]
+        once = self._view(tuple([1 if i in repeated else n for i, n in enumerate(self._shape)]), self._strides)
+        times = math.prod([self._shape[i] for i in repeated if i in axes])
+        if kernel == "reduce_sum" and times > 1:
+            wide = dt.accumulator(dtype) if dt.is_float(dtype) else dtype
+            reduced = (once._reduce(op, kernel, axes, True, wide) * times).astype(dtype, copy=False)
+        else:
+            reduced = once._reduce(op, kernel, axes, True, dtype)
+        return reduced._broadcast(reduced_shape(self._shape, axes, True)).compact()
 
     def _sum_dtype(self) -> str:
         """The dtype of sums and products. Kernels widen element by element, so there is no wide copy."""
