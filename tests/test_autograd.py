@@ -745,7 +745,7 @@ def test_a_decorated_function_takes_and_gives_all_that_it_did(host):
 
     x = leaf([2.0], host)
     without, again = ndl.no_grad()(affine), ndl.no_grad()(ndl.enable_grad()(affine))
-    for function, recorded in ((without, False), (again, True)):
+    for function, recorded in ((without, False), (again, True), (ndl.no_grad(affine), False), (ndl.enable_grad(affine), True)):
         y = function(x, 3, shift=1.0)
         assert y.item() == 7 and (y.op is not None) == recorded and function.__name__ == "affine"
     assert (x * x).op is not None
@@ -1457,7 +1457,9 @@ def test_moments_are_of_one_device(cpu):
             kind(params)
 
 
-def test_what_cannot_be_called_cannot_be_recomputed():
+@pytest.mark.parametrize("decorator", [ndl.remat, ndl.no_grad, ndl.no_grad(), ndl.enable_grad, amp.autocast("cpu")])
+def test_what_cannot_be_called_is_not_decorated(decorator):
+    name = getattr(decorator, "__name__", type(decorator).__name__)
     for wrong, found in ((5, "of type int"), (ndl.nn.ReLU, "the class ReLU")):
-        with pytest.raises(TypeError, match=rf"\[remat\] function is {found} \(accepted: a Module"):
-            ndl.remat(wrong)
+        with pytest.raises(TypeError, match=rf"\[{name}\] function is {found} \(accepted: a Module"):
+            decorator(wrong)

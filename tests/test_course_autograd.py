@@ -219,6 +219,10 @@ def test_operators_make_the_courses_nodes(ab):
     autograd.topo_sort_dfs(difference, visited, order)
     assert order == autograd.find_topo_sort([difference]) and visited == set(order)
     np.testing.assert_array_equal(autograd.sum_node_list([a, b, a]).numpy(), A + B + A)
+    for value in autograd.find_topo_sort([ops.split(difference, 0)[0]]):  # as the course's own backward does
+        value.grad = None
+    with pytest.raises(TypeError, match=r"\[find_topo_sort\] node_list is of type Tensor \(accepted: a list of values\)"):
+        autograd.find_topo_sort(difference)
 
 
 def test_backward_overwrites(device):
@@ -669,6 +673,11 @@ def test_image_data(tmp_path):
     x, y = np.random.randint(-2, 3, size=2)
     padded = np.pad(picture, ((2, 2), (2, 2), (0, 0)))
     np.testing.assert_array_equal(cropped, padded[2 + x : 7 + x, 2 + y : 6 + y])
+    for transform in (data.RandomFlipHorizontal(1.0), data.RandomCrop(2)):
+        assert transform(picture.astype(np.uint8)).dtype == np.uint8
+        for images in (picture[0], picture[None]):
+            with pytest.raises(ndl.errors.ShapeError, match=r"image has shape .* \(accepted: \(H, W, C\)"):
+                transform(images)
     assert data.Dataset([lambda v: v + 1, lambda v: v * 2]).apply_transforms(1) == 4 and data.Dataset().apply_transforms(3) == 3
 
 

@@ -506,7 +506,7 @@ def test_arguments_of_ops(device):
         for shape in ((3, 2), (6, 1), (1, 6)):  # as many, but of which rows?
             with pytest.raises(ShapeError, match=r"rows are \(2, 3, 4\), targets"):
                 loss(leaf(np.zeros(shape), device))
-    for f in (ops.mean, ops.summation, ops.max):
+    for f in (ops.mean, ops.summation, ops.max, ops.logsumexp):
         with pytest.raises(ShapeError, match="names no axis"):
             f(x, {})
     assert ops.mean(x, (i for i in (1, 2))).shape == (1, 1)
@@ -524,6 +524,7 @@ def test_arguments_of_ops(device):
             ops.dropout(x, 0.5, seed, offset)
     pair = ops.make_tuple(x, x * 2)
     assert pair[np.int64(-1)].numpy()[0, 0, 0, 0] == 2
+    assert pair[1:] == (pair[1],) and pair[::-1] == (pair[1], pair[0]) and pair[2:] == ()
     for wrong in (2, -3, 0.0, "0"):
         with pytest.raises(IndexError, match=rf"\[tuple_get_item\] index {wrong} is out of range for 2 items"):
             pair[wrong]
@@ -775,6 +776,9 @@ def test_gradients_that_do_not_fit(device):
         First()(ops.split(x.reshape((1, 3)), 0)[0]).backward()
     with pytest.raises(GraphError, match=r"Third.gradient gave 2 gradients for 1 inputs"):
         Third(lambda grad: (grad, grad))(x).backward()
+    for y in (Third(lambda grad: None)(x), Third(lambda grad: None)(x * 2)):  # a forgotten return
+        with pytest.raises(GraphError, match=r"Third.gradient gave None \(accepted: a Tensor, or a tuple"):
+            y.backward()
     for given in (ndl.Tensor.realize_cached_data, ndl.Tensor.numpy):
         for y in (Third(given)(x), Third(given)(x * 2)):
             with pytest.raises(GraphError, match=r"Third.gradient gave a .*rray for an input of shape \(3,\)"):

@@ -28,7 +28,7 @@ from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
 from .backend_ndarray.ndarray import writes
 from .backend_selection import Device, NDArray, array_api, as_device
 from .errors import DeviceError, DTypeError, GraphError, ShapeError, type_name
-from .graph import Node, Segment, as_read, home_of, realize, shape_of, spec_of
+from .graph import Node, Segment, as_computed, as_read, home_of, realize, shape_of, spec_of
 from .locks import process_lock
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
@@ -54,7 +54,11 @@ def runs_in_its_call(function: Any) -> bool:
 
 
 def check_runs_in_its_call(decorator: str, function: Callable) -> None:
-    """raises: TypeError for a generator or a coroutine: its body runs after the call, when the decorator has no effect any more."""
+    """raises: TypeError for what cannot be called; for a class, which would be called to make an object, not to compute; for a
+    generator or a coroutine: its body runs after the call, when the decorator has no effect any more."""
+    if not callable(function) or isinstance(function, type):
+        found = f"the class {function.__name__}" if isinstance(function, type) else f"of type {type_name(function)}"
+        raise TypeError(f"[{decorator}] function is {found} (accepted: a Module, or another function)")
     if not runs_in_its_call(function):
         name = getattr(function, "__name__", type_name(function))
         raise TypeError(
@@ -64,7 +68,7 @@ def check_runs_in_its_call(decorator: str, function: Callable) -> None:
 
 
 class Region(AbstractContextManager):
-    """A context manager that decorates functions, too. raises: TypeError for a generator or a coroutine."""
+    """A context manager that decorates functions, too. raises: TypeError for a class, a generator or a coroutine."""
 
     def __call__(self, function: Callable) -> Callable:
         check_runs_in_its_call(type(self).__name__, function)
@@ -78,9 +82,13 @@ class Region(AbstractContextManager):
 
 
 class no_grad(Region):
-    """Context manager and decorator: ops inside, in this thread, record no graph."""
+    """Context manager and decorator (``@no_grad()``, or ``@no_grad`` as in PyTorch): ops inside, in this thread, keep no graph."""
 
     _enable = False
+
+    def __new__(cls, function: Callable | None = None):
+        region = super().__new__(cls)
+        return region if function is None else region(function)
 
     def __enter__(self) -> None:
         _outer.set((_grad_enabled.get(), _outer.get()))
@@ -409,8 +417,7 @@ class Value:
             arrays.append(x._data if x._data is not None else x.realize_cached_data())
         out = op.compute(*arrays)
         if type(out) is not cls._computed and not isinstance(out, cls._computed):
-            accepted = "an NDArray" if cls._computed is NDArray else "a tuple of NDArrays"
-            raise DTypeError(f"[{type(op).__name__}] compute gave a {type_name(out)} (accepted: {accepted})")
+            out = as_computed(op, out, arrays, cls._computed)
         value = cls.__new__(cls)
         value._setup(out, requires_grad)
         if requires_grad:
@@ -470,9 +477,9 @@ class Value:
 
 
 class TensorTuple(Value):
-    """A tuple of Tensors as one value of the graph."""
+    """A tuple of Tensors as one value of the graph. ``grad`` is for algorithms of one's own; ``backward`` leaves it alone."""
 
-    __slots__ = ()
+    __slots__ = ("grad",)
     _computed = tuple
 
     @property
@@ -488,8 +495,8 @@ class TensorTuple(Value):
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def __getitem__(self, index: int) -> Tensor:
-        return ops.tuple_get_item(self, index)
+    def __getitem__(self, index):
+        return self.tuple()[index] if isinstance(index, slice) else ops.tuple_get_item(self, index)
 
     def tuple(self) -> tuple[Tensor, ...]:
         """The items, in Python's tuple."""
@@ -898,6 +905,8 @@ def compute_gradient_of_variables(output_tensor: Tensor, out_grad: Tensor | None
 
 def find_topo_sort(node_list: Iterable[Value]) -> list[Value]:
     """The values under ``node_list`` in post-order: inputs, left to right, before what is made of them; each once."""
+    if isinstance(node_list, Value):  # whose parts would be sorted
+        raise TypeError(f"[find_topo_sort] node_list is of type {type_name(node_list)} (accepted: a list of values)")
     visited: set[Value] = set()
     order: list[Value] = []
     for node in node_list:

@@ -1,9 +1,16 @@
-"""The course's NEEDLE_BACKEND=np: numpy's dtypes and shapes. One code path: it is the reference device under a preset."""
+"""The course's NEEDLE_BACKEND=np: numpy's dtypes and shapes. One code path: it is the reference device under a preset.
+
+As ``array_api`` it has the functions of ``backend_ndarray`` and, for ops of one's own, all others of numpy.
+"""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
+import numpy
+
+from . import backend_ndarray
 from .backend_ndarray.device import BackendDevice as Device
 
 
@@ -25,3 +32,9 @@ def default_device() -> Device:
 
 def all_devices() -> list[Device]:
     return [cpu()]
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(backend_ndarray if hasattr(backend_ndarray, name) else numpy, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from . import backend_ndarray as array_api
 from . import config
 from .backend_ndarray import BackendDevice as Device
 from .backend_ndarray import NDArray, as_device, default_device
@@ -11,8 +10,10 @@ from .backend_ndarray import device as _device
 BACKEND = config.get("NEEDLE_BACKEND")
 
 if BACKEND == "nd":
+    from . import backend_ndarray as array_api
     from .backend_ndarray import all_devices, cpu, cpu_numpy, cuda, cuda_sim, meta
 elif BACKEND == "np":
+    from . import backend_numpy as array_api  # type: ignore[no-redef]
     from .backend_numpy import all_devices, cpu
 
     _device.by_name = {"cpu": cpu}

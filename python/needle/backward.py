@@ -316,6 +316,10 @@ def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, kee
             parts = op.accumulate_gradient(grad, value, sums)
         else:
             parts = op.gradient(grad, value)
+            if parts is None:  # most likely a forgotten return
+                raise GraphError(
+                    f"[backward] {op.name}.gradient gave None (accepted: a Tensor, or a tuple with one or None per input)"
+                )
             parts = parts if isinstance(parts, (tuple, list)) else (parts,)
     if len(parts) != len(inputs):
         raise GraphError(f"[backward] {op.name}.gradient gave {len(parts)} gradients for {len(inputs)} inputs")

@@ -8,10 +8,12 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from .backend_ndarray.host_memory import ACTIVATION
-from .backend_ndarray.ndarray import write_stamp
+from .backend_ndarray.ndarray import NDArray, write_stamp
 from .backend_selection import default_device
-from .errors import GraphError
+from .errors import DTypeError, GraphError, type_name
 
 if TYPE_CHECKING:
     from .autograd import Op, Value
@@ -258,9 +260,20 @@ def recompute(node: Node, arrays: Sequence[Any]) -> Any:
     set_category, before = device.set_current_category, ACTIVATION
     try:
         before = set_category(ACTIVATION)
-        return node.op.compute(*arrays)  # type: ignore[union-attr]
+        out = node.op.compute(*arrays)  # type: ignore[union-attr]
+        return out if isinstance(out, (NDArray, tuple)) else as_computed(node.op, out, arrays)
     finally:
         set_category(before)
+
+
+def as_computed(op: Any, out: Any, arrays: Sequence[Any], wanted: type = NDArray) -> Any:
+    """What ``compute`` gave that is not of the type ``wanted``, as an array: with numpy's semantics ops may use numpy's functions.
+    raises: DTypeError for anything else."""
+    device = _first_part(arrays[0])._device if arrays else default_device()
+    if wanted is NDArray and device.numpy_semantics and isinstance(out, (np.ndarray, np.generic)):
+        return NDArray(out, device=device)
+    accepted = "an NDArray" if wanted is NDArray else "a tuple of NDArrays"
+    raise DTypeError(f"[{op.name}] compute gave a {type_name(out)} (accepted: {accepted})")
 
 
 def _first_part(value: Any) -> Any:

@@ -32,6 +32,7 @@ from .shapes import (
     normalize_axes,
     pad_widths,
     reach,
+    reduced_axes,
     reduced_shape,
     reduction,
     slice_range,
@@ -809,9 +810,7 @@ class NDArray:
 
     def _reduce(self, op: str, kernel: str, axis, keepdims: bool, dtype: str | None = None, of_nothing=None) -> NDArray:
         check_flag(op, "keepdims", keepdims)  # sum(0, 1), for example, is not over two axes
-        axes = normalize_axes(axis, self.ndim, op)
-        if axis is not None and not axes:
-            raise ShapeError(f"[{op}] axis () names no axis (accepted: None, an int, or a tuple of ints)")
+        axes = reduced_axes(axis, self.ndim, op)
         shape = reduced_shape(self._shape, axes, keepdims)
         if axis is None and not keepdims and not self._device.numpy_semantics:
             shape = (1,)

@@ -97,6 +97,14 @@ def normalize_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:
     return tuple(found)
 
 
+def reduced_axes(axes: Any, ndim: int, op: str) -> tuple[int, ...]:
+    """``normalize_axes`` of a reduction. raises: ShapeError also for (): to numpy that is no axis, to PyTorch it is all."""
+    found = normalize_axes(axes, ndim, op)
+    if axes is not None and not found:
+        raise ShapeError(f"[{op}] axis () names no axis (accepted: None, an int, or a tuple of ints)")
+    return found
+
+
 def pad_widths(widths: Any) -> tuple[tuple[int, int], ...]:
     """One (left, right) per axis. raises: ShapeError for what are no pairs of whole numbers."""
     try:

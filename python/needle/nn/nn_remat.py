@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from ..autograd import check_runs_in_its_call, rematerialize
-from ..errors import type_name
 from .nn_basic import Module
 
 
@@ -26,9 +25,6 @@ def remat(function: Callable, *args: Any, **kwargs: Any) -> Any:
     parameter that was changed in place in between.
     source: Chen et al. 2016, arXiv:1604.06174.
     """
-    if not callable(function) or isinstance(function, type):  # which would be called to make an object, not to compute
-        found = f"the class {function.__name__}" if isinstance(function, type) else f"of type {type_name(function)}"
-        raise TypeError(f"[remat] function is {found} (accepted: a Module, or another function)")
     check_runs_in_its_call("remat", function)
     if args or kwargs:
         with rematerialize():

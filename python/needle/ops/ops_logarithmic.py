@@ -6,7 +6,7 @@ import math
 
 from ..autograd import NDArray, Tensor, TensorOp, check_tensors, is_grad_enabled
 from ..backend_ndarray import kernels
-from ..backend_ndarray.shapes import frozen, normalize_axes, normalize_axis, reduced_shape
+from ..backend_ndarray.shapes import frozen, normalize_axes, normalize_axis, reduced_axes, reduced_shape
 from .ops_mathematic import broadcast_to, exp, where
 from .ops_shape import reshape, transpose
 
@@ -30,7 +30,7 @@ class LogSumExp(TensorOp):
         self.axes = frozen(axes)
 
     def compute(self, Z):
-        axes = normalize_axes(self.axes, Z.ndim, "logsumexp")
+        axes = reduced_axes(self.axes, Z.ndim, "logsumexp")
         shape = (1,) if self.axes is None and not Z.device.numpy_semantics else reduced_shape(Z.shape, axes)
         return kernels.logsumexp(_last(Z, axes)).reshape(shape)
 
