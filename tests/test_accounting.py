@@ -320,6 +320,8 @@ def test_amounts_of_memory_are_read():
         True,
         "9" * 400,
         "9999999TiB",
+        1.5,
+        "1.5 bytes",
         1 << 63,
     ):
         with pytest.raises(ShapeError, match="not an amount of memory"):
@@ -585,6 +587,23 @@ def test_ctrl_c_as_a_region_begins_or_ends_leaves_nothing_on(cpu, monkeypatch):
         with memory.trace(cpu) as t:
             kept = ndl.ones(10, device=cpu)
         assert t.peak_bytes - t.start_bytes == kept.size * 4 and memory.plan(build).peak_bytes == 400
+
+
+def test_ctrl_c_before_a_trace_has_ended(cpu, monkeypatch):
+    end, calls = memory.trace._end, []
+
+    def interrupted(self):
+        calls.append(self)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return end(self)
+
+    monkeypatch.setattr(memory.trace, "_end", interrupted)
+    with pytest.raises(KeyboardInterrupt), memory.trace(cpu):
+        pass
+    assert not sites._tracing
+    with memory.trace(cpu):
+        pass
 
 
 def test_ctrl_c_as_the_account_of_a_plan_ends(monkeypatch):

@@ -12,7 +12,7 @@ from needle.config import VARIABLES
 
 PACKAGE = Path(__file__).parent.parent / "python" / "needle"
 LAYERS = [
-    {"dtype", "errors", "config", "files", "locks", "command_line"}, {"backend_ndarray"}, {"backend_numpy"}, {"backend_selection"}, {"graph", "autograd", "backward"}, {"init"}, {"ops"},
+    {"dtype", "errors", "config", "files", "locks", "objects", "command_line"}, {"backend_ndarray"}, {"backend_numpy"}, {"backend_selection"}, {"graph", "autograd", "backward"}, {"init"}, {"ops"},
     {"nn"}, {"amp", "optim", "data", "checkpoints", "testing"}, {"memory"}, {"models"}, {"__version__"}, {"__main__"},
 ]  # fmt: skip
 # Upwards go Tensor's operators, which are ops, and sums of gradients.

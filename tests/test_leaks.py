@@ -18,6 +18,7 @@ import pytest
 import needle as ndl
 from needle import amp, memory, nn, ops
 from needle.errors import GraphError, ShapeError
+from needle.objects import in_turn, objects_but, objects_of
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 layer = None
@@ -555,7 +556,7 @@ def test_a_process_that_forks_while_another_thread_searches_can_search(with_laye
     searching, over = threading.Event(), threading.Event()
 
     def search():
-        with sys.modules[memory.LeakCheck.__module__]._searching:
+        with in_turn():
             searching.set()
             over.wait()
 
@@ -690,3 +691,102 @@ def test_the_example_finds_its_leak(in_root):
     assert "`Judged.history` (leak.py:28) keeps the graph of 12 steps alive" in said
     sizes = re.findall(r"step 2: (\S+ \S+), after step 12: (\S+ \S+)", said)
     assert sizes[0][0] != sizes[0][1] and float(sizes[1][1].split()[0]) < float(sizes[1][0].split()[0]) * 1.01
+
+
+def test_a_search_disturbs_no_tuple_that_another_thread_is_making(with_layer, cpu):
+    """While a search has such a tuple in its hands the thread that makes it cannot make it longer."""
+    over, failed, made, history = threading.Event(), [], [], [relu_of_layer()]
+
+    def make():
+        while not over.is_set():
+            try:
+                made.append(len(tuple(i for i in range(2000))))
+            except SystemError as error:
+                failed.append(error)
+
+    def build(device):
+        return lambda: ndl.ones(10, device=device)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    try:
+        with memory.LeakCheck(warn=False) as check:
+            for _ in range(25):
+                history.append(relu_of_layer())
+                check.step()
+                with memory.trace(cpu):
+                    pass
+                assert memory.leaks() and memory.plan(build).peak_bytes == 40 and ndl.autograd.TENSOR_COUNTER
+    finally:
+        over.set()
+        thread.join()
+    assert made and not failed
+
+
+def test_a_search_finds_no_objects_of_its_own():
+    """A list of all objects that is among these would keep them until the garbage collector comes."""
+    own = types.SimpleNamespace()
+    gc.collect()
+    gc.disable()
+    try:
+        for found in (objects_but(ndl.Tensor), objects_of(type, types.SimpleNamespace)):
+            assert not any(x is found for x in found) and any(x is own for x in found)
+            assert not any(type(x) in (tuple, ndl.Tensor) for x in found)
+        del found
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_a_plan_beside_a_search_is_exact(with_layer):
+    def build(device):
+        layer = nn.Linear(30, 30, device=device)
+        return lambda: ops.tanh(layer(ndl.ones(30, 30, device=device))).sum().backward()
+
+    over, history, alone = threading.Event(), [relu_of_layer()], (memory.plan(build).peak_bytes, memory.peak_bytes(build))
+
+    def search():
+        while not over.is_set():
+            memory.leaks()
+
+    often = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    thread = threading.Thread(target=search)
+    thread.start()
+    try:
+        for _ in range(8):
+            assert (memory.plan(build).peak_bytes, memory.peak_bytes(build)) == alone
+    finally:
+        sys.setswitchinterval(often)
+        over.set()
+        thread.join()
+    assert history
+
+
+def test_casts_of_another_threads_region_are_no_leak(with_layer, cpu):
+    kept, over = threading.Event(), threading.Event()
+
+    def train():
+        with amp.autocast(cpu, "bfloat16"):
+            good_step().backward()
+            kept.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        assert kept.wait(60) and memory.leaks() == []
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_detach_is_no_advice_for_a_part_of_an_array(with_layer):
+    history = [relu_of_layer()[0, 0] for _ in range(3)]
+    (leak,) = memory.leaks()
+    assert leak.is_part and str(leak).endswith(
+        "use `.item()` or `.numpy()` (`.detach()` would keep all of an array of which this is a part)"
+    )
+    history[:] = [relu_of_layer()]
+    (leak,) = memory.leaks()
+    assert not leak.is_part and str(leak).endswith("use `.detach()` or `.item()`")

@@ -126,6 +126,23 @@ def test_advice_is_true_wherever_the_step_fails(limited):
     del other
 
 
+def test_the_least_that_is_needed_is_told_from_what_is_there(limited):
+    def build_for(rows=64):
+        def build(device):
+            layer = nn.Linear(512, 512, device=device)
+            return lambda: layer(ndl.ones(rows, 512, device=device)).sum().backward()
+
+        return build
+
+    needed, live = memory.peak_bytes(build_for(1)), memory.stats(limited).live
+    memory.set_limit(live + needed - 1, limited)
+    with memory.advise(build_for, [("a batch of 1", {"rows": 1})]), pytest.raises(OutOfMemoryError) as failure:
+        step = build_for()(limited)
+        step()
+        step()
+    assert f"the least is {needed:,} bytes, with a batch of 1" in str(failure.value)
+
+
 def test_advice_that_cannot_help_says_so(limited):
     build_for = lambda batch=8: plannable(TINY, batch, 64)  # noqa: E731
     memory.set_limit(memory.stats(limited).live + 50_000, limited)

@@ -27,6 +27,7 @@ from .autograd import NDArray, Op, Region, Tensor, current_autocast, current_seg
 from .backend_ndarray import BackendDevice, as_device, kernels
 from .backend_ndarray.ndarray import write_stamp
 from .errors import CheckpointError, DeviceError, DTypeError, GraphError, check_count, check_state, shown, type_name
+from .objects import objects_of
 
 __all__ = ["PRECISIONS", "GradScaler", "SkippedStepWarning", "autocast", "get_autocast_dtype", "is_autocast_enabled"]
 
@@ -155,9 +156,9 @@ class _Region:
 
 
 def kept_casts() -> list[Tensor]:
-    """The casts of parameters that the regions open here keep for their ops to come."""
-    region = current_autocast()
-    return [] if region is None else [cast for casts in region.casts.values() for cast, _, _ in casts.values()]
+    """The casts of parameters that open regions, of any thread, keep for their ops to come."""
+    kept = [casts for region in objects_of(_Region) for casts in list(region.casts.data.values())]
+    return [cast for casts in kept for cast, _, _ in list(casts.values())]
 
 
 class SkippedStepWarning(UserWarning):

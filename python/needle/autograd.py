@@ -9,7 +9,6 @@ without the garbage collector.
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +29,7 @@ from .backend_selection import Device, NDArray, array_api, as_device
 from .errors import DeviceError, DTypeError, GraphError, ShapeError, type_name
 from .graph import Node, Segment, as_computed, as_read, home_of, realize, shape_of, spec_of
 from .locks import process_lock
+from .objects import objects_of
 
 LAZY_MODE = False  # True: ops that record a graph compute when their value is first asked for
 
@@ -138,7 +138,7 @@ def __getattr__(name: str) -> int:
     """``TENSOR_COUNTER``: live Tensors and TensorTuples, counted when asked for, so that making one costs nothing more."""
     if name != "TENSOR_COUNTER":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return sum(issubclass(type(found), Value) for found in gc.get_objects())
+    return len(objects_of(Value))
 
 
 # --- ops ---

@@ -72,7 +72,9 @@ class advise:
                 return "\n".join([*lines, f"what fits: {what}, peak {readable(peak)} (planned)"])
             least = min(least or (peak, what), (peak, what))
         if least is not None and least[0] < needed:
-            lines.append(f"none of the changes tried fits; the least is {readable(least[0])}, with {least[1]} (planned)")
+            amount = readable(least[0])
+            amount = f"{least[0]:,} bytes" if amount in said else amount
+            lines.append(f"none of the changes tried fits; the least is {amount}, with {least[1]} (planned)")
         elif least is not None:
             lines.append(f"none of the changes tried needs less: {', '.join(what for what, _ in self.changes)}")
         return "\n".join(lines)

@@ -11,12 +11,19 @@ from itertools import chain
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
+from ..objects import objects_of
+
 _NEEDLE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODELS = os.path.join(_NEEDLE, "models") + os.sep  # written as a user would write them, and shown as the user's
 SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}  # None at their end
+PAUSED = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
 
 _is_core: dict[str, bool] = {}
+
+
+def frame_of(paused: Any) -> FrameType | None:
+    """The frame of a generator or the like; None at its end."""
+    return getattr(paused, PAUSED[type(paused)])
 
 
 def is_needles(filename: str) -> bool:
@@ -72,8 +79,7 @@ def forget_old_copies() -> None:
     and waiting functions have let go since.
     """
     if sys.version_info < (3, 13):
-        waiting = (getattr(o, PAUSED[type(o)]) for o in gc.get_objects() if type(o) in PAUSED)
-        for frame in chain(running(), waiting):
+        for frame in chain(running(), map(frame_of, objects_of(*PAUSED))):
             if frame is not None and not is_core(frame.f_code.co_filename):
                 locals_of(frame)
 
@@ -105,7 +111,7 @@ def _cleared(frame: FrameType) -> bool:
 
 def _waits(frame: FrameType) -> bool:
     """Whether a generator or a coroutine waits in this frame: it may have caught the error, and clearing the frame would end it."""
-    return any(getattr(o, PAUSED[type(o)]) is frame for o in gc.get_objects() if type(o) in PAUSED)
+    return any(frame_of(o) is frame for o in objects_of(*PAUSED))
 
 
 def _empty_functions(frames: Iterable[FrameType]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 import weakref
@@ -18,7 +17,7 @@ from ..backend_ndarray.ndarray import write_stamp
 from ..backend_selection import NDArray
 from ..errors import GraphError
 from ..graph import Node, differentiable_order
-from ..locks import process_lock
+from ..objects import in_turn, objects_of
 from . import sites
 from .frames import forget_old_copies
 from .names import names_of
@@ -35,7 +34,7 @@ class Leak:
 
     name: as the program knows it. place: file and line where the latest of the Tensors was made, "" if lines were not recorded.
     steps: how many steps the graphs are from; 0 without a LeakCheck. nbytes: of arrays that no other Tensor holds. tensors: how
-    many there are.
+    many there are. is_part: whether the array of one of them is a part of a larger one, which its ``detach()`` would keep.
     """
 
     name: str
@@ -43,11 +42,13 @@ class Leak:
     steps: int
     nbytes: int
     tensors: int
+    is_part: bool = False
 
     def __str__(self) -> str:
         what = f"the graph of {_several(self.steps, 'step')}" if self.steps else _several(self.tensors, "graph")
         where = f" ({self.place})" if self.place else ""
-        return f"`{self.name}`{where} keeps {what} alive, {readable(self.nbytes)}: use `.detach()` or `.item()`"
+        cure = "`.item()` or `.numpy()` (`.detach()` would keep all of an array of which this is a part)" if self.is_part else ""
+        return f"`{self.name}`{where} keeps {what} alive, {readable(self.nbytes)}: use {cure or '`.detach()` or `.item()`'}"
 
 
 def _several(count: int, what: str) -> str:
@@ -138,24 +139,20 @@ def leaks() -> list[Leak]:
     return find(None, []) if check is None else find(check._before, check._ends)
 
 
-_searching = process_lock()  # two searches would find each other's lists, and keep them
-
-
 def find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
     """The leaks among these nodes (None: all).
 
     ends: the ticks of the write clock at which the first step began, and then those at which steps ended.
     """
-    with _searching:
+    with in_turn():
         return _find(among, ends)
 
 
 def _find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
     forget_old_copies()
     nodes = None if among is None else {r() for r in among}
-    # By type alone: isinstance would ask each object of the program for its class. A Tensor that could not be made is a handle
-    # without a node, which a traceback may keep.
-    values = [x for x in gc.get_objects() if issubclass(type(x), Value) and hasattr(x, "_node")]
+    # A Tensor that could not be made is a handle without a node, which a traceback may keep.
+    values = [x for x in objects_of(Value) if hasattr(x, "_node")]
     handles = [x for x in values if x.op is not None]
     casts = {cast._as_node() for cast in kept_casts()}  # a region around the whole loop has them by right, one per parameter
     is_old = lambda n: n.op is not None and (nodes is None or n in nodes) and n not in casts  # noqa: E731
@@ -177,7 +174,8 @@ def _find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
         steps = len({bisect_left(ends, n.born) for n in old}) if ends else 0
         pieces = _pieces(held, old)
         nbytes = sum(pieces[key] for key in pieces.keys() - needed)
-        found.append(Leak(name, site.place if site else "", steps, nbytes, len(held)))
+        is_part = any(isinstance(x._data, NDArray) and x._data.is_part() for x in held)
+        found.append(Leak(name, site.place if site else "", steps, nbytes, len(held), is_part))
     return sorted(found, key=lambda leak: -leak.nbytes)
 
 

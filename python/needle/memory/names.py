@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from ..autograd import Value
+from ..autograd import Tensor, Value
 from ..backend_selection import NDArray
 from ..backward import GradientSource
 from ..graph import Node
-from .frames import PAUSED, SUSPENDED, is_core, locals_of, running
+from ..objects import objects_but, objects_of
+from .frames import PAUSED, SUSPENDED, frame_of, is_core, locals_of, running
 
 _DEPTH = 11  # objects between a name and a Tensor, dicts of attributes among them
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -34,7 +35,7 @@ def names_of(targets: list[Any]) -> list[str]:
     may be thousands of them.
     """
     variables = [item for frame in running() for item in locals_of(frame).items()]
-    hidden = _unknown_to_the_collector(variables)
+    objects = _that_may_lead([value for _, value in variables])
     called = {id(value): name for name, value in variables}
     del variables
     titles: dict[int, str] = {}  # of objects, by the id of the dict of their attributes
@@ -42,7 +43,7 @@ def names_of(targets: list[Any]) -> list[str]:
     parts: dict[int, list[int]] = {}  # of those that have no name for them
     in_frames: set[int] = set()
     on_the_way = {id(x): x for x in targets}
-    ours = {id(targets), id(on_the_way), id(hidden)}
+    ours = {id(targets), id(on_the_way), id(objects)}
     level, seen = set(on_the_way), set(on_the_way)
     for _ in range(_DEPTH):
         names.update((key, called[key]) for key in level & called.keys())
@@ -50,8 +51,7 @@ def names_of(targets: list[Any]) -> list[str]:
         if not level:
             break
         above: set[int] = set()
-        # Without the empty dicts, which locals_of must not find in another's hands.
-        for r in chain([r for r in gc.get_objects() if type(r) is not dict or r], hidden):
+        for r in objects:
             hits = level.intersection(map(id, _held_by(r)))
             if not hits or id(r) in ours:
                 continue
@@ -111,21 +111,27 @@ def _elements(array: np.ndarray) -> Iterable:
     return array.flat if array.dtype.hasobject else ()
 
 
-def _unknown_to_the_collector(variables: list[tuple[str, Any]]) -> list[Any]:
-    """numpy's arrays of objects, and dicts and tuples that the garbage collector does not track because they hold nothing else."""
+def _that_may_lead(values: list[Any]) -> list[Any]:
+    """The objects that may be on the way to a Tensor, found from those that the garbage collector shows and from ``values``:
+    also tuples, numpy's arrays of objects, and dicts that it does not track because they hold nothing else.
+    """
+    # Few Tensors lead to another. Other threads go on, and what is listed here cannot be freed.
+    objects = objects_but(Node, NDArray, Value) + [x for x in objects_of(Value) if _leads(x)]
+    # Without the empty dicts, which locals_of must not find in another's hands.
+    objects = [x for x in objects if type(x) is not dict or x]
     row: list[Any] = []
     seen: set[int] = set()
 
     def look(values: Iterable) -> None:
         for x in values:
-            if type(x) in _UNTRACKED and not gc.is_tracked(x) and id(x) not in seen:
+            if type(x) in _UNTRACKED and (type(x) is tuple or not gc.is_tracked(x)) and id(x) not in seen:
                 seen.add(id(x))
                 row.append(x)
 
-    look(value for _, value in variables)
-    look(chain.from_iterable(map(gc.get_referents, gc.get_objects())))
+    look(values)
+    look(chain.from_iterable(map(gc.get_referents, objects)))
     look(chain.from_iterable(map(gc.get_referents, row)))  # which grows meanwhile: tuples of tuples may be many, and deep
-    found: dict[int, Any] = {}
+    found: dict[int, Any] = {id(x): x for x in row if type(x) is tuple and gc.is_tracked(x)}
     leading = [x for x in row if type(x) is np.ndarray and x.dtype.hasobject]
     holders: dict[int, list[Any]] = {}
     for value in row if leading else ():
@@ -136,7 +142,12 @@ def _unknown_to_the_collector(variables: list[tuple[str, Any]]) -> list[Any]:
         if id(value) not in found:
             found[id(value)] = value
             leading.extend(holders.get(id(value), ()))
-    return list(found.values())
+    return objects + list(found.values())
+
+
+def _leads(value: Value) -> bool:
+    """Whether it may hold a Tensor: as its gradient, or in an attribute, for which only derived classes have room."""
+    return type(value) is not Tensor or any(getattr(value, name, None) is not None for name in ("_grad", "_source"))
 
 
 def _name_in(r: Any, item: Any) -> str:
@@ -147,10 +158,10 @@ def _name_in(r: Any, item: Any) -> str:
             return ""
         paused = None  # from Python 3.11 on such an object has no frame that could be seen here
         if r.f_code.co_flags & SUSPENDED:
-            paused = next((o for o in gc.get_referrers(r) if type(o) in PAUSED), None)
+            paused = next((o for o in objects_of(*PAUSED) if frame_of(o) is r), None)
         return f"{key} in {_paused_title(paused) if paused is not None else f'{r.f_code.co_name}, kept by a traceback'}"
     if type(r) in PAUSED:
-        frame = getattr(r, PAUSED[type(r)])
+        frame = frame_of(r)
         key = _key(locals_of(frame), item) if frame is not None else ""
         return f"{key} in {_paused_title(r)}" if key else ""
     if type(r) is dict:

@@ -21,6 +21,7 @@ from ..backend_selection import as_device
 from ..errors import GraphError, ShapeError, check_count, type_name
 from ..locks import process_lock
 from ..nn.nn_basic import Module
+from ..objects import searching
 from . import sites
 from .accounting import peak
 from .frames import is_needles
@@ -105,7 +106,7 @@ def plan(build: Build, steps: int = 2, device: BackendDevice | None = None) -> P
     device = meta() if device is None else as_device(device)
     reads: dict[str, None] = {}
     t = trace(device)
-    with planning, _alone(device), _reads_noted(reads):
+    with planning, searching, _alone(device), _reads_noted(reads):
         try:
             with t:
                 step = _built(build, steps, device)
@@ -146,7 +147,7 @@ _ENDS = {plan.__code__, GradScaler.step.__code__, GradScaler.update.__code__}
 def peak_bytes(build: Build, steps: int = 2, device: BackendDevice | None = None) -> int:
     """``plan(...).peak_bytes`` by the allocator's own counters: faster, since there is no trace; ``Plan.reads`` is not found."""
     device = meta() if device is None else as_device(device)
-    with planning, _alone(device), peak(device) as found:
+    with planning, searching, _alone(device), peak(device) as found:
         step = _built(build, steps, device)
         for _ in range(steps):
             step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from ..backend_ndarray.host_memory import CATEGORIES, FREED, MADE, RETAGGED
 from ..backend_selection import as_device
 from ..errors import GraphError
 from ..nn.nn_basic import Module, Parameter, _all_parts, _child_modules, _named
+from ..objects import objects_of
 from . import sites
 from .sites import NOWHERE, Reference, Site
 from .units import readable, table
@@ -46,8 +46,7 @@ class ModuleNames:
     """
 
     def __init__(self, device: BackendDevice):
-        # By type alone: isinstance would ask each object for its class. And not by parameters(), which a program may define anew.
-        found = [(m, _own_parameters(m)) for m in gc.get_objects() if issubclass(type(m), Module)]
+        found = [(m, _own_parameters(m)) for m in objects_of(Module)]  # not by parameters(), which a program may define anew
         first = {id(m): min(p._number for p in ps) for m, ps in found if any(p.device == device for p in ps)}
         modules = [m for m, _ in found if id(m) in first]
         children = {id(child) for m in modules for child in _child_modules(m.__dict__)}
@@ -139,7 +138,10 @@ class trace:
         self.marks.append((self.device.require().memory_stats()["allocations"], text))
 
     def __exit__(self, *exc: object) -> None:
-        log = self._end()
+        try:
+            log = self._end()
+        finally:
+            self._end()  # if Ctrl-C came before it had
         names = ModuleNames(self.device)
         first, events = [_holder(event, names) for event in self._first], []
         made: dict[int, int] = {}

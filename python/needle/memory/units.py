@@ -35,7 +35,7 @@ def parse_bytes(text: int | str, name: str = "memory") -> int:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?|bytes)", number)
         if plain in by_name:
             found = by_name[plain]
-        elif match and match[2] in _UNITS:
+        elif match and match[2] in _UNITS and (_UNITS[match[2]] > 1 or float(match[1]).is_integer()):
             found = int(min(float(match[1]) * _UNITS[match[2]], 2.0**63))
         else:
             raise ShapeError(
