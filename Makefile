@@ -52,7 +52,7 @@ asan race tsan ptx: $(BUILT)
 lint: $(BUILT)
 	$(VENV_PYTHON) -m pip install -q ruff mypy clang-format
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check . && $(VENV)/bin/mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cc' '*.cu' '*.cuh' '*.def')
+	$(VENV)/bin/clang-format --dry-run --Werror $$(find src tests -name '*.h' -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.def')
 
 clean:
 	rm -rf build dist python/needle/backend_ndarray/*.so $(BUILT)

@@ -176,6 +176,18 @@ def test_broadcast_arrays_are_reduced_without_a_copy(device, given, dtype):
             np.testing.assert_array_equal(found.astype("float64").numpy(), same.astype("float64").numpy(), strict=True)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("shape", [(3, 5000), (5000, 3), (40, 50), (7, 129, 6)], ids=str)
+def test_nan_is_the_largest_and_the_least(device, shape, dtype):
+    values = np.random.default_rng(0).integers(-9, 9, shape).astype(np.float64)
+    values.reshape(-1)[:: 3 * shape[-1] + 7] = np.nan
+    x = NDArray(values, device=device, dtype=dtype)
+    for axis in (None, *range(len(shape)), (0, len(shape) - 1)):
+        for op in ("max", "min"):
+            found = getattr(x, op)(axis, True).astype("float64").numpy()
+            np.testing.assert_array_equal(found, getattr(values, op)(axis, keepdims=True))
+
+
 def test_sums_over_axes_that_are_apart_are_rounded_once(device):
     ones = full((3, 2, 257), 1.0, "bfloat16", device)  # which has 256 and 258, 768 and 772
     np.testing.assert_array_equal(ones.sum((0, 2)).astype("float32").numpy(), [772, 772])
@@ -467,6 +479,14 @@ def test_interchange(host):
     assert asarray(a) is asarray(a, host) is a and asarray(a, ndl.meta()).device == ndl.meta()
     half = NDArray(X, device=host, dtype="bfloat16")
     assert half.numpy().dtype.name == "bfloat16"
+
+
+def test_truth_values_of_another_kind_do_not_come_through_dlpack(cpu):
+    """Bytes that are neither 0 nor 1 are true to numpy, and anything to C++."""
+    given = np.array([2, 0, 1, 1, 0], np.uint8).view(bool)
+    with pytest.raises(ValueError, match="bytes of bool that are neither 0 nor 1"):
+        from_dlpack(given)
+    assert from_dlpack(given[1:]).sum().item() == 2 and NDArray(given, device=cpu).sum().item() == 3
 
 
 def test_what_numpy_cannot_read_comes_through_dlpack():

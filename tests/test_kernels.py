@@ -295,6 +295,21 @@ def test_extremes_of_one_sign_and_of_the_ends_of_a_dtype(dtype, shape):
             assert (get(backend, out) == value).all(), (op, value)
 
 
+@pytest.mark.parametrize("shape", [(1, 70000, 1), (6, 9000, 1), (6, 9, 1), (70, 1, 1), (2, 9000, 3), (2, 40, 70), (1, 300, 40)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_nan_is_the_largest_and_the_least(dtype, shape):
+    """Wherever it stands in what is reduced: in each block, vector and tail, first, or last."""
+    x = RNG.integers(-5, 5, shape).astype(np.float64)
+    places = [0, shape[1] - 1, shape[1] // 2, *RNG.integers(0, shape[1], 9)]
+    for i, place in enumerate(places):
+        one = x.copy()
+        one[i % shape[0], place, i % shape[2]] = np.nan
+        a, out = put(backend, one, dtype), backend.Array(shape[0] * shape[2], dtype)
+        for op in ("max", "min"):
+            getattr(backend, f"reduce_{op}")(a, out, *shape)
+            np.testing.assert_array_equal(get(backend, out).astype(np.float64), getattr(one, op)(1).reshape(-1))
+
+
 def test_integer_sums_wrap_in_64_bits():
     x = RNG.integers(-(2**31), 2**31, 5000).astype(np.int32)
     for out_dtype in ("int32", "int64"):

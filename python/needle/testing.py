@@ -63,8 +63,10 @@ def assert_close(found, expected, tolerance: float, what: str = "") -> None:
     if found.shape != expected.shape:
         raise NeedleTestError(f"{what}: shape {found.shape}, expected {expected.shape}")
     finite = np.isfinite(expected)
-    if not np.array_equal(found[~finite], expected[~finite], equal_nan=True) or not np.isfinite(found[finite]).all():
-        raise NeedleTestError(f"{what}: NaN or infinity in the wrong place")
+    wrong = (finite != np.isfinite(found)) | ~(finite | (found == expected) | (np.isnan(found) & np.isnan(expected)))
+    if wrong.any():
+        at = np.unravel_index(int(wrong.argmax()), wrong.shape)
+        raise NeedleTestError(f"{what}: at {tuple(map(int, at))} {found[at]:.9g}, expected {expected[at]:.9g}")
     if not finite.any():
         return
     scale = max(1.0, float(np.abs(expected[finite]).max()))

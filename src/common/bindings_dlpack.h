@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -114,6 +115,12 @@ inline pybind11::tuple dlpack_import(pybind11::capsule capsule, Allocator& alloc
   if (reinterpret_cast<uintptr_t>(data) % dtype_size(dtype) != 0)
     throw std::invalid_argument("[from_dlpack] memory that is not aligned to its elements of " +
                                 std::to_string(dtype_size(dtype)) + " bytes (make a copy)");
+  if (dtype == DType::kBool && device.device_type == kDLCPU) {
+    const auto* bytes = static_cast<const uint8_t*>(data);
+    if (std::any_of(bytes, bytes + reach, [](uint8_t byte) { return byte > 1; }))
+      throw std::invalid_argument(
+          "[from_dlpack] bytes of bool that are neither 0 nor 1 (make a copy)");
+  }
   auto release = [managed] {
     if (managed->deleter == nullptr) return;
     pybind11::gil_scoped_acquire locked;  // the producer may be a Python object

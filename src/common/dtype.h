@@ -247,7 +247,7 @@ void dispatch_num(DType dtype, const char* op, F&& f) {
     NEEDLE_INT_DTYPES(ROW)
     default:
       throw std::invalid_argument(std::string("[") + op + "] no kernel for dtype " +
-                                  dtype_name(dtype));
+                                  dtype_name(dtype) + " (astype gives another)");
   }
 }
 template <class F>

@@ -129,6 +129,11 @@ void embedding_forward(const Array& weight, const Array& ids, const Array& out, 
 void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
                         const Array& workspace, int64_t n, int64_t vocab, int64_t dim,
                         bool accumulate);
+inline void check_countable(const char* kernel, int64_t n) {  // ids are counted in 32 bits
+  if (n > INT32_MAX)
+    throw std::invalid_argument("[" + std::string(kernel) + "] " + std::to_string(n) +
+                                " ids have no kernel on this device (less than 2^31)");
+}
 // weight[ids[i]] = rows[i], (n, dim), for those i whose id is not -1; no other id comes twice.
 void embedding_put(const Array& rows, const Array& ids, const Array& weight, int64_t n,
                    int64_t vocab, int64_t dim);

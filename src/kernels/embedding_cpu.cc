@@ -35,6 +35,7 @@ void embedding_forward(const Array& weight, const Array& ids, const Array& out, 
 void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
                         const Array& workspace, int64_t n, int64_t vocab, int64_t dim,
                         bool accumulate) {
+  check_countable("embedding_backward", n);
   int32_t* first = workspace.data<int32_t>();  // (vocab + 1): where the positions of an id start
   int32_t* positions = first + vocab + 1;      // (n): positions by id, ascending within an id
   dispatch_ids(ids, "embedding", [&](auto id_tag) {

@@ -217,9 +217,7 @@ void embedding_put(const Array& rows, const Array& ids, const Array& weight, int
 void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
                         const Array& workspace, int64_t n, int64_t vocab, int64_t dim,
                         bool accumulate) {
-  if (n > INT32_MAX)  // which are counted in 32 bits
-    throw std::invalid_argument("[embedding_backward] " + std::to_string(n) +
-                                " ids have no kernel on this device (less than 2^31)");
+  check_countable("embedding_backward", n);
   int32_t* ends = workspace.data<int32_t>();
   int32_t* positions = ends + vocab + 1;
   fill(workspace.view(0, vocab + 1), Scalar{0, 0});

@@ -345,7 +345,7 @@ Row row_for(Op op, DType dtype) {
       row_for(dtype, [&](auto tag) { return row_of<typename decltype(tag)::type>(op); });
   if (row.loop == nullptr)
     throw std::invalid_argument(std::string("[") + row.name + "] no kernel for dtype " +
-                                dtype_name(dtype));
+                                dtype_name(dtype) + " (astype gives another)");
   return row;
 }
 

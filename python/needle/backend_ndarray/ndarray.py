@@ -1155,6 +1155,8 @@ def from_dlpack(x: Any) -> NDArray:
 
     On a GPU both sides must work on CUDA's default stream, as they do unless told otherwise: with another stream, wait for the
     device before either frees memory that they share.
+    raises: DTypeError for what has no DLPack; ValueError for a dtype or a layout that needle has not, and for bytes of bool that
+    are neither 0 nor 1.
     """
     if not hasattr(x, "__dlpack_device__"):
         raise DTypeError(f"[from_dlpack] cannot share the memory of {type(x).__name__} (accepted: what has __dlpack__)")

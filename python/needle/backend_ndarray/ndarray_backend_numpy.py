@@ -222,7 +222,7 @@ _OF_NUMBERS = {"negate", "abs", "sign", "square", "relu", "sub", "power", "relu_
 
 def _check_kernel(name, dtype):
     if dtype == "bool" and name in _OF_NUMBERS:
-        raise ValueError(f"[{name}] no kernel for dtype bool")
+        raise ValueError(f"[{name}] no kernel for dtype bool (astype gives another)")
 
 
 def _operand(name, x):

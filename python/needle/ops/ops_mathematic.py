@@ -710,12 +710,13 @@ class Max(TensorOp):
         a = node.inputs[0]
         axes = normalize_axes(self.axes, a.ndim, "max")
         kept = reduced_shape(a.shape, axes, keepdims=True)
-        x = a.realize_cached_data()
-        hit = x == node.realize_cached_data().reshape(kept)
+        y = node.realize_cached_data().reshape(kept)
+        hit = (a.realize_cached_data() < y).logical_not()  # with NaN, which no comparison is true of, all elements
         hits = hit.sum(axis=axes or None, keepdims=True)  # a 0-d array has no axis to name
         dtype = out_grad.dtype if dt.is_float(out_grad.dtype) else a.device.default_float
         share = (1.0 / hits.astype(dt.accumulator(dtype))).astype(dtype, copy=False)  # float16 has no count beyond 65504
-        return _shared(broadcast_to(reshape(out_grad, kept), a.shape), hit.astype(dtype) * share)
+        share = Tensor.make_const(_where(y == y, share, math.nan))
+        return where(Tensor.make_const(hit), broadcast_to(reshape(out_grad, kept) * share, a.shape), 0)
 
 
 def max(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
