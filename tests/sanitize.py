@@ -80,6 +80,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kind", choices=list(DEVICES))
     parser.add_argument("--smallest", action="store_true", help="the kernels' smallest cases alone")
+    parser.add_argument("-k", metavar="EXPRESSION", default="", help="the tests of these names alone, as in pytest")
     parser.add_argument("tests", nargs="*", help="passed on to pytest instead of the files that belong to KIND")
     options = parser.parse_intermixed_args()
     if options.smallest and options.kind not in SMALLEST:
@@ -95,7 +96,8 @@ def main() -> int:
     files = CUDA_TESTS[:1] if options.smallest else SHARED_TESTS + (CUDA_TESTS if "cuda_sim" in devices else [])
     tests = options.tests or [f"tests/{name}" for name in files]
     command = [
-        sys.executable, "-m", "pytest", "-n", str(jobs), "-p", "no:cacheprovider", "-o", f"pythonpath={package} apps tests .", *tests,
+        sys.executable, "-m", "pytest", "-n", str(jobs), "-p", "no:cacheprovider", "-o", f"pythonpath={package} apps tests .",
+        "-k", options.k, *tests,
     ]  # fmt: skip
     if options.kind == "tsan":  # whose shadow does not fit addresses as random as Linux makes them
         command = ["setarch", platform.machine(), "-R", *command]

@@ -24,6 +24,7 @@ from needle import amp, data, memory, nn, ops
 from needle.backend_ndarray import kernels
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.errors import GraphError, ShapeError
+from needle.memory import sites
 from needle.memory.trace import holders
 from needle.models import SIZES, Pythia, PythiaConfig, checkpointed, plannable
 from needle.optim import SGD, Adam
@@ -213,6 +214,23 @@ def test_networks_keep_their_names_when_their_arrays_are_replaced(cpu):
     before = named()
     pair[0].load_state_dict(pair[0].state_dict())
     assert before == named() and before[0] == "Sequential.modules.0"
+
+
+def test_parameters_keep_their_names_when_a_step_replaces_their_arrays(cpu):
+    def build(device):
+        layer = nn.Linear(64, 64, device=device)
+
+        def step():
+            layer(ndl.ones(400, 64, device=device)).sum().backward()
+            for p in layer.parameters():
+                p.data = p.data - 0.1 * p.grad.data
+
+        return step
+
+    for device in (cpu, ndl.meta()):
+        parameters = {name: found["parameter"] for name, found in memory.plan(build, device=device).by_module.items()}
+        assert parameters == {"": 0, "weight": 4 * 64 * 64, "bias": 4 * 64}
+        assert ndl.autograd._data_given is None and not sites._given
 
 
 def test_a_module_that_has_gone_leaves_its_name_to_no_other(cpu):

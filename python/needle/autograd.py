@@ -46,6 +46,7 @@ _accumulating = process_lock()  # one thread at a time adds to ``.grad``, or sum
 
 # Called with each new node while needle.memory wants to know where graphs are made; sets its ``site``.
 _node_made: Callable[[Node], None] | None = None
+_data_given: Callable[[Value, NDArray], None] | None = None  # while memory is traced
 
 
 def runs_in_its_call(function: Any) -> bool:
@@ -370,6 +371,8 @@ class Value:
             return
         if isinstance(array, NDArray) and isinstance(self._data, NDArray):
             array.category = self._data.category
+            if _data_given is not None:
+                _data_given(self, array)
         self._data = array
         if self._node is not None:
             if self._node.op is None:

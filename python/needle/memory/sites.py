@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from .. import autograd, backward, graph
-from ..autograd import Tensor
+from ..autograd import NDArray, Tensor, Value
 from ..backend_ndarray import device as device_module
 from ..backend_ndarray.device import BackendDevice, meta
 from ..backend_selection import all_devices
@@ -245,6 +245,7 @@ def of_node(node: Node) -> Site | None:
 _limits: dict[BackendDevice, int] = {}
 _tracing: set[BackendDevice] = set()
 _marking: set[Any] = set()  # who wants to know where graph nodes are made
+_given: dict[BackendDevice, dict[int, Reference]] = {}  # of traced devices: Parameters by the serials of arrays assigned to them
 
 
 def watch(device: BackendDevice, limit: int = 0) -> None:
@@ -263,8 +264,21 @@ def apply(device: BackendDevice) -> None:
 def trace_all(device: BackendDevice, wanted: bool) -> None:
     """Records the site of each allocation of ``device``, and of each graph node, while ``wanted``."""
     (_tracing.add if wanted else _tracing.discard)(device)
+    if wanted:
+        _given[device] = {}
+    autograd._data_given = _note_given if _tracing else None
     mark_nodes(device, wanted)
     apply(device)
+
+
+def _note_given(value: Value, array: NDArray) -> None:
+    if isinstance(value, Parameter) and array.device in _tracing:
+        _given[array.device][array.serial] = Reference(value)
+
+
+def given(device: BackendDevice) -> dict[int, Reference]:
+    """The Parameters, by serials, whose arrays were replaced while ``device`` was last traced. They are forgotten."""
+    return _given.pop(device, {})
 
 
 def mark_nodes(whom: Any, wanted: bool) -> None:

@@ -143,6 +143,8 @@ class trace:
         finally:
             self._end()  # if Ctrl-C came before it had
         names = ModuleNames(self.device)
+        for serial, parameter in sites.given(self.device).items():
+            names.serials.setdefault(serial, names.parameters.get(parameter, ""))
         first, events = [_holder(event, names) for event in self._first], []
         made: dict[int, int] = {}
         for i, event in enumerate(log):
