@@ -62,6 +62,8 @@ def start(argv: list[str] | None) -> int:
             check(options)
         for note in notes(argv, options):
             print(f"note: {note}", file=sys.stderr)
+        if options.resume and where is None and not (options.eval_only or options.plan or options.compare_dense):
+            print(f"a new run: no checkpoint is in {options.checkpoint_dir}")
         if options.eval_only and weights is None and not options.plan:
             there = f"in {options.checkpoint_dir}" if options.checkpoint_dir else "was named"
             print(f"note: the loss is that of untrained weights: no checkpoint {there}", file=sys.stderr)

@@ -366,6 +366,50 @@ def test_a_damaged_checkpoint_is_passed_over(run, tmp_path):
     )
 
 
+def test_a_damaged_checkpoint_that_is_named_is_not_used(app, run, text, tmp_path):
+    assert run("--max_steps", 1, "--checkpoint_dir", tmp_path).returncode == 0
+    saved = tmp_path / "step-000001"
+    with open(saved / "model.safetensors", "r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        file.write(b"damage")
+    for done in (
+        app("evaluate", "--model", saved, "--text", text), app("generate", "--model", saved, "--prompt", "a"),
+        run("--max_steps", 2, "--init_from", saved, "--checkpoint_dir", tmp_path / "next"),
+    ):  # fmt: skip
+        assert done.returncode == 2 and re.search(r"model.safetensors is damaged: bytes \d+, crc32 \w+ \(written", done.stderr)
+
+
+def test_a_batch_of_another_size_leaves_the_number_of_epochs(run, text, tmp_path):
+    """The steps before it may have been larger or smaller than those to come."""
+    flags = ["--epochs", 1, "--max_tokens", 641, "--resume", "--checkpoint_dir"]
+    assert run("--batch_size", 1, "--max_steps", 4, *flags[2:], tmp_path).returncode == 0
+    for batch_size, steps in ((2, 7), (1, 10)):
+        parts = tmp_path / str(batch_size)
+        shutil.copytree(tmp_path / "step-000004", parts / "step-000004")
+        done = run("--batch_size", batch_size, *flags, parts)
+        (saved,) = parts.glob("step-*7" if steps == 7 else "step-*10")
+        assert done.returncode == 0 and json.loads((saved / "state.json").read_text())["metrics"]["tokens"] == 640, done.stderr
+
+
+def test_a_token_file_that_is_cut_off_meanwhile_ends_a_run_that_has_saved(tmp_path):
+    ids = tmp_path / "ids.bin"
+    np.random.default_rng(0).integers(0, 300, 30_000).astype("<u2").tofile(ids)
+    with beside(ids, "--max_steps", 10**6, "--save_every", 0, "--checkpoint_dir", tmp_path / "run") as process:
+        until(process, "step     1/")
+        os.truncate(ids, 1000)
+        said, wrong = process.communicate(timeout=300)
+    assert process.returncode == 2 and "cut off meanwhile: 1000 bytes (60000 when it was opened)" in wrong and "saved" in said, (
+        wrong
+    )
+    assert len(CheckpointFolder(tmp_path / "run").names()) == 1
+
+
+def test_a_new_run_that_was_to_go_on_says_so(run, tmp_path):
+    flags, said = ("--max_steps", 1, "--resume", "--checkpoint_dir", tmp_path), f"a new run: no checkpoint is in {tmp_path}\n"
+    assert said in run(*flags).stdout
+    assert said not in run(*flags).stdout and said not in run(*flags[:2], *flags[3:4], tmp_path / "new").stdout
+
+
 def test_a_state_that_no_run_has_saved(main, tmp_path):
     """With checksums that fit, as somebody would make who wants harm."""
     assert main("--max_steps", 1, "--checkpoint_dir", tmp_path)[0] == 0
@@ -1113,7 +1157,7 @@ def test_output_that_nobody_reads(text, tmp_path):
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("ended", [(), (signal.SIGINT,), (signal.SIGTERM,), (signal.SIGHUP,)])
+@pytest.mark.parametrize("ended", [(), (signal.SIGINT,), (signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGUSR1,)])
 def test_a_run_whose_output_is_cut_off_saves_before_it_ends(text, tmp_path, ended):
     """As in `2>&1 | tee log`, where Ctrl-C ends `tee` as well: what the steps had made was lost."""
     arguments = command(text, "--max_steps", 10**6, "--save_every", 0, "--checkpoint_dir", tmp_path)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from needle import files
 from needle.backend_ndarray import meta
-from needle.checkpoints import CheckpointFolder, read_folder
+from needle.checkpoints import CheckpointFolder, read_folder, verify
+from needle.checkpoints.folder import CHECKSUMS
+from needle.checkpoints.tensors import is_weights
 from needle.data.text_corpus import check_dataset
 from needle.data.text_tokenizer import DEFAULT_VOCABULARY, TextTokenizer, load_tokenizer
 from needle.data.token_files import find_token_file, tokenizer_for
@@ -34,7 +36,10 @@ def find_model(source: str) -> Path:
     found, problems = newest or (source, [])
     for problem in problems:
         print(f"note: {problem}; taking {found}", file=sys.stderr)
-    return folder_of(found)
+    folder = folder_of(found)
+    if newest is None and (folder / CHECKSUMS).is_file():  # a checkpoint, named by itself; its JSON may have been edited
+        verify(folder, is_weights)
+    return folder
 
 
 def load_model(source: str, device, dtype: str = "float32") -> tuple[Pythia, TextTokenizer]:

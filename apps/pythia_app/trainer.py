@@ -117,11 +117,13 @@ class Trainer:
         )  # fmt: skip
         self.batches = Prefetch(batches)
         self._held_out(text)  # what is too short is found before training
-        per_step = options.batch_size * options.accumulation_steps
-        by_epochs = math.ceil((options.epochs or 0) * batches.windows_per_epoch / per_step)
-        self.steps = options.max_steps or by_epochs or STEPS
+        self._windows = (options.epochs or 0) * batches.windows_per_epoch  # to train on
+        self.steps = options.max_steps or self._steps_for(self._windows) or STEPS
         self.step, self.halfway = 0, False
         self.metrics = {"tokens": 0, "seconds": 0.0}  # of the whole run, however often it was resumed
+
+    def _steps_for(self, windows: float) -> int:
+        return math.ceil(windows / (self.options.batch_size * self.options.accumulation_steps))
 
     def state(self) -> dict:
         """Everything that a run must continue with, beside its tensors."""
@@ -145,6 +147,8 @@ class Trainer:
         self.step = state["step"]
         try:
             self.batches.load_state_dict(state["data"])
+            if self._windows and not self.options.max_steps:  # the steps before this may have been larger or smaller
+                self.steps = max(1, self.step + self._steps_for(self._windows - state["data"]["position_windows"]))
             if state["scaler"]:
                 self.scaler.load_state_dict(state["scaler"])
             set_random_state(self.model, state["random"])

@@ -82,8 +82,10 @@ def exit_code(prog: str, program: Callable[[], int], interrupted: str = "") -> i
 
 
 def ending_signals() -> list[int]:
-    """SIGTERM, and SIGHUP, which a terminal sends as it is closed, unless that is ignored, as nohup has it."""
-    return [signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else [])]
+    """SIGTERM; SIGHUP, which a terminal sends as it is closed; SIGUSR1, SIGUSR2 and SIGXCPU, by which batch systems tell that the
+    time is nearly over. Not those that are ignored, as nohup has SIGHUP."""
+    told = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+    return [signal.SIGTERM, *[number for number in told if signal.getsignal(number) is not signal.SIG_IGN]]
 
 
 def run_program(main: Callable[[], int]) -> NoReturn:

@@ -191,15 +191,19 @@ def _seal(folder: Path) -> None:
         file.write(json.dumps(sums, indent=2).encode())
 
 
-def verify(folder: str | Path) -> None:
-    """Compares a checkpoint's files with their checksums. raises: CheckpointError if one is absent or not what was written."""
+def verify(folder: str | Path, names: Callable[[str], bool] | None = None) -> None:
+    """Compares a checkpoint's files (those whose ``names`` are true) with their checksums.
+
+    raises: CheckpointError if one is absent or not what was written.
+    """
     folder = Path(folder)
     try:
         sums = files.parse_json(files.read_small(folder / CHECKSUMS))
         if not sums:
             raise ValueError("no files are named")
+        sums = {name: checksum for name, checksum in sums.items() if names is None or names(name)}
         paths = [files.member(folder, name) for name in sums]
-        with ThreadPoolExecutor(len(paths)) as pool:
+        with ThreadPoolExecutor(len(paths) + 1) as pool:
             found = dict(zip(sums, pool.map(_checksum, paths)))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"[checkpoint] no checkpoint in {folder}: {Path(error.filename or folder).name} is missing") from None
@@ -208,7 +212,8 @@ def verify(folder: str | Path) -> None:
         raise CheckpointError(f"[checkpoint] cannot read {path}: {files.reason(error)}") from error
     for name, checksum in sums.items():
         if found[name] != checksum:
-            raise CheckpointError(f"[checkpoint] {folder / name} is damaged: {found[name]} (written: {checksum})")
+            is_there, written = (", ".join(f"{key} {value}" for key, value in sums.items()) for sums in (found[name], checksum))
+            raise CheckpointError(f"[checkpoint] {folder / name} is damaged: {is_there} (written: {written})")
 
 
 def _is_damaged(folder: Path) -> bool:

@@ -10,6 +10,7 @@ Everything here is numpy. Batches are made when asked for, from a position that 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ class TokenBatches(Iterator):
     made. max_tokens: use only so many tokens from the start. epochs: None runs for ever. shuffle: False takes the windows as they
     lie. stride: tokens from one window to the next, default T. name: for error messages.
     raises: DataError for too few tokens, what are no whole numbers and counts below 1, and from ``next`` for an id outside the
-    vocabulary.
+    vocabulary and for a file that has become shorter.
     """
 
     def __init__(
@@ -238,6 +239,7 @@ class TokenBatches(Iterator):
                 raise StopIteration
         starts = self._window_starts(np.arange(self.position_windows, self.position_windows + rows))  # (B,)
         positions = starts[:, None] + np.arange(self.seq_len + 1)  # (B, T + 1)
+        self._check_file()
         block = self.tokens[positions].astype(np.int64)
         self._check_ids(block, positions)
         self.position_windows += rows
@@ -278,6 +280,14 @@ class TokenBatches(Iterator):
         for epoch in np.unique(epochs) if self.shuffle else ():
             windows[epochs == epoch] = shuffled(windows[epochs == epoch], self.windows_per_epoch, self.seed, int(epoch))
         return windows * self.stride
+
+    def _check_file(self) -> None:
+        """raises: DataError if the file was cut off under the run: to read on from its map would end the process by SIGBUS."""
+        base: object = self.tokens
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if isinstance(base, mmap.mmap) and base.size() < len(base):
+            raise DataError(f"[{self.name}] cut off meanwhile: {base.size()} bytes ({len(base)} when it was opened)")
 
     def _check_ids(self, block: np.ndarray, positions: np.ndarray) -> None:
         if self.vocab_size is None:

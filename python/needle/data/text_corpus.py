@@ -101,7 +101,7 @@ def load_corpus(dataset: str, *, data_dir: str | Path = "data", cache_dir: str |
     path = home(dataset)
     is_folder = path.is_dir()
     if is_folder and all(_first_present(path, names) for names in _WIKITEXT_SPLITS.values()):
-        return _wikitext(path)
+        return _wikitext(path, path.name or str(path))
     files = walk(path, path.name) if is_folder else [path]
     lines = next(filter(is_json_lines, files), None)
     if lines is not None:
@@ -123,16 +123,16 @@ def _stdlib() -> Corpus:
     return _from_files("stdlib", files, folder, skip_binary=True)
 
 
-def _wikitext(folder: Path) -> Corpus:
+def _wikitext(folder: Path, name: str = "wikitext-2") -> Corpus:
     pieces = {}
     for split, names in _WIKITEXT_SPLITS.items():
         path = _first_present(folder, names)
         if path is None:
-            found = ", ".join(file.name for file in walk(folder, "wikitext-2")) or "nothing"
-            raise DataError(f"[wikitext-2] no {split} text in {folder}: found {found} ({', '.join(names)})")
+            found = ", ".join(file.name for file in walk(folder, name)) or "nothing"
+            raise DataError(f"[{name}] no {split} text in {folder}: found {found} ({', '.join(names)})")
         pieces[split] = Piece(path, 0, path.stat().st_size)
-    digests = [_digest(piece, "wikitext-2") for piece in pieces.values()]
-    return Corpus("wikitext-2", (pieces["train"],), (pieces["held-out"],), _key(digests))
+    digests = [_digest(piece, name) for piece in pieces.values()]
+    return Corpus(name, (pieces["train"],), (pieces["held-out"],), _key(digests))
 
 
 def _download_wikitext(wanted: Path, cache_dir: Path) -> Path:
