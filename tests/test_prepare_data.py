@@ -787,6 +787,11 @@ def test_compressed_files_that_are_damaged(tmp_path, tokenizer):
         (tmp_path / "x.txt.gz").write_bytes(content)
         with pytest.raises(DataError, match=rf"\[x.txt.gz\] .*{said}"):
             prepare([tmp_path / "x.txt.gz"], tmp_path / "out", tokenizer=tokenizer)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text(make_text(0, 2000))
+    (tmp_path / "in" / "x.txt.gz").write_bytes(whole[:-20])
+    with pytest.raises(DataError, match=r"\[x.txt.gz\] .*ended before"):  # it is text, of which some would be missing
+        prepare([tmp_path / "in"], tmp_path / "out", tokenizer=tokenizer)
 
 
 def test_lines_that_cannot_be_read_are_found_before_the_work(tmp_path, tokenizer, small, monkeypatch):

@@ -14,6 +14,7 @@ import os
 import reprlib
 import shutil
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -220,8 +221,8 @@ class _Run:
             raise
 
     def _begin(self) -> None:
-        """Begins a run: checks that every file can be read and is text (in folders, what is none is left out; a .jsonl never is),
-        stores the tokenizer, then run.json.
+        """Begins a run: checks that every file can be read and is text (in folders, what is none is left out; a .jsonl never is,
+        nor a .gz that is cut off), stores the tokenizer, then run.json.
         """
         about = self.folder / TOKENIZER_CONFIG  # names the end-of-text token, for which a tokenizer.json has no place
         with files.write_whole(about) as file:
@@ -231,8 +232,9 @@ class _Run:
         for i, source in enumerate(self.sources):
             try:
                 source.check()
-            except DataError:
-                if source.lines or i not in self.in_folders:
+            except DataError as error:
+                cut_off = isinstance(error.__cause__, (EOFError, zlib.error))  # a .gz that did not come whole
+                if source.lines or i not in self.in_folders or cut_off:
                     raise
                 skipped.append(i)
         if len(skipped) == len(self.sources):
