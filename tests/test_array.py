@@ -486,6 +486,12 @@ def test_truth_values_of_another_kind_do_not_come_through_dlpack(cpu):
     given = np.array([2, 0, 1, 1, 0], np.uint8).view(bool)
     with pytest.raises(ValueError, match="bytes of bool that are neither 0 nor 1"):
         from_dlpack(given)
+    between = np.array([(1, 77), (0, 78)], [("flag", bool), ("other", np.uint8)])["flag"]
+    assert (
+        from_dlpack(between).sum().item() == 1
+        and from_dlpack(given[:0]).size == 0
+        and from_dlpack(given[3:4].reshape(())).item() is True
+    )
     assert from_dlpack(given[1:]).sum().item() == 2 and NDArray(given, device=cpu).sum().item() == 3
 
 

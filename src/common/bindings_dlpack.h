@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <memory>
 #include <string>
 #include <type_traits>
@@ -88,6 +87,20 @@ pybind11::capsule dlpack_export(const Array& array, Dims shape, Dims strides, in
   return pybind11::reinterpret_steal<pybind11::capsule>(capsule);
 }
 
+// Whether all elements of the axes from ``axis`` on are 0 or 1, which is what C++ reads a bool
+// from.
+inline bool are_bools(const uint8_t* at, const Dims& shape, const Dims& strides, size_t axis) {
+  if (axis == shape.size()) return *at <= 1;
+  const int64_t n = shape[axis], stride = strides[axis];
+  bool all = true;
+  if (axis + 1 == shape.size())
+    for (int64_t i = 0; i < n; ++i) all &= at[i * stride] <= 1;
+  else
+    for (int64_t i = 0; i < n && all; ++i)
+      all = are_bools(at + i * stride, shape, strides, axis + 1);
+  return all;
+}
+
 // (Array, shape, strides) on the capsule's memory, which is released with the last Array on it.
 inline pybind11::tuple dlpack_import(pybind11::capsule capsule, Allocator& allocator,
                                      DLDevice device) {
@@ -115,12 +128,10 @@ inline pybind11::tuple dlpack_import(pybind11::capsule capsule, Allocator& alloc
   if (reinterpret_cast<uintptr_t>(data) % dtype_size(dtype) != 0)
     throw std::invalid_argument("[from_dlpack] memory that is not aligned to its elements of " +
                                 std::to_string(dtype_size(dtype)) + " bytes (make a copy)");
-  if (dtype == DType::kBool && device.device_type == kDLCPU) {
-    const auto* bytes = static_cast<const uint8_t*>(data);
-    if (std::any_of(bytes, bytes + reach, [](uint8_t byte) { return byte > 1; }))
-      throw std::invalid_argument(
-          "[from_dlpack] bytes of bool that are neither 0 nor 1 (make a copy)");
-  }
+  if (dtype == DType::kBool && device.device_type == kDLCPU &&
+      !are_bools(static_cast<const uint8_t*>(data), shape, strides, 0))
+    throw std::invalid_argument(
+        "[from_dlpack] bytes of bool that are neither 0 nor 1 (make a copy)");
   auto release = [managed] {
     if (managed->deleter == nullptr) return;
     pybind11::gil_scoped_acquire locked;  // the producer may be a Python object
