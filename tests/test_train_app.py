@@ -229,6 +229,49 @@ def test_sigterm_saves_and_the_same_command_with_resume_goes_on(run, text, tmp_p
     assert contents(parts / "step-000006") == before and losses(parts) == losses(whole)
 
 
+def test_a_step_that_takes_too_long_is_given_up(run, tmp_path, monkeypatch):
+    """Between two of its micro-batches: the run goes on as if nobody had stopped it. So is an evaluation, which is made up for."""
+    from pythia_app import trainer
+
+    flags = [
+        "--max_steps",
+        4,
+        "--dropout",
+        "0.1",
+        "--accumulation_steps",
+        3,
+        "--batch_size",
+        1,
+        "--save_every",
+        2,
+        "--checkpoint_dir",
+    ]
+    whole, tensors = tmp_path / "whole", trainer.Trainer.tensors
+    assert run(*flags, whole).returncode == 0
+    for at, step in ((5, 1), (7, 2)):  # the second batch of the second step; the first of the evaluation
+        parts, made = tmp_path / str(at), []
+
+        def interrupted(self, batch, at=at, made=made):
+            made.append(batch)
+            if len(made) == at:
+                signal.raise_signal(signal.SIGTERM)
+            return tensors(self, batch)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer.Trainer, "tensors", interrupted)
+            patch.setattr(trainer, "PATIENCE_S", -1.0)
+            done = run(*flags, parts)
+        assert done.returncode == 143 and f"stopped after step {step}; saved" in done.stdout and len(made) == at
+        assert losses(parts) == losses(whole)[:step] and b"held_out" not in (parts / "metrics.jsonl").read_bytes()
+        assert run(*flags, parts, "--resume").returncode == 0 and losses(parts) == losses(whole)
+        assert contents(parts / "step-000004").keys() == contents(whole / "step-000004").keys()
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert contents(parts / "step-000004")[name] == contents(whole / "step-000004")[name]
+        rows = [map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) for folder in (parts, whole)]
+        held = [[(row["step"], row["held_out_loss"]) for row in of if "held_out_loss" in row] for of in rows]
+        assert held[0] == held[1] and [step for step, _ in held[0]] == [2, 4]
+
+
 def test_killed_and_resumed(run, text, tmp_path):
     """NEEDLE_TEST_KILLS: how many times it is killed at a random moment after the first step."""
     kills, rng, inside = int(os.environ.get("NEEDLE_TEST_KILLS", "2")), random.Random(0), 0

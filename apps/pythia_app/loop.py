@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 
@@ -17,7 +18,7 @@ from needle.models.training import Step
 from pythia_app import checkpoint
 from pythia_app.report import Reporter
 from pythia_app.run_folder import RunFolder
-from pythia_app.trainer import StopRequest, Trainer
+from pythia_app.trainer import GivenUp, StopRequest, Trainer
 
 PROMPT_TOKENS, SAMPLE_TOKENS = 16, 48
 
@@ -41,7 +42,8 @@ class Loop:
     def run(self, stop: StopRequest) -> str:
         """Trains, and saves at the end. Returns what was wrong with the last step, of which then nothing is saved, or ""."""
         trainer = self.trainer
-        with LeakCheck() as leaks:
+        trainer.stop = stop
+        with LeakCheck() as leaks, contextlib.suppress(GivenUp):
             if self.kept is not None and self._due() and self.checkpoints.held_out_loss(self.saved) is None:
                 self.evaluate()  # it was saved, and then the run was killed
             while trainer.step < trainer.steps and not self._ends(stop):
@@ -50,8 +52,8 @@ class Loop:
                 if self._due() and not self._ends(stop):
                     self.save()
                     self.evaluate()
-            if trainer.step != self.kept:
-                self.save()
+        if trainer.step != self.kept:
+            self.save()
         return ""
 
     def save(self) -> None:
@@ -81,7 +83,7 @@ class Loop:
     def _step(self, leaks: LeakCheck) -> str:
         """One step and its row. Returns what was wrong, or "".
 
-        raises: DataError for text that cannot be read, or MemoryError, after saving what the steps before have made.
+        raises: GivenUp; DataError for text that cannot be read, or MemoryError, after saving what the steps before have made.
         """
         trainer, before = self.trainer, time.perf_counter()
         reset_peak(trainer.device)

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +31,7 @@ from needle.optim import AdamW
 from pythia_app.options import CHANGEABLE, FIXED, STEPS
 
 EVAL_TOKENS = 32_768
+PATIENCE_S = 5.0  # with which a stop waits for the end of a step
 COMPARED_STEPS = 20
 
 
@@ -57,14 +59,24 @@ def planned_run(options) -> tuple[int, int, int, str]:
     return options.batch_size, options.seq_len, options.accumulation_steps, options.precision
 
 
+class GivenUp(Exception):
+    """A step, or an evaluation, that a stop did not wait for."""
+
+
 class StopRequest:
-    """Ctrl-C, or a signal by which programs are told to end: the loop stops after its step. A second Ctrl-C stops at once.
+    """Ctrl-C, or a signal by which programs are told to end: the loop stops after its step, which is given up between two
+    micro-batches if it takes longer than PATIENCE_S: who sent the signal may kill the process soon. A second Ctrl-C stops at once.
 
     asked: the signal's number, 0 before it.
     """
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked, self._since = 0, 0.0
+
+    def check(self) -> None:
+        """raises: GivenUp if a stop was asked for PATIENCE_S ago."""
+        if self.asked and time.monotonic() - self._since > PATIENCE_S:
+            raise GivenUp
 
     def __enter__(self) -> StopRequest:
         self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, *ending_signals())}
@@ -85,7 +97,7 @@ class StopRequest:
         if not self.asked:
             with contextlib.suppress(OSError):  # of a stderr that the same Ctrl-C has closed, as in `2>&1 | tee`
                 os.write(2, b"\nstopping after this step (Ctrl-C again: at once, without saving)\n")  # safe in a signal handler
-        self.asked = self.asked or number
+            self.asked, self._since = number, time.monotonic()
 
 
 def evaluated(text: TextData, seq_len: int, tokens: int | None = None) -> np.ndarray:
@@ -96,7 +108,7 @@ def evaluated(text: TextData, seq_len: int, tokens: int | None = None) -> np.nda
 class Trainer:
     """A model, its optimizer and its place in the text. weights: the folder of a model to begin with, or of a checkpoint.
 
-    halfway: memory ran out in the middle of an update, so that the weights are those of no step.
+    halfway: memory ran out in the middle of an update, so that the weights are those of no step. stop: asked between batches.
     """
 
     def __init__(self, options, config: PythiaConfig, text: TextData, device, weights: Path | None = None):
@@ -119,7 +131,7 @@ class Trainer:
         self._held_out(text)  # what is too short is found before training
         self._windows = (options.epochs or 0) * batches.windows_per_epoch  # to train on
         self.steps = options.max_steps or self._steps_for(self._windows) or STEPS
-        self.step, self.halfway = 0, False
+        self.step, self.halfway, self.stop = 0, False, StopRequest()
         self.metrics = {"tokens": 0, "seconds": 0.0}  # of the whole run, however often it was resumed
 
     def _steps_for(self, windows: float) -> int:
@@ -171,18 +183,17 @@ class Trainer:
     def train_step(self) -> Step:
         """One optimizer step: the mean loss of its micro-batches, in nats, and the norm of its gradients.
 
-        raises: DataError for text that cannot be read; MemoryError. Unless ``halfway``, ``state`` is that of before then.
+        raises: DataError for text that cannot be read; MemoryError; GivenUp. Unless ``halfway``, ``state`` is that of before then.
         """
         start, options = time.perf_counter(), self.options
         place, drawn, updates = self.batches.state_dict(), self.model.dropout.drawn, self.optimizer.t
         self.optimizer.lr = learning_rate(self.step, self.steps, options.lr, options.warmup_steps, options.min_lr_ratio)
-        micro_batches = (self.tensors(batch) for batch in self.batches)
         try:
             found = train_step(
-                self.model, self.optimizer, micro_batches, options.accumulation_steps, options.max_grad_norm, options.precision,
-                self.scaler,
+                self.model, self.optimizer, self._micro_batches(), options.accumulation_steps, options.max_grad_norm,
+                options.precision, self.scaler,
             )  # fmt: skip
-        except (DataError, MemoryError):
+        except (DataError, MemoryError, GivenUp):
             self.halfway = self.optimizer.t != updates
             self.optimizer.reset_grad()
             self.batches.load_state_dict(place)
@@ -192,6 +203,11 @@ class Trainer:
         self.metrics["tokens"] += self.step_tokens
         self.metrics["seconds"] += time.perf_counter() - start
         return found
+
+    def _micro_batches(self) -> Iterator[tuple[ndl.Tensor, ...]]:
+        for batch in self.batches:
+            self.stop.check()
+            yield self.tensors(batch)
 
     def row(self, made: Step, seconds: float) -> dict[str, Any]:
         """What metrics.jsonl has of the step that was ``made`` last and took ``seconds``."""
@@ -218,10 +234,11 @@ class Trainer:
         )  # fmt: skip
 
     def held_out_loss(self, text: TextData, tokens: int | None = None) -> float:
-        """Mean cross entropy in nats over ``evaluated``."""
+        """Mean cross entropy in nats over ``evaluated``. raises: GivenUp."""
         total = count = 0.0
         with inference(), amp.autocast.named(self.options.precision, self.device):
             for batch in self._held_out(text, tokens):
+                self.stop.check()
                 ids, targets = self.tensors(batch)
                 total += self.model.loss(ids, targets).item() * targets.size
                 count += targets.size
