@@ -484,6 +484,10 @@ def test_interchange(host):
 def test_truth_values_of_another_kind_do_not_come_through_dlpack(cpu):
     """Bytes that are neither 0 nor 1 are true to numpy, and anything to C++."""
     given = np.array([2, 0, 1, 1, 0], np.uint8).view(bool)
+    try:
+        given.__dlpack__()
+    except BufferError:
+        pytest.skip("this numpy gives no bool through DLPack")
     with pytest.raises(ValueError, match="bytes of bool that are neither 0 nor 1"):
         from_dlpack(given)
     between = np.array([(1, 77), (0, 78)], [("flag", bool), ("other", np.uint8)])["flag"]
