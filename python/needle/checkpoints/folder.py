@@ -212,7 +212,7 @@ def verify(folder: str | Path, names: Callable[[str], bool] | None = None) -> No
         raise CheckpointError(f"[checkpoint] cannot read {path}: {files.reason(error)}") from error
     for name, checksum in sums.items():
         if found[name] != checksum:
-            is_there, written = (", ".join(f"{key} {value}" for key, value in sums.items()) for sums in (found[name], checksum))
+            is_there, written = (str(one).strip("{}").replace("'", "") for one in (found[name], checksum))
             raise CheckpointError(f"[checkpoint] {folder / name} is damaged: {is_there} (written: {written})")
 
 

@@ -261,24 +261,24 @@ def apply(device: BackendDevice) -> None:
     device.set_site_hook(_hook, 0 if device in _tracing or _returning else smallest)
 
 
-def trace_all(device: BackendDevice, wanted: bool) -> None:
-    """Records the site of each allocation of ``device``, and of each graph node, while ``wanted``."""
-    (_tracing.add if wanted else _tracing.discard)(device)
+def trace_all(device: BackendDevice, wanted: bool) -> dict[int, Reference]:
+    """Records the site of each allocation of ``device``, and of each graph node, while ``wanted``. Returns the Parameters that were
+    given other arrays meanwhile, by the serials of these.
+    """
+    given = _given.pop(device, {})
     if wanted:
         _given[device] = {}
-    autograd._data_given = _note_given if _tracing else None
+    (_tracing.add if wanted else _tracing.discard)(device)
+    autograd._data_given = _note_given if _given else None
     mark_nodes(device, wanted)
     apply(device)
+    return given
 
 
 def _note_given(value: Value, array: NDArray) -> None:
-    if isinstance(value, Parameter) and array.device in _tracing:
-        _given[array.device][array.serial] = Reference(value)
-
-
-def given(device: BackendDevice) -> dict[int, Reference]:
-    """The Parameters, by serials, whose arrays were replaced while ``device`` was last traced. They are forgotten."""
-    return _given.pop(device, {})
+    given = _given.get(array.device)
+    if given is not None and isinstance(value, Parameter):
+        given[array.serial] = Reference(value)
 
 
 def mark_nodes(whom: Any, wanted: bool) -> None:

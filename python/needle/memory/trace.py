@@ -114,12 +114,13 @@ class trace:
         self.device = as_device(device)
         self.marks: list[tuple[int, str]] = []  # (allocations before it, text)
         self._seen: tuple[list[Holder], list[tuple[int, Holder]]] | None = None
+        self._given: dict[int, Reference] = {}  # Parameters by the serials of arrays that they were given in the region
 
     def __enter__(self) -> trace:
         if self.device in _active:
             raise GraphError(f"[memory.trace] {self.device} is being traced already (accepted: one trace at a time)")
         mod = self.device.require()
-        self.marks, self._seen = [], None
+        self.marks, self._seen, self._given = [], None, {}
         self.__dict__.pop("live", None)  # of a region before this one
         self.__dict__.pop("peak_index", None)
         self._thread = get_ident()
@@ -143,7 +144,7 @@ class trace:
         finally:
             self._end()  # if Ctrl-C came before it had
         names = ModuleNames(self.device)
-        for serial, parameter in sites.given(self.device).items():
+        for serial, parameter in self._given.items():
             names.serials.setdefault(serial, names.parameters.get(parameter, ""))
         first, events = [_holder(event, names) for event in self._first], []
         made: dict[int, int] = {}
@@ -162,7 +163,7 @@ class trace:
             return self.device.require().take_memory_log()
         finally:
             _active.pop(self.device, None)
-            sites.trace_all(self.device, False)
+            self._given = sites.trace_all(self.device, False)
 
     # --- what was seen ---
 
