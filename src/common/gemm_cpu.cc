@@ -302,8 +302,23 @@ struct Own {
     });
   }
 
-  // From the first to the second window of a word of pack_elements, and what it multiplies.
+  // From the first to the second window of a word, and of what it multiplies.
   static constexpr int kApart = kGroup / kWord;
+
+  // Whether no word of pair_elements is of two lines, however a block has to be cut for its patch:
+  // that has room for many windows.
+  static bool pairs_elements(const Windows<In>& windows, const WindowBlock& block) {
+    return block.width % kWord == 0 && windows.rows.size * windows.step() <= kPatch;
+  }
+  // Words of the new rows of a patch's line: each element with that of the next window. A word lies
+  // kWord times as far from the first as its first element does in the patch.
+  static void pair_elements(const Patch& patch, int64_t line, P* words) {
+    const int64_t size = patch.row_size(), step = patch.windows.step(), rows = patch.part.rows;
+    for (int64_t row = rows - patch.new_rows(line); row < rows; ++row) {
+      const int64_t at = patch.line_at[line] + row * size;
+      pair_rows(patch.data + at, step, true, size - step, words + at * kWord);
+    }
+  }
 
   // A row for each of kRows elements of a patch's windows.
   static const P* pack_elements(const Patch& patch, int64_t place) {
@@ -341,8 +356,10 @@ struct Own {
     const int64_t threads = num_threads(), step = windows.step();
     P* const strip = reinterpret_cast<P*>(workspace().strip);
     P* const panels = reinterpret_cast<P*>(workspace().panels);
+    // Words of two windows each are copies of what a patch has, beside it.
+    constexpr bool paired = Loop::kAcross && kWord > 1;
     // The last rows are read beyond their end.
-    const int64_t room = kM * kStride * kWord - kRows;
+    const int64_t room = kM * kStride * kWord / (paired ? 1 + kWord : 1) - kRows;
     const Cut blocks(
         whole, std::min(kGradientDepth * kWord, Patch::most(windows, part, whole.width, room)));
     const int64_t tiles = ceil_div(part.length, int64_t(kRows));
@@ -355,13 +372,19 @@ struct Own {
       static_assert(kShare % kGroup == 0);
       parallel_ranges(patch.block.lines, ceil_div(kShare, width), [&](int64_t line, int64_t end) {
         [[maybe_unused]] const Mode mode;
-        for (; line < end; ++line) patch.copy_line(line);
+        for (; line < end; ++line) {
+          patch.copy_line(line);
+          if constexpr (paired) pair_elements(patch, line, panels + room);
+        }
       });
       parallel_ranges(depth, kShare, [&](int64_t first, int64_t end) {
         [[maybe_unused]] const Mode mode;
         pack_columns<kCols, kApart>(end - first, n, rows_of_b + first * b.ld, b.ld,
                                     strip + first * kCols, words * kCols);
       });
+      int64_t line_at[Patch::kLines];  // in words
+      for (int64_t line = 0; line < patch.block.lines; ++line)
+        line_at[line] = patch.line_at[line] * kWord;
       const int64_t all = part.rows * tiles, share = ceil_div(all, 4 * threads);
       parallel_ranges(all, share, [&](int64_t tile, int64_t end) {
         [[maybe_unused]] const Mode mode;
@@ -374,8 +397,8 @@ struct Own {
                 accumulate || i > 0, c + (row * windows.row_elements() + element) * ldc, ldc);
           };
           if constexpr (Loop::kAcross)
-            multiply(std::true_type{}, {patch.block.lines, width, patch.line_at},
-                     patch.data + place, step);
+            multiply(std::true_type{}, {patch.block.lines, width / kWord, line_at},
+                     panels + (paired ? room : 0) + place * kWord, kWord * kWord * step);
           else
             multiply(std::false_type{}, one_run(words), pack_elements(patch, place),
                      stride_for(words) * kWord);
@@ -514,6 +537,9 @@ void gemm_of_windows(const Windows<T>& a, const WindowBlock& block, int64_t n, c
   if constexpr (tiles::kCompiled && std::is_same_v<T, bfloat16>)
     if (windows_by_tiles(a) && a.elements() * n * block.count() >= kLeastByTiles)
       return Own<T, float, TileLoop>::gemm_of_windows(a, block, n, b, accumulate, c);
+  if constexpr (std::is_same_v<T, bfloat16>)
+    if (multiplies_pairs() && Own<T, float, VectorLoop<T>>::pairs_elements(a, block))
+      return Own<T, float, VectorLoop<T>>::gemm_of_windows(a, block, n, b, accumulate, c);
   Own<T, accum_t<T>>::gemm_of_windows(a, block, n, b, accumulate, c);
 }
 

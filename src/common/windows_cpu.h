@@ -126,13 +126,14 @@ struct Patch {
       : windows(windows), part(part), block(block), data(data) {
     int64_t rows = 0;
     for (int64_t line = 0; line < block.lines; ++line) {
-      rows += windows.new_rows(part, block, line);
+      rows += new_rows(line);
       line_at[line] = (rows - part.rows) * row_size();
     }
   }
   int64_t row_size() const { return windows.width(part, block.width); }
+  int64_t new_rows(int64_t line) const { return windows.new_rows(part, block, line); }
   void copy_line(int64_t line) const {
-    const int64_t rows = windows.new_rows(part, block, line);
+    const int64_t rows = new_rows(line);
     windows.copy_rows(part, block.line + line, block.place, block.width, rows,
                       data + line_at[line] + (part.rows - rows) * row_size());
   }
