@@ -306,6 +306,8 @@ class Check:
             self.leave_out("compute-sanitizer, which is not here")
             return
         part = [test for test in self.tests()[0] if test.startswith(SANITIZED)]
+        if not part:
+            raise Failure(f"there is no test that begins with {SANITIZED}")
         failed = []
         for kind in ("memcheck", "racecheck", "synccheck", "initcheck"):
             start = time.monotonic()

@@ -180,6 +180,21 @@ def test_its_lack_of_memory(device, stand_in, tmp_path, monkeypatch, refused):
     assert device.memory_stats()["reserved"] < kept
 
 
+@pytest.mark.parametrize("device", ["cuda_sim"], indirect=True)
+def test_what_it_advised_and_then_declines(device, stand_in, tmp_path, monkeypatch):
+    """needle's own kernel does it, and later products of that shape without another question."""
+    declining = str(shutil.copy(stand_in, tmp_path / "declines.so"))
+    monkeypatch.setenv("CUBLASLT_STAND_IN_DECLINES", "1")
+    device.use_cublaslt(declining)
+    a, b = normal(device, "float32", 2, 100), normal(device, "float32", 100, 2)
+    check(a, b)
+    monkeypatch.delenv("CUBLASLT_STAND_IN_DECLINES")
+    check(a, b)
+    assert of_library(device) == 0
+    check(a, normal(device, "float32", 100, 3))
+    assert of_library(device) == 1
+
+
 class Module(SimpleNamespace):
     """A device's module as the search sees it."""
 

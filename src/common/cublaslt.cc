@@ -54,10 +54,9 @@ struct Library {
   }
   // Of a call that may need memory of the device beside needle's.
   template <class F>
-  void check_call(F call, const char* what) const {
-    int status = call();
-    if (status == kAllocFailed && give_back_memory()) status = call();
-    check(status, what);
+  int status_of(F call) const {
+    const int status = call();
+    return status == kAllocFailed && give_back_memory() ? call() : status;
   }
 
  private:
@@ -88,6 +87,11 @@ int data_type(DType dtype) {
 template <class T>
 using Owned = std::unique_ptr<T, int (*)(T*)>;
 
+// Three ways to say that the library has none for this product on this GPU.
+bool refuses(int status) {
+  return status == kNotSupported || status == kArchMismatch || status == kInvalidValue;
+}
+
 // A product but for its addresses.
 class Prepared {
  public:
@@ -116,7 +120,8 @@ class Prepared {
   // Whether the library has a way to do it.
   bool found() const { return found_; }
 
-  void run(Handle* handle, const Gemm& g) const {
+  // Whether it was done. What was advised may be refused only now; then nothing has begun.
+  bool run(Handle* handle, const Gemm& g) {
     const auto multiply = [&](const auto one) {
       const auto alpha = one, beta = g.accumulate ? one : one - one;
       Scratch held;
@@ -126,10 +131,12 @@ class Prepared {
                           &beta, g.out, out_.get(), g.out, out_.get(), &algorithm_, held.memory,
                           workspace_bytes_, stream());
       };
-      lt_.check_call(call, "cublasLtMatmul");
+      const int status = lt_.status_of(call);
+      if (!refuses(status)) lt_.check(status, "cublasLtMatmul");
+      if (status != kSuccess) found_ = false;
+      return status == kSuccess;
     };
-    if (g.dtype == DType::kFloat64) return multiply(1.0);
-    multiply(1.0f);
+    return g.dtype == DType::kFloat64 ? multiply(1.0) : multiply(1.0f);
   }
 
  private:
@@ -166,9 +173,7 @@ class Prepared {
     int count = 0;
     const int status = lt_.MatmulAlgoGetHeuristic(handle, desc_.get(), b_.get(), a_.get(),
                                                   out_.get(), out_.get(), made, 1, &advice, &count);
-    // Three ways to say that it has none for this product on this GPU.
-    if (status != kNotSupported && status != kArchMismatch && status != kInvalidValue)
-      lt_.check(status, "cublasLtMatmulAlgoGetHeuristic");
+    if (!refuses(status)) lt_.check(status, "cublasLtMatmulAlgoGetHeuristic");
     found_ = status == kSuccess && count == 1 && advice.status == kSuccess;
     algorithm_ = advice.algorithm;
     workspace_bytes_ = advice.workspace_bytes;
@@ -179,14 +184,14 @@ class Prepared {
   Owned<Layout> a_, b_, out_;
   Algorithm algorithm_{};
   size_t workspace_bytes_ = 0;
-  bool found_ = false;
+  std::atomic<bool> found_{false};
 };
 
 // A library that is open, with what was prepared by it.
 struct Session {
   explicit Session(const std::string& path) : lt(path) {}
 
-  std::shared_ptr<const Prepared> prepared(const Gemm& g) {
+  std::shared_ptr<Prepared> prepared(const Gemm& g) {
     // Of every matrix of a batch.
     const auto aligned = [&](const void* first, DType dtype, int64_t batch_stride) {
       const auto bits = reinterpret_cast<uintptr_t>(first) |
@@ -214,11 +219,12 @@ struct Session {
                   alignment[2]};
     stream();  // the library's handle is of the thread's GPU, and so is what it advises
     std::lock_guard<std::mutex> lock(mutex);
-    if (handle == nullptr) lt.check_call([&] { return lt.Create(&handle); }, "cublasLtCreate");
+    if (handle == nullptr)
+      lt.check(lt.status_of([&] { return lt.Create(&handle); }), "cublasLtCreate");
     const auto known = all.find(key);
     if (known != all.end()) return known->second;
     if (all.size() >= kMostPrepared) all.clear();
-    return all[key] = std::make_shared<const Prepared>(lt, handle, g, alignment);
+    return all[key] = std::make_shared<Prepared>(lt, handle, g, alignment);
   }
 
   const Library lt;
@@ -227,7 +233,7 @@ struct Session {
  private:
   using Key = std::array<int64_t, 15>;
   std::mutex mutex;
-  std::map<Key, std::shared_ptr<const Prepared>> all;
+  std::map<Key, std::shared_ptr<Prepared>> all;
 };
 
 std::atomic<Session*> session{nullptr};  // the one in use
@@ -258,8 +264,7 @@ bool multiply_by_cublaslt(const Gemm& g) {
       g.a.batch_stride < 0 || g.b.batch_stride < 0)
     return false;
   const auto prepared = s->prepared(g);
-  if (!prepared->found()) return false;
-  prepared->run(s->handle, g);
+  if (!prepared->found() || !prepared->run(s->handle, g)) return false;
   static KernelRecord& record = register_name("cublaslt_matmul");
   ++record.launches;
   return true;

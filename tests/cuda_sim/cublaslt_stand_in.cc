@@ -178,6 +178,8 @@ static bool refuses() {
   const char* const times = std::getenv("CUBLASLT_STAND_IN_REFUSES");
   return times != nullptr && so_far++ < std::atoi(times);
 }
+// All products are declined, whatever was advised.
+static bool declines() { return std::getenv("CUBLASLT_STAND_IN_DECLINES") != nullptr; }
 
 EXPORTED int cublasLtMatmul(Handle* handle, MatmulDesc* desc, const void* alpha, const void* a,
                             Layout* a_layout, const void* b, Layout* b_layout, const void* beta,
@@ -186,6 +188,7 @@ EXPORTED int cublasLtMatmul(Handle* handle, MatmulDesc* desc, const void* alpha,
                             void*) {
   if (handle == nullptr) return kNotInitialized;
   if (refuses()) return kAllocFailed;
+  if (declines()) return kNotSupported;
   const Shapes shapes(*desc, *a_layout, *b_layout, *c_layout, *d_layout);
   if (shapes.status != kSuccess) return shapes.status;
   const void* const addresses[] = {a, b, c, d};
