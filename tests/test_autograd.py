@@ -1450,6 +1450,25 @@ def test_a_gradient_of_nan_is_not_clipped_away(host):
         assert [math.isnan(p.item()) for p in params] == [True, True]
 
 
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_gradients_outside_float32_are_clipped_in_float64(host, kind):
+    """Beside a parameter of float32, which takes the same steps as alone."""
+    rng = np.random.default_rng(0)
+    p, narrow, alone = leaf(np.ones(5), host, "float64"), leaf([1.0], host), leaf(np.ones(5), host, "float64")
+    both, one = kind([p, narrow], lr=0.1), kind([alone], lr=0.1)
+    for factor in (1, 3, 0.25):
+        g = rng.standard_normal(5) * factor
+        p.grad, narrow.grad, alone.grad = (
+            leaf(g * 1e45, host, "float64"),
+            leaf([0.0], host),
+            leaf(0.5 * g / np.linalg.norm(g), host, "float64"),
+        )
+        both.clip_grad_norm(0.5)
+        both.step()
+        one.step()
+    np.testing.assert_allclose(p.numpy(), alone.numpy(), rtol=1e-12)
+
+
 def test_moments_are_of_one_device(cpu):
     params = [leaf([1.0], device) for device in (cpu, ndl.cpu_numpy())]
     for kind in (Adam, AdamW):

@@ -105,6 +105,12 @@ def test_slopes_of_quotients_by_numbers_whose_square_is_outside_the_dtype(device
     np.testing.assert_allclose(b.grad.numpy(), -1 / b.numpy(), rtol=2e-3)
 
 
+def test_slopes_of_quotients_whose_gradient_over_the_divisor_is_outside_the_dtype(device):
+    a, b = leaf([0, 1e-6], device, "float16"), leaf([0.01, 1e-5], device, "float16")
+    (a / b).backward(leaf([1024, 1], device, "float16"))
+    np.testing.assert_allclose(b.grad.numpy(), [0, -a.numpy()[1] / np.float64(b.numpy()[1]) ** 2], rtol=2e-2)
+
+
 def test_numbers_divided_by_tensors(device):
     values = np.arange(1, 100, dtype=np.float32)
     for number in (1, 49, 0.1):
@@ -123,6 +129,22 @@ def test_what_was_not_taken_has_no_part_in_an_infinite_slope(device, create_grap
     np.testing.assert_array_equal(slope, [[0, 0.5, 0.5], [1, 0, 0]])
     (slope,) = gradients(lambda x: ops.sqrt(ops.max(x)), device, [-1, 0], create_graph=create_graph)
     np.testing.assert_array_equal(slope, [0, np.inf])
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_nan_lets_gradients_through(device, create_graph):
+    """Or a layer below one that gives NaN would train on as if nothing were wrong."""
+    (slope,) = gradients(ops.relu, device, [np.nan, 1, 0, -1], create_graph=create_graph)
+    np.testing.assert_array_equal(slope, [1, 1, 0, 0])
+    for op, taken in ((ops.maximum, [0.5, 1, 0]), (ops.minimum, [0.5, 0, 1])):
+        for number, shares in zip(
+            gradients(op, device, [np.nan, 0, 1, 2, 1], [0, np.nan, 1, 1, 2], create_graph=create_graph), (0, 1)
+        ):
+            np.testing.assert_array_equal(number[:2], [1, 1])
+            np.testing.assert_array_equal(number[2:], taken if shares == 0 else 1 - np.array(taken))
+    x = leaf([1, 2], device)
+    ops.relu(x).backward(leaf([np.nan, 1], device))
+    np.testing.assert_array_equal(x.grad.numpy(), [np.nan, 1])
 
 
 def test_more_equal_maxima_than_float16_counts_to_share_the_gradient(device):
@@ -144,11 +166,43 @@ def test_large_logits_keep_their_digits(device):
     targets, hidden = leaf([1, 2, 3], device, "int64"), leaf(np.eye(3), device)
     slope = (np.exp(wanted) - np.eye(40)[[1, 2, 3]]) / 3
     for f in (lambda logits: ops.cross_entropy(logits, targets), lambda logits: ops.linear_cross_entropy(hidden, logits, targets)):
-        logits = leaf(x, device)
-        loss = f(logits)
-        loss.backward()
-        np.testing.assert_allclose(loss.item(), -wanted[np.arange(3), [1, 2, 3]].mean(), rtol=1e-6)
-        np.testing.assert_allclose(logits.grad.numpy(), slope, rtol=1e-6)
+        for create_graph in (False, True):
+            logits = leaf(x, device)
+            loss = f(logits)
+            loss.backward(create_graph=create_graph)
+            np.testing.assert_allclose(loss.item(), -wanted[np.arange(3), [1, 2, 3]].mean(), rtol=1e-6)
+            np.testing.assert_allclose(logits.grad.numpy(), slope, rtol=1e-6, atol=1e-8)
+    p = np.exp(wanted[0])
+    for create_graph in (False, True):
+        (dx,) = gradients(lambda x: ops.softmax(x)[0, 3], device, x[:1], create_graph=create_graph)
+        np.testing.assert_allclose(dx[0], p[3] * (np.eye(40)[3] - p), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, values", [("bfloat16", [1, 256, 1, 1, -256, 1]), ("float16", [250, 150, 250, 150, -20000, 55000])])
+def test_a_linear_layers_sum_of_16_bits_is_rounded_once(device, dtype, values):
+    """Its bias included: the product alone would be rounded to 256, or be infinite."""
+    x0, w0, x1, w1, bias, wanted = values
+    for b in ([bias], [[bias]]):
+        layer = [leaf(v, device, dtype) for v in ([[x0, x1]], [[w0], [w1]], b)]
+        assert ops.linear(*layer).item() == np.float16(wanted)
+        assert ops.linear(leaf([x0, x1], device, dtype), *layer[1:]).item() == np.float16(wanted)
+
+
+def test_gelu_by_tanh_keeps_its_digits_below_0(device):
+    x = np.float64(np.float32([-4.82421875, -3, 0.5, 6]))
+    u = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    share, slope = 1 / (1 + np.exp(-2 * u)), 2 * np.sqrt(2 / np.pi) * (1 + 3 * 0.044715 * x * x)
+    np.testing.assert_allclose(ops.gelu(leaf(x, device), "tanh").numpy(), x * share, rtol=3e-6)
+    (dx,) = gradients(lambda x: ops.gelu(x, "tanh"), device, x)
+    np.testing.assert_allclose(dx, share + x * share * (1 - share) * slope, rtol=3e-6)
+
+
+def test_sums_of_equal_numbers(device):
+    """Each addition of 0.1 to a sum of 64 in float32 is rounded in the same direction."""
+    exact, near = float(np.float32(0.1)), 1e-4 if device == ndl.cpu_numpy() else 2.5e-7  # numpy adds rows one after another
+    for shape, axis in (((1 << 14,), 0), ((3, 1 << 13), 1), ((1 << 13, 5), 0), ((1 << 12, 130), 0)):
+        sums = leaf(np.full(shape, 0.1), device).sum(axis).numpy()
+        np.testing.assert_allclose(sums, exact * shape[axis], rtol=near)
 
 
 def test_logsumexp_where_all_is_minus_infinity(device):

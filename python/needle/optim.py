@@ -296,17 +296,19 @@ class _Moments(_Grouped):
     def _update(self, beta1: float, beta2: float, decoupled: bool, scale: NDArray | None = None) -> None:
         """One step. decoupled: weight decay is not added to the gradient. scale: (1,), of the gradients; default 1."""
         updates = self._updates()
-        if scale is None:
-            scale = full((1,), 1, "float32", self.params[0].device)
+        one = full((1,), 1, "float32", self.params[0].device)
+        factor = one if scale is None else scale.astype("float32", copy=False)
         for _, _, w, _ in updates:
-            check_one_device("optim", scale, w)
+            check_one_device("optim", factor, w)
         self.make_states(p for _, p, _, _ in updates)
         self.t += 1
         for group, p, w, g in updates:
             decay = group["weight_decay"]
             l2, decay = (0.0, decay) if decoupled else (decay, 0.0)
             t = self.steps[p] = self.steps.get(p, 0) + 1
-            kernels.adam_step(w, g, self.m[p], self.v[p], scale, group["lr"], beta1, beta2, self.eps, l2, decay, t)
+            wide = scale is not None and w.dtype == scale.dtype == "float64"  # the kernel takes a float32
+            g, s = (g * scale, one) if wide else (g, factor)
+            kernels.adam_step(w, g, self.m[p], self.v[p], s, group["lr"], beta1, beta2, self.eps, l2, decay, t)
 
     def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         own = {f"t.{name}": self.steps.get(p, self.t) for name, p in self._by_name(names).items()}
@@ -364,7 +366,7 @@ class AdamW(_Moments):
         Nothing is read back and the gradients are not touched. raises: ValueError.
         """
         norm = self._sumsq(max_norm).sqrt()
-        self._scale = (max_norm / (norm + 1e-6)).minimum(1.0).astype("float32", copy=False)
+        self._scale = (max_norm / (norm + 1e-6)).minimum(1.0)
         return norm
 
     def reset_grad(self) -> None:

@@ -347,23 +347,23 @@ inline T m_gelu_erf_backward(T x, T dy) {
   return dy * (n.integral + x * n.density);
 }
 
-// gelu(x) = x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3).
+// gelu(x) = x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3). The factor of x is
+// sigmoid(2 u), which loses no digits below 0.
 template <class T>
-inline T gelu_tanh_of(T x) {
+inline T gelu_tanh_share(T x) {
   using N = Number<T>;
-  return m_tanh(N(0.79788456080286535588) * (x + N(0.044715) * x * x * x));
+  return m_sigmoid(N(2 * 0.79788456080286535588) * (x + N(0.044715) * x * x * x));
 }
 template <class T>
 inline T m_gelu_tanh(T x) {
-  using N = Number<T>;
-  return N(0.5) * x * (N(1) + gelu_tanh_of(x));
+  return x * gelu_tanh_share(x);
 }
 template <class T>
 inline T m_gelu_tanh_backward(T x, T dy) {
   using N = Number<T>;
-  const T t = gelu_tanh_of(x);
-  const T slope = N(0.79788456080286535588) * (N(1) + N(3 * 0.044715) * x * x);
-  return dy * (N(0.5) * (N(1) + t) + N(0.5) * x * (N(1) - t * t) * slope);
+  const T s = gelu_tanh_share(x);
+  const T slope = N(2 * 0.79788456080286535588) * (N(1) + N(3 * 0.044715) * x * x);
+  return dy * (s + x * s * (N(1) - s) * slope);
 }
 
 }  // namespace needle::cpu

@@ -81,17 +81,21 @@ __device__ __forceinline__ T m_gelu_erf_backward(T x, T dy) {
   return dy * (T(0.5) * (T(1) + m_erf(x * T(0.70710678118654752440))) + x * density);
 }
 
-// gelu(x) = x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3).
+// gelu(x) = x (1 + tanh(u)) / 2 with u = sqrt(2/pi) (x + 0.044715 x^3). The factor of x is
+// sigmoid(2 u), which loses no digits below 0.
+template <class T>
+__device__ __forceinline__ T gelu_tanh_share(T x) {
+  return m_sigmoid(T(2 * 0.79788456080286535588) * (x + T(0.044715) * x * x * x));
+}
 template <class T>
 __device__ __forceinline__ T m_gelu_tanh(T x) {
-  const T u = T(0.79788456080286535588) * (x + T(0.044715) * x * x * x);
-  return T(0.5) * x * (T(1) + m_tanh(u));
+  return x * gelu_tanh_share(x);
 }
 template <class T>
 __device__ __forceinline__ T m_gelu_tanh_backward(T x, T dy) {
-  const T t = m_tanh(T(0.79788456080286535588) * (x + T(0.044715) * x * x * x));
-  const T slope = T(0.79788456080286535588) * (T(1) + T(3 * 0.044715) * x * x);
-  return dy * (T(0.5) * (T(1) + t) + T(0.5) * x * (T(1) - t * t) * slope);
+  const T s = gelu_tanh_share(x);
+  const T slope = T(2 * 0.79788456080286535588) * (T(1) + T(3 * 0.044715) * x * x);
+  return dy * (s + x * s * (T(1) - s) * slope);
 }
 
 }  // namespace needle::NEEDLE_DEVICE

@@ -15,9 +15,9 @@ namespace {
 
 constexpr int64_t kLanes = 64;      // running values of a row
 constexpr int64_t kFewLanes = 16;   // the same of a short row
-constexpr int64_t kSegment = 4096;  // elements of a row reduced before their result is combined
+constexpr int64_t kSegment = 1024;  // elements of a row reduced before their result is combined
 constexpr int64_t kStrip = 64;      // neighbouring columns reduced together
-constexpr int64_t kGroup = 64;      // rows of a strip reduced before their result is combined
+constexpr int64_t kGroup = 16;      // rows of a strip reduced before their result is combined
 constexpr int64_t kWork = 1 << 15;  // elements per task
 constexpr int64_t kMaxPieces = 64;  // of one row, or one strip, when there are few of them
 constexpr int64_t kStored = 64;     // results of rows that are stored together

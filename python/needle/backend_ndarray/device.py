@@ -149,7 +149,8 @@ class BackendDevice:
             raise DeviceError(f"[device] {self._label} cannot be used: {self._why_absent}")
         return mod
 
-    # Random numbers come from numpy's global stream, in float32 before any scaling: the course's golden values need both.
+    # Random numbers come from numpy's global stream, those of a narrower dtype by way of float32, also before any scaling: the
+    # course's golden values need both.
     def randn(self, *shape: int, dtype: str = "float32"):
         """Normal numbers with mean 0 and deviation 1, of ``shape``."""
         return self._drawn(np.random.randn, shape, dtype)
@@ -166,7 +167,10 @@ class BackendDevice:
             out.category = DATA  # as what comes from numpy
             return out
         values = np.asarray(draw(*as_shape(shape)))
-        return NDArray(values, self) if self.numpy_semantics else NDArray(values.astype(np.float32), self, dtype or "float32")
+        if self.numpy_semantics:
+            return NDArray(values, self)
+        dtype = dtype or "float32"
+        return NDArray(values if dtype == "float64" else values.astype(np.float32), self, dtype)
 
     def one_hot(self, n: int, i: Any, dtype: str = "float32"):
         """(*i.shape, n): 1 where the last index equals ``i``, made on the device. raises: IndexError for an i outside 0..n-1."""

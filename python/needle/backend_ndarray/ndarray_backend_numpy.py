@@ -139,8 +139,9 @@ def _sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
 
-def _gelu_tanh_inner(x):
-    return _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)
+def _gelu_tanh_share(x):
+    """(1 + tanh(u)) / 2, which would lose digits below 0."""
+    return _sigmoid(2 * _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x))
 
 
 def _gelu_erf_backward(x, dy):
@@ -149,9 +150,9 @@ def _gelu_erf_backward(x, dy):
 
 
 def _gelu_tanh_backward(x, dy):
-    t = np.tanh(_gelu_tanh_inner(x))
-    slope = _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
-    return dy * (0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope)
+    s = _gelu_tanh_share(x)
+    slope = 2 * _SQRT_2_OVER_PI * (1 + 3 * 0.044715 * x * x)
+    return dy * (s + x * s * (1 - s) * slope)
 
 
 def _silu_backward(x, dy):
@@ -183,7 +184,7 @@ UNARY = {
     "erf": _real_erf,
     "silu": lambda x: x * _sigmoid(x),
     "gelu_erf": lambda x: 0.5 * x * (1 + _real_erf(x * _SQRT_HALF)),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(_gelu_tanh_inner(x))),
+    "gelu_tanh": lambda x: x * _gelu_tanh_share(x),
     "isnan": np.isnan,
     "isinf": np.isinf,
     "isfinite": np.isfinite,
@@ -207,7 +208,7 @@ BINARY = {
     "logical_and": np.logical_and,
     "logical_or": np.logical_or,
     "logical_xor": np.logical_xor,
-    "relu_backward": lambda x, dy: np.where(x > 0, dy, np.zeros_like(dy)),
+    "relu_backward": lambda x, dy: np.where(x <= 0, np.zeros_like(dy), dy),
     "tanh_backward": lambda y, dy: dy * (1 - y * y),
     "sigmoid_backward": lambda y, dy: dy * y * (1 - y),
     "silu_backward": _silu_backward,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .. import dtype as dt
 from ..autograd import Tensor
 from ..backend_ndarray import kernels
 from ..backend_ndarray.shapes import as_shape
@@ -18,6 +19,11 @@ from ..errors import DTypeError, check_number, check_real, type_name
 def _lengths(shape: tuple) -> tuple:
     """The shape given as one tuple or list, or as several numbers."""
     return as_shape(shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+
+
+def _wide(dtype) -> str:
+    """What numbers are drawn and scaled in, before they become those of ``dtype``."""
+    return "float64" if dtype is not None and dt.name_of(dtype) == "float64" else "float32"
 
 
 def _drawn(array: NDArray, dtype, requires_grad: bool) -> Tensor:
@@ -31,14 +37,14 @@ def rand(*shape, low=0.0, high=1.0, device=None, dtype="float32", requires_grad=
     check_real("rand", "high", high)
     if not 0 <= high - low <= float(np.finfo(np.float32).max):
         raise ValueError(f"[rand] low is {low}, high is {high} (accepted: low <= high, of which the difference is a float32)")
-    return _drawn(as_device(device).rand(*_lengths(shape)) * (high - low) + low, dtype, requires_grad)
+    return _drawn(as_device(device).rand(*_lengths(shape), dtype=_wide(dtype)) * (high - low) + low, dtype, requires_grad)
 
 
 def randn(*shape, mean=0.0, std=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:
     """Normal with the given mean and standard deviation. raises: ValueError for a std that is not 0 or more, or infinite."""
     check_real("randn", "mean", mean)
     check_number("randn", "std", std)
-    return _drawn(as_device(device).randn(*_lengths(shape)) * std + mean, dtype, requires_grad)
+    return _drawn(as_device(device).randn(*_lengths(shape), dtype=_wide(dtype)) * std + mean, dtype, requires_grad)
 
 
 def constant(*shape, c=1.0, device=None, dtype="float32", requires_grad=False) -> Tensor:

@@ -73,6 +73,8 @@ class LogSoftmax(TensorOp):
     @staticmethod
     def reference(Z):
         last = Z.ndim - 1
+        largest = Z.realize_cached_data().max(last, keepdims=True)  # of large Z, what is left of Z - logsumexp(Z) has few digits
+        Z = Z - Tensor.make_const(largest.broadcast_to(Z.shape))
         return Z - broadcast_to(reshape(logsumexp(Z, (last,)), Z.shape[:-1] + (1,)), Z.shape)
 
 

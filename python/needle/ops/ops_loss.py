@@ -17,9 +17,12 @@ from .ops_tuple import tuple_get_item
 
 
 def _check_ignored(op: str, ignore_index) -> None:
-    """raises: DTypeError for what is no whole number: PyTorch has weights of classes in this place."""
-    if as_whole(ignore_index) is None:
+    """raises: DTypeError for what is no whole number: PyTorch has weights of classes here; ValueError for one of 65 bits."""
+    whole = as_whole(ignore_index)
+    if whole is None:
         raise DTypeError(f"[{op}] ignore_index is of type {type_name(ignore_index)} (accepted: a whole number)")
+    if not -(1 << 63) <= whole < 1 << 63:
+        raise ValueError(f"[{op}] ignore_index is {whole} (accepted: an int64)")
 
 
 def _rows(op: str, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

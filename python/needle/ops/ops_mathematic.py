@@ -224,7 +224,7 @@ class EWiseDiv(_InputRead):
     def gradient(self, out_grad, node):
         a, b = node.inputs
         grad_a = out_grad / b
-        grad_b = unbroadcast(-grad_a * (a / b), b.shape) if b.requires_grad else None  # b * b may be outside the dtype
+        grad_b = unbroadcast(-(out_grad * (a / b / b)), b.shape) if b.requires_grad else None  # b * b may be outside the dtype
         return unbroadcast(grad_a, a.shape), grad_b
 
 
@@ -398,7 +398,7 @@ class ReLU(_InputRead):
 
     @staticmethod
     def reference(a):
-        return _shared(a, (a.realize_cached_data() > 0).astype(a.dtype))
+        return _shared(a, 1 - (a.realize_cached_data() <= 0).astype(a.dtype))
 
 
 def relu(a: Tensor) -> Tensor:
@@ -509,15 +509,20 @@ def gelu(a: Tensor, approximate: str = "none") -> Tensor:
 
 
 class _Extremum(_InputRead):
-    """One of two, elementwise, broadcasting: ``takes(a, b)`` tells where it is a. Equal ones share the gradient."""
+    """One of two, elementwise, broadcasting: ``takes(a, b)`` tells where it is a. Equal ones share the gradient; both get it
+    where one is NaN, so that none comes out clean.
+    """
 
     takes: Callable[[NDArray, NDArray], NDArray]
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        x, y = a.realize_cached_data(), b.realize_cached_data()
-        share = self.takes(x, y).astype(out_grad.dtype) + (x == y).astype(out_grad.dtype) * 0.5
-        return unbroadcast(_shared(out_grad, share), a.shape), unbroadcast(_shared(out_grad, 1 - share), b.shape)
+        x, y, dtype = a.realize_cached_data(), b.realize_cached_data(), out_grad.dtype
+        rest = 1 - (x == y).astype(dtype) * 0.5
+        return tuple(
+            unbroadcast(_shared(out_grad, rest - other.astype(dtype)), shape)
+            for other, shape in ((self.takes(y, x), a.shape), (self.takes(x, y), b.shape))
+        )
 
 
 class Maximum(_Extremum):
@@ -774,7 +779,7 @@ _MATMUL = MatMul()
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Matrix product: (..., m, k) @ (..., k, n) -> (..., m, n), leading axes broadcast; 1-D as in numpy.
 
-    raises: ShapeError if the inner lengths differ.
+    Except in float64, subnormal numbers count as 0 in it where it is large. raises: ShapeError if the inner lengths differ.
     """
     return _MATMUL(a, b)
 
@@ -809,12 +814,13 @@ class Linear(_InputRead):
     def compute(self, x, weight, bias):
         if weight.ndim != 2 or bias.shape not in (weight.shape[1:], (1, *weight.shape[1:])):
             raise ShapeError(f"[linear] weight is {weight.shape}, bias is {bias.shape} (accepted: (in, out), (out,))")
-        try:
-            out = _matmul(x, weight)
-        except ShapeError:
-            raise ShapeError(f"[linear] x is {x.shape}, weight is {weight.shape} (accepted: (..., in), (in, out))") from None
-        out.add_in_place(bias if bias.ndim <= out.ndim else bias.compact().reshape((bias.size,)))
-        return out
+        if x.ndim == 0 or x.shape[-1] != weight.shape[0]:
+            raise ShapeError(f"[linear] x is {x.shape}, weight is {weight.shape} (accepted: (..., in), (in, out))")
+        # The product is added to the bias, so that a 16-bit sum is rounded once.
+        if not x._dtype == weight._dtype == bias._dtype:
+            bias = bias.astype(dt.promote(x.dtype, weight.dtype))
+        row = bias if bias.ndim <= x.ndim else bias.compact().reshape((bias.size,))
+        return _matmul(x, weight, out=row.broadcast_to((*x.shape[:-1], bias.size)).copy(), accumulate=True)
 
     def accumulate_gradient(self, out_grad, node, sums):
         x, weight, bias = node.inputs  # on arrays: the ops would take as long as a small product
