@@ -557,6 +557,8 @@ def test_modules_of_a_table_are_in_the_order_of_their_numbers():
 
 
 def test_two_traces_of_one_device_are_refused(cpu):
+    with pytest.raises(ndl.errors.GraphError, match="has not begun"):
+        memory.trace(cpu).__exit__()
     with memory.trace(cpu), pytest.raises(ndl.errors.GraphError, match="traced already"), memory.trace(cpu):
         pass
 

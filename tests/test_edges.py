@@ -56,6 +56,24 @@ def test_a_module_shows_what_is_in_it():
     assert repr(model).splitlines()[-2:] == ["  first: ReLU()", "  last: ReLU()"]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "bool"])
+def test_large_arrays_are_shown_as_numpy_shows_them(device, dtype):
+    rng = np.random.default_rng(0)
+    for shape in ((2000,), (7, 200), (8, 3, 60), (1, 2000, 1)):
+        x = array(rng.standard_normal(shape) * 10, device, dtype)
+        for shown in (x, x.permute(tuple(reversed(range(x.ndim))))):
+            assert str(shown) == str(shown.numpy()) and "..." in str(shown)
+            with np.printoptions(edgeitems=1, threshold=5):
+                assert str(shown) == str(shown.numpy())
+            with np.printoptions(threshold=10**6):
+                assert str(shown) == str(shown.numpy()) and "..." not in str(shown)
+
+
+def test_the_middle_of_what_is_shown_is_not_read(device):
+    x = leaf([1.0], device).broadcast_to((1 << 20, 1 << 20))  # 4 TiB
+    assert repr(x).startswith("needle.Tensor([[1. 1. 1. ... 1. 1. 1.]")
+
+
 # --- shapes and views ---
 
 

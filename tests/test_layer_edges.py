@@ -778,6 +778,31 @@ def test_a_bias_is_true_or_false():
     assert nn.Conv(3, 4, 3, 1, False).bias is None
 
 
+def test_causal_is_true_or_false(device):
+    """PyTorch has dropout in its place, and causal in that of the scale: 0.0 looked at all positions, and True was a scale of 1."""
+    q = leaf(np.ones((1, 1, 4, 2)), device)
+    for causal in (0.0, "no", None):
+        with pytest.raises(TypeError, match=r"\[attention\] causal is .* \(accepted: True or False\)"):
+            ops.attention(q, q, q, None, causal, True)
+        with pytest.raises(TypeError, match=r"\[MultiHeadAttention\] causal is .* \(accepted: True or False\)"):
+            nn.Transformer(8, 16, 1, causal=causal, device=device)
+    with pytest.raises(DTypeError, match=r"\[attention\] scale is of type bool \(accepted: a number\)"):
+        ops.attention(q, q, q, None, False, True)
+    with pytest.raises(TypeError, match=r"\[Transformer\] batch_first is 'no' \(accepted: True or False\)"):
+        nn.Transformer(8, 16, 1, batch_first="no", device=device)
+
+
+def test_what_a_loader_cannot_use_is_said_as_it_is_made():
+    with pytest.raises(DeviceError, match="nope"):
+        data.DataLoader(data.NDArrayDataset(np.arange(3.0)), device="nope")
+
+
+@pytest.mark.parametrize("wrong, found", [(None, "fn is of type NoneType"), (nn.ReLU, "fn is the class ReLU")])
+def test_a_residual_of_no_module(wrong, found):
+    with pytest.raises(TypeError, match=rf"\[Residual\] {found} \(accepted: "):
+        nn.Residual(wrong)
+
+
 def test_the_padding_of_a_convolution(device):
     x = leaf(np.random.default_rng(0).standard_normal((2, 3, 6, 5)), device)
     same = nn.Conv(3, 4, 3, device=device)
@@ -1000,6 +1025,15 @@ def test_random_numbers_that_there_are_not(host, make, wrong):
     with pytest.raises(ValueError, match=rf"\[{make.__name__}\] .* \(accepted: "):
         make(3, **wrong, device=host)
     assert np.random.get_state()[2] == before
+
+
+def test_random_numbers_of_float64_have_its_digits(host):
+    np.random.seed(0)
+    drawn = init.rand(1000, low=1e6, high=1e6 + 1, device=host, dtype="float64").numpy()
+    normal = init.randn(1000, mean=1e6, std=1e-3, device=host, dtype="float64").numpy()
+    np.random.seed(0)
+    np.testing.assert_allclose(drawn - 1e6, np.random.rand(1000), atol=1e-9)
+    np.testing.assert_allclose(normal - 1e6, np.random.randn(1000) * 1e-3, atol=1e-9)
 
 
 @pytest.mark.parametrize("wrong", ["x", None, [0.5], True])

@@ -438,7 +438,7 @@ def test_a_plan_says_where_the_peak_is():
     assert p.by_category["parameter"] == 4 * TINY.parameter_count()
     assert p.step_bytes >= 12 * TINY.parameter_count()
     assert p.reads == []  # train_step is needle's, and reads what it gives
-    assert "layers.1" in str(p) and f"{p.peak_bytes:,} bytes" in str(p)
+    assert "layers.1" in str(p) and f"{p.peak_bytes:,} bytes" in str(p) and repr(p) == str(p)
     assert f"step 2: {p.peak_op} of {p.peak_module}, {p.peak_place}; " in p.where and p.peak_module
 
 

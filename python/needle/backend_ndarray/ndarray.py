@@ -197,10 +197,23 @@ class NDArray:
         return self._handle.serial
 
     def __repr__(self) -> str:
-        return f"NDArray({self.numpy()}, device={self._device})"
+        return f"NDArray({self}, device={self._device})"
 
     def __str__(self) -> str:
-        return str(self.numpy())
+        options = np.get_printoptions()
+        if self.size <= options["threshold"]:
+            return str(self.numpy())
+        return np.array2string(self._ends(options["edgeitems"], 0), threshold=0)  # numpy would leave out the middle, too
+
+    def _ends(self, n: int, axis: int) -> np.ndarray:
+        """The first n + 1 and the last n elements along ``axis`` and those behind it; nothing else is read."""
+        if axis == self.ndim:
+            return self.numpy()
+        length = self._shape[axis]
+        if length <= 2 * n + 1:
+            return self._ends(n, axis + 1)
+        first, last = (self[(slice(None),) * axis + (part,)] for part in (slice(0, n + 1), slice(length - n, length)))
+        return np.concatenate([first._ends(n, axis + 1), last._ends(n, axis + 1)], axis)
 
     def __len__(self) -> int:
         if not self._shape:

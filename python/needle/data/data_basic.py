@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..autograd import Tensor
-from ..backend_selection import Device
+from ..backend_selection import Device, as_device
 from ..errors import check_count, check_flag, type_name
 
 _BATCH = "accepted: all items of a batch at once, as x[indices] of numpy gives them"
@@ -56,7 +56,7 @@ class DataLoader:
         self.dataset = dataset
         self.batch_size = 1 if batch_size is None else check_count("DataLoader", "batch_size", batch_size, error=ValueError)
         self.shuffle = shuffle
-        self.device = device
+        self.device = None if device is None else as_device(device)
         self.ordering: list[np.ndarray] = []
         self._next = 0
 

@@ -47,7 +47,7 @@ _runs_on_meta = False  # whether a plan does
 _collecting = False  # whether garbage is collected again after the plan that runs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What a run of some steps takes from its device's allocator. Bytes are exact; what lies outside of the allocator (a GPU's
     context, libraries, the interpreter) is not in them, nor is what a GPU packs a strided array into while ``numpy()`` reads it.
@@ -85,7 +85,7 @@ class Plan:
         """Bytes at the peak by module, its path cut to ``depth`` names, and category."""
         return module_table(by_module(self.holders, depth))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:  # what a notebook shows
         said = f"{self.table()}\n{self.where}"
         if self.reads:
             places = ", ".join(self.reads)

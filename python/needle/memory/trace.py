@@ -139,6 +139,8 @@ class trace:
         self.marks.append((self.device.require().memory_stats()["allocations"], text))
 
     def __exit__(self, *exc: object) -> None:
+        if not hasattr(self, "_first"):
+            raise GraphError(f"[memory.trace] this region on {self.device} has not begun (accepted: one that has)")
         try:
             log = self._end()
         finally:

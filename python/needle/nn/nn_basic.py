@@ -306,6 +306,14 @@ class GELU(Module):
         return ops.gelu(x, self.approximate)
 
 
+def _check_module(op: str, name: str, module: Any) -> None:
+    """raises: TypeError for what cannot be called, such as a list of modules, and for a class of modules."""
+    if isinstance(module, type):  # which can be called, but gives a module
+        raise TypeError(f"[{op}] {name} is the class {module.__name__} (accepted: a module)")
+    if not callable(module):
+        raise TypeError(f"[{op}] {name} is of type {type_name(module)} (accepted: modules, not in a list)")
+
+
 class Sequential(Module):
     """Modules one after the other, each applied to the result of the one before.
 
@@ -316,10 +324,7 @@ class Sequential(Module):
     def __init__(self, *modules: Module):
         super().__init__()
         for i, module in enumerate(modules):
-            if isinstance(module, type):  # which can be called, but gives a module
-                raise TypeError(f"[Sequential] module {i} is the class {module.__name__} (accepted: a module)")
-            if not callable(module):
-                raise TypeError(f"[Sequential] module {i} is of type {type_name(module)} (accepted: modules, not in a list)")
+            _check_module("Sequential", f"module {i}", module)
         self.modules = modules
 
     def __len__(self) -> int:
@@ -493,10 +498,11 @@ class SeededDropout(Dropout):
 
 
 class Residual(Module):
-    """fn(x) + x; fn keeps the shape."""
+    """fn(x) + x; fn keeps the shape. raises: TypeError for what is no module, as Sequential does."""
 
     def __init__(self, fn: Module):
         super().__init__()
+        _check_module("Residual", "fn", fn)
         self.fn = fn
 
     def forward(self, x: Tensor) -> Tensor:

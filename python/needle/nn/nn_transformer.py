@@ -11,7 +11,7 @@ from .. import dtype as dt
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
 from ..backend_ndarray import ndarray
-from ..errors import DTypeError, ShapeError, check_count
+from ..errors import DTypeError, ShapeError, check_count, check_flag
 from .nn_basic import Dropout, LayerNorm1d, Linear, Module, ReLU, Sequential
 from .nn_sequence import Embedding
 
@@ -35,6 +35,7 @@ class MultiHeadAttention(Module):
 
     def __init__(self, *, dropout=0.0, causal=False, device=None, dtype="float32"):
         super().__init__()
+        check_flag("MultiHeadAttention", "causal", causal)
         self.device, self.dtype = device, dtype
         self.causal = causal
         self.dropout = Dropout(dropout)
@@ -154,6 +155,7 @@ class Transformer(Module):
         device=None, dtype="float32", batch_first=False, sequence_len=2048,
     ):  # fmt: skip
         super().__init__()
+        check_flag("Transformer", "batch_first", batch_first)
         self.batch_first = batch_first
         self.positions = Embedding(sequence_len, embedding_size, device=device, dtype=dtype)
         self.layers = [

@@ -12,7 +12,7 @@ from ..backend_ndarray import kernels
 from ..backend_ndarray.block_layout import BlockLayout, dense_layout
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_ndarray.ndarray import empty as _empty
-from ..errors import DTypeError, ShapeError, type_name
+from ..errors import DTypeError, ShapeError, check_flag, type_name
 from ._reads import _NoRead
 from .ops_logarithmic import softmax
 from .ops_mathematic import broadcast_to, matmul, where
@@ -71,10 +71,12 @@ def attention(
     layout: which blocks take part, and whether they are causal. None: all blocks, up to the diagonal if ``causal``, where query t
     stands at position S - T + t. causal: ignored if there is a layout. scale: of q k^T, default 1 / sqrt(D).
     No (T, S) array is made. raises: ShapeError if shapes or the layout do not fit, and for a D above 256; DTypeError for dtypes
-    that differ and for a scale that is no number: a Tensor would get no gradient.
+    that differ and for a scale that is no number: a Tensor would get no gradient; TypeError for a causal that is neither True nor
+    False, as PyTorch's dropout in its place.
     """
     check_tensors("attention", q, k, v)
-    if scale is not None and not isinstance(scale, Real):
+    check_flag("attention", "causal", causal)
+    if scale is not None and (not isinstance(scale, Real) or isinstance(scale, bool)):
         raise DTypeError(f"[attention] scale is of type {type_name(scale)} (accepted: a number)")
     if q.ndim != 4 or k.ndim != 4:
         raise ShapeError(f"[attention] q is {q.shape}, k is {k.shape} (accepted: (batch, heads, positions, features))")
