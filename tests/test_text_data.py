@@ -306,7 +306,8 @@ def test_given_tokenizer_file_and_larger_model_vocabulary(folder, tmp_path):
     text = load_text(str(folder), tokenizer=path, vocab_size=70_000, cache_dir=tmp_path / "d")
     assert text.vocab_size == 70_000 and text.tokenizer.size == 300
     assert text.tokenizer.decode([*text.tokenizer.encode("alpha beta"), 69_999]) == "alpha beta"
-    assert load_text(str(folder), tokenizer=path, cache_dir=tmp_path / "d").vocab_size == 300
+    for of_the_tokenizer in (None, 300):
+        assert load_text(str(folder), tokenizer=path, vocab_size=of_the_tokenizer, cache_dir=tmp_path / "d").vocab_size == 300
     with pytest.raises(DataError, match=r"\[vocab_size\] smaller than the tokenizer's: 299 \(300 or more\)"):
         load_text(str(folder), tokenizer=path, vocab_size=299, cache_dir=tmp_path / "d")
     path.write_text("{}")
@@ -649,10 +650,10 @@ def test_batches_hold_each_window_once_per_epoch_and_targets_are_one_later():
 
 
 def test_finite_batches_end_with_a_shorter_one():
-    batches = TokenBatches(TOKENS, 64, 10, epochs=1, shuffle=False)
-    got = list(batches)
-    assert [len(ids) for ids, _ in got] == [64, 36]
-    np.testing.assert_array_equal(np.concatenate([t for _, t in got]).ravel(), np.arange(1, 1001))
+    for batch_size, rows in ((64, [64, 36]), (99, [99, 1]), (100, [100])):
+        got = list(TokenBatches(TOKENS, batch_size, 10, epochs=1, shuffle=False))
+        assert [len(ids) for ids, _ in got] == rows
+        np.testing.assert_array_equal(np.concatenate([t for _, t in got]).ravel(), np.arange(1, 1001))
 
 
 @pytest.mark.parametrize("resumed_batch_size", [8, 4])
@@ -673,10 +674,12 @@ def test_a_saved_position_goes_on_with_the_next_window(resumed_batch_size):
         TokenBatches(TOKENS, 8, 10, seed=3, shuffle=False).load_state_dict(state)
     with pytest.raises(DataError, match="order was 1, is 2"):  # of a version that had another for the same seed
         resumed.load_state_dict({**state, "order": 1})
-    for position in (-1, 1.5, "8", 1 << 70):
+    for position in (-1, 1.5, "8", 1 << 62):
         with pytest.raises(DataError, match="saved position is no position"):
             resumed.load_state_dict({**state, "position_windows": position})
     resumed.load_state_dict({name: value for name, value in state.items() if name != "tokens_crc32"})  # of an older version
+    resumed.load_state_dict(TokenBatches(TOKENS, 8, 10, seed=3).state_dict())
+    np.testing.assert_array_equal(next(resumed)[0], next(TokenBatches(TOKENS, resumed_batch_size, 10, seed=3))[0])
     with pytest.raises(DataError, match="seq_len was 10, is 20"):
         TokenBatches(TOKENS, 8, 20, seed=3).load_state_dict(state)
 
