@@ -213,7 +213,7 @@ class Check:
         """For as many as there is time.
 
         A test that loses the GPU takes those after it along: where the last one did not pass either, or the process did not come
-        to its end, each that did not pass runs again in a process of its own.
+        to its end, the first that did not pass runs again in a process of its own, and the others in another.
         """
         try:
             leave_s = BENCHMARKS_S if "benchmarks" in self.options.stages else 0
@@ -226,12 +226,10 @@ class Check:
             if outcome in ("FAILED", "ERROR"):  # perhaps after it had passed, when what it used was put away
                 found[test] = Verdict(test, "failed", output)
         stands = len(tests) == 1 or (code in (0, 1) and found.get(tests[-1], Verdict("", "failed")).outcome != "failed")
-        for test in tests:
-            verdict = found.get(test, Verdict(test, "failed", output))
-            if stands or verdict.outcome != "failed":
-                yield verdict
-            else:
-                yield from self.verdicts([test])
+        found = {test: found.get(test, Verdict(test, "failed", output)) for test in tests}
+        again = [] if stands else [test for test in tests if found[test].outcome == "failed"]
+        later = {verdict.test: verdict for some in (again[:1], again[1:]) if some for verdict in self.verdicts(some)}
+        yield from (later[test] if test in again else found[test] for test in tests if test not in again or test in later)
 
     def parity(self) -> None:
         (tests, broken), start = self.tests(), time.monotonic()

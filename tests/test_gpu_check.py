@@ -103,6 +103,15 @@ def test_what_failed_runs_again_only_if_the_device_may_be_lost(gpu_check, tmp_pa
     assert found == ["failed", "failed", "passed"] and (tmp_path / "ran").read_text() == "(1, 2);z;"
 
 
+def test_tests_after_one_that_loses_the_device_run_again_in_one_process(gpu_check, tmp_path, monkeypatch):
+    text = "import os\nlost = []\ndef setup_function(f): open('ran', 'a').write(f'{f.__name__[5:]}:{len(lost)};')\n"
+    text += "def test_a(): pass\n" + "".join(f"def test_{name}(): assert not lost\n" for name in "cde")
+    text += "def test_b():\n    lost.append(1)\n    assert 0\n"
+    found, said = outcomes(gpu_check, tmp_path, monkeypatch, text, "abcde")
+    assert found == ["passed", "failed", "passed", "passed", "passed"]
+    assert (tmp_path / "ran").read_text() == "a:0;b:0;c:1;d:1;e:1;" + "b:0;" + "c:0;d:0;e:0;"
+
+
 def test_what_is_skipped_or_cannot_be_imported_is_said(gpu_check, tmp_path, monkeypatch, capsys):
     rows = []
     monkeypatch.setattr(gpu_check.Check, "record", lambda self, **row: rows.append(row))
