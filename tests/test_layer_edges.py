@@ -1342,6 +1342,32 @@ def test_files_that_are_no_cifar_10(tmp_path):
     assert not (tmp_path / "touched").exists()
 
 
+class Hostile:
+    """What is pickled as an array of numpy's whose type says how it is to be read."""
+
+    def __init__(self, make, arguments, state):
+        self.parts = make, arguments, state
+
+    def __reduce__(self):
+        return self.parts
+
+
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [("O8", (3, "|", None, None, None, -1, -1, 0)), ("V4", (3, "|", None, ("f",), {"f": ("<i4", 1 << 20)}, 4, 1, 0)),
+     ("S1", (3, "|", None, None, None, 1 << 30, 1, 0)), ("u8", (3, "|", None, None, None, -1, -1, 0))],
+)  # fmt: skip
+def test_cifar_10_whose_arrays_would_read_other_memory(tmp_path, code, state):
+    """numpy's own types do what such a state says: the process ended with a segmentation fault."""
+    make = np.zeros(1).__reduce__()[0]
+    image = Hostile(
+        make, (np.ndarray, (0,), b"b"), (1, (1, 3072), Hostile(np.dtype, (code, False, True), state), False, b"A" * 3072)
+    )
+    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": image, b"labels": [1]}, protocol=2))
+    with pytest.raises(DataError, match=r"\[cifar10\] cannot read"):
+        data.CIFAR10Dataset(str(tmp_path), train=False)
+
+
 def test_cifar_10_as_python_2_wrote_it(tmp_path):
     image, labels = (pickle.dumps(x, protocol=2)[2:-1] for x in (np.full((2, 3072), 255, np.uint8), [3, 4]))
     (tmp_path / "test_batch").write_bytes(b"\x80\x02}U\x04data" + image + b"sU\x06labels" + labels + b"s.")  # its str is bytes

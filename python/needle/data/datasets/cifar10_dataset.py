@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,18 +14,50 @@ from ... import files
 from ...errors import DataError, check_flag, check_number
 from ..data_basic import Dataset
 
-_MAKERS = {"numpy.ndarray", "numpy.dtype", "_codecs.encode"} | {
-    f"numpy.{core}.{maker}" for core in ("core", "_core") for maker in ("multiarray._reconstruct", "numeric._frombuffer")
+
+class _Type:
+    """Stands for numpy's dtype while a file is loaded: by a state of that, the file could name any memory."""
+
+    def __init__(self, code: str, *_: Any):
+        self.code, self.order = code, "|"
+
+    def __setstate__(self, state: tuple) -> None:
+        self.order = state[1]
+
+    def values(self, data: Any, shape: tuple, order: Any) -> np.ndarray:
+        if not re.fullmatch(r"[biuf][1248]", self.code):
+            raise pickle.UnpicklingError(f"it has an array of {self.code}, which no file of CIFAR-10 has")
+        return np.frombuffer(data, np.dtype(self.order + self.code)).reshape(shape, order=order)
+
+
+class _Array:
+    """Stands for numpy's array likewise."""
+
+    def __setstate__(self, state: tuple) -> None:
+        _, shape, dtype, is_fortran, data = state
+        self.array = dtype.values(data, shape, "F" if is_fortran else "C")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> np.ndarray:
+        return self.array
+
+
+_MAKERS: dict[str, Callable] = {
+    "numpy.ndarray": _Array,
+    "numpy.dtype": _Type,
+    "_codecs.encode": lambda text, _: text.encode("latin1"),  # bytes, in protocols that have none
 }
+for _core in ("core", "_core"):
+    _MAKERS[f"numpy.{_core}.multiarray._reconstruct"] = lambda kind, *_: _Array()
+    _MAKERS[f"numpy.{_core}.numeric._frombuffer"] = lambda data, dtype, shape, order, *_: dtype.values(data, shape, order)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Loads tables of arrays and lists, and calls nothing but what makes arrays: a pickle can name any function."""
+    """Loads tables of arrays and lists, and calls nothing but the above: a pickle can name any function."""
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" not in _MAKERS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no file of CIFAR-10 does")
-        return super().find_class(module, name)
+        return _MAKERS[f"{module}.{name}"]
 
 
 class CIFAR10Dataset(Dataset):
