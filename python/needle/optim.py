@@ -296,8 +296,8 @@ class _Moments(_Grouped):
     def _update(self, beta1: float, beta2: float, decoupled: bool, scale: NDArray | None = None) -> None:
         """One step. decoupled: weight decay is not added to the gradient. scale: (1,), of the gradients; default 1."""
         updates = self._updates()
-        one = full((1,), 1, "float32", self.params[0].device)
-        factor = one if scale is None else scale.astype("float32", copy=False)
+        wide = scale is not None and scale.dtype == "float64"  # of which the kernel would take a float32
+        factor = full((1,), 1, "float32", self.params[0].device) if scale is None or wide else scale
         for _, _, w, _ in updates:
             check_one_device("optim", factor, w)
         self.make_states(p for _, p, _, _ in updates)
@@ -306,9 +306,8 @@ class _Moments(_Grouped):
             decay = group["weight_decay"]
             l2, decay = (0.0, decay) if decoupled else (decay, 0.0)
             t = self.steps[p] = self.steps.get(p, 0) + 1
-            wide = scale is not None and w.dtype == scale.dtype == "float64"  # the kernel takes a float32
-            g, s = (g * scale, one) if wide else (g, factor)
-            kernels.adam_step(w, g, self.m[p], self.v[p], s, group["lr"], beta1, beta2, self.eps, l2, decay, t)
+            g = (g * scale).astype(w.dtype, copy=False) if wide else g
+            kernels.adam_step(w, g, self.m[p], self.v[p], factor, group["lr"], beta1, beta2, self.eps, l2, decay, t)
 
     def state_dict(self, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         own = {f"t.{name}": self.steps.get(p, self.t) for name, p in self._by_name(names).items()}
