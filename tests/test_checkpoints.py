@@ -852,7 +852,9 @@ for step in itertools.count(int(sys.argv[2])):
 def test_killed_at_random_moments(tmp_path):
     """Another process saves without a pause and says when a checkpoint is there. NEEDLE_TEST_KILLS: how many times it is killed."""
     kills, rng, said, inside = int(os.environ.get("NEEDLE_TEST_KILLS", "10")), random.Random(0), -1, 0
-    for _ in range(kills):
+    for done in range(10 * kills):  # more where a slow disk or processor has let none come at such a moment
+        if done >= kills and inside > 0 and said > 0:
+            break
         command = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path), str(said + 1)]
         with subprocess.Popen(command, cwd=ROOT / "python", stdout=subprocess.PIPE) as process:
             assert process.stdout.readline() == b"ready\n"
@@ -868,5 +870,5 @@ def test_killed_at_random_moments(tmp_path):
         found = CheckpointFolder(tmp_path).newest()
         assert (said == -1) if found is None else (found[1] == [] and value(found[0]) in (said, said + 1))
         said = said if found is None else value(found[0])
-    print(f"{kills} kills, {inside} of them while a checkpoint was written; {said} saved")
+    print(f"{done} kills, {inside} of them while a checkpoint was written; {said} saved")
     assert inside > 0 and said > 0

@@ -6,6 +6,7 @@ import gzip
 import operator
 import pickle
 import struct
+import tracemalloc
 import weakref
 from dataclasses import dataclass
 
@@ -1383,6 +1384,14 @@ def test_files_that_are_no_mnist_or_text(tmp_path):
         return str(tmp_path / "x.gz"), str(tmp_path / "y.gz")
 
     assert len(data.MNISTDataset(*files(28, 4))) == 4
+    bomb = gzip.compress(struct.pack(">IIII", 2051, 1, 28, 28) + bytes(1 << 28), compresslevel=1)  # 256 MiB behind one image
+    labels = files(28, 1)[1]
+    (tmp_path / "x.gz").write_bytes(bomb)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"x\.gz goes on behind its end"):
+        data.MNISTDataset(str(tmp_path / "x.gz"), labels)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
     for side, count, damage, says in (
         (14, 4, bytes, "are not images and labels of one MNIST set"),
         (28, 4, lambda content: content[:12] + b"\xff" * 8 + content[20:], r"cannot read .*x\.gz"),

@@ -24,7 +24,7 @@ from needle.data import prepare as module
 from needle.data.prepare import prepare
 from needle.data.text import load_text
 from needle.data.text_tokenizer import TextTokenizer, load_tokenizer
-from needle.data.token_files import read_token_file
+from needle.data.token_files import TokenWriter, read_token_file
 from needle.errors import DataError
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -1105,3 +1105,43 @@ def test_a_terminal_without_a_bar_gets_lines(monkeypatch, without):
     with prepare_data.Bar() as bar:
         bar(module.Progress(5, 10, module.Totals(tokens=7)))
     assert sys.stderr.getvalue().startswith("50.0 %  0 documents, 7 tokens")
+
+
+def test_nothing_behind_a_link_in_the_place_of_a_runs_folder_is_removed(tmp_path, tokenizer):
+    (tmp_path / "theirs" / "more").mkdir(parents=True)
+    (tmp_path / "theirs" / "thesis.txt").write_text("long")
+    (tmp_path / ".out.partial").symlink_to(tmp_path / "theirs")
+    (tmp_path / "in.txt").write_text("hello")
+    with pytest.raises(DataError, match=r"\[output\] .*\.out\.partial is a link"):
+        prepare(tmp_path / "in.txt", tmp_path / "out", tokenizer=tokenizer)
+    assert (tmp_path / "theirs" / "more").exists() and (tmp_path / "theirs" / "thesis.txt").exists()
+
+
+def test_a_text_is_not_replaced_by_its_own_ids(tmp_path, tokenizer):
+    (tmp_path / "a.bin").write_text("hello")
+    with pytest.raises(DataError, match=r"\[inputs\] .*a\.bin is what the output would replace"):
+        prepare(tmp_path / "a.bin", tmp_path / "a", tokenizer=tokenizer, overwrite=True)
+    assert (tmp_path / "a.bin").read_text() == "hello"
+
+
+def test_spaces_that_a_normalizer_joins_over_characters_of_no_width(tmp_path):
+    """As SentencePiece's do: a zero-width space becomes a space, and of two spaces one is left."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0), ("\u2581", -2), *((c, -3) for c in "abcdefgh")], 0))
+    steps = [
+        tokenizers.normalizers.Nmt(),
+        tokenizers.normalizers.NFKC(),
+        tokenizers.normalizers.Replace(tokenizers.Regex(" {2,}"), " "),
+    ]
+    made.normalizer, made.pre_tokenizer = tokenizers.normalizers.Sequence(steps), tokenizers.pre_tokenizers.Metaspace()
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    text = "abc\u200b def " * 20000
+    (tmp_path / "in.txt").write_text(text)
+    done = prepare(tmp_path / "in.txt", tmp_path / "out", tokenizer=tmp_path / "tokenizer.json")
+    assert found(done.prefix) == expected(tmp_path / "tokenizer.json", [text], (made.token_to_id("<|endoftext|>"),))
+
+
+def test_ids_that_int32_cannot_hold(tmp_path):
+    with pytest.raises(DataError, match=r"ids up to 2147483648 \(accepted: below 2\^31\)"):
+        TokenWriter(tmp_path, (1 << 31) + 1)

@@ -189,7 +189,7 @@ def test_a_run_goes_on_without_a_page(tmp_path, monkeypatch, capsys):
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
     monkeypatch.setattr(page.resources, "files", absent)
-    (tmp_path / f"{page.PAGE}.1234.tmp").write_text("of a run that was killed")
+    (tmp_path / f"{page.PAGE}.1234-5.tmp").write_text("of a run that was killed")
     with Reporter(tmp_path, about()) as report:
         for step in (1, 2, 3):
             report.step(row(step, tokens_per_second=1.0), 0)

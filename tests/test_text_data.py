@@ -20,7 +20,7 @@ from needle.data.text_corpus import Piece, load_corpus
 from needle.data.text_tokenizer import TextTokenizer, _at_words, _to_learn_from, load_tokenizer
 from needle.data.token_cache import read_tokens, write_tokens
 from needle.errors import DataError
-from needle.files import write_atomically
+from needle.files import remove_abandoned, write_atomically
 
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho sigma tau".split()
 
@@ -597,6 +597,10 @@ def test_what_killed_processes_left_half_written_goes_when_the_file_is_written_n
 
 def test_a_file_that_another_process_takes_for_abandoned_is_begun_anew(tmp_path):
     fcntl, path = pytest.importorskip("fcntl"), tmp_path / "x"
+    mine = tmp_path / "x.draft.tmp"
+    mine.touch()
+    remove_abandoned(tmp_path / "x")
+    mine.unlink()  # and so it was there
     temporary = tmp_path / f"x.{os.getpid()}-{threading.get_ident()}.tmp"
     other = open(temporary, "wb")
     fcntl.flock(other, fcntl.LOCK_EX)

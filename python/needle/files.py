@@ -8,6 +8,7 @@ import glob
 import json
 import math
 import os
+import re
 import stat
 import sys
 import time
@@ -49,6 +50,8 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
 def remove_abandoned(path: Path) -> None:
     """Removes what killed processes have left of writing ``path``: temporary files that no process has locked."""
     for found in path.parent.glob(f"{glob.escape(path.name)}.*.tmp"):
+        if not re.fullmatch(r"\d+-\d+", found.name.removeprefix(f"{path.name}.").removesuffix(".tmp")):
+            continue  # somebody else's
         with contextlib.suppress(OSError), open(found, "r+b") as file:
             if _lock(file.fileno()):
                 found.unlink()

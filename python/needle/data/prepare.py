@@ -112,6 +112,8 @@ def prepare(
         "vocab_size": vocab_size,
     }
     folder = prefix.with_name(f".{prefix.name}.partial")
+    if folder.is_symlink():  # what is behind it would be emptied
+        raise DataError(f"[output] {folder} is a link (a folder of its own, or none yet)")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -132,6 +132,8 @@ def find_sources(inputs: str | Path | Sequence[str | Path], made: Sequence[Path]
         folder = os.path.isdir(path)
         if not folder and not os.path.isfile(path):
             raise DataError(f"[inputs] no such file or folder: {str(given)!r} (text files, .jsonl files and folders of them)")
+        if os.path.realpath(path) in own:
+            raise DataError(f"[inputs] {given} is what the output would replace (another output)")
         found = [file for file in walk(path, path.name) if os.path.realpath(file) not in own] if folder else [path]
         if not found:
             raise DataError(f"[inputs] no files: {given} (text files, .jsonl files and folders of them)")

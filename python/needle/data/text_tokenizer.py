@@ -98,7 +98,7 @@ class TextTokenizer:
         """
         if self.tokenizer.pre_tokenizer is None:
             return False
-        befores = "a Z 7 12 don't . , \" ) ... - _ é ß 中 。 \u0301 👍 … &".split()
+        befores = "a Z 7 12 don't . , \" ) ... - _ é ß 中 。 \u0301 👍 … & \u200b a\u200d \u200e \ufeff \xad".split()
         spaces = (" ", "  ", "    ", "\n", "\n\n", "\r\n", "\t", " \n", "\n ", "\n\n  ", "\r", " \u3000")
         afters = ("", *"a 7 's . é 中 👍".split())
         pairs = [(f"x {b}", f"{s}{a} y") for b in befores for s in spaces for a in afters]

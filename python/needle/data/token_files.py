@@ -236,12 +236,14 @@ class TokenWriter:
     ``finish`` makes the pair of them.
 
     vocab_size: ids are uint16 if they fit, else int32. state: what ``flush`` gave; what was written after it is dropped.
-    raises: DataError for files that cannot be written, or are shorter than ``state`` says.
+    raises: DataError for ids above int32, and for files that cannot be written, or are shorter than ``state`` says.
     """
 
     STATE = ("tokens", "sequences", "documents", "open")  # what is counted
 
     def __init__(self, folder: Path, vocab_size: int, state: Mapping[str, int] | None = None):
+        if vocab_size > 1 << 31:
+            raise DataError(f"[{folder.name}] ids up to {vocab_size - 1} (accepted: below 2^31)")
         self.folder, self._code = folder, 8 if vocab_size <= 1 << 16 else 4
         self.dtype = np.dtype(_DTYPES[self._code])
         self._state = dict(state or dict.fromkeys(self.STATE, 0))
