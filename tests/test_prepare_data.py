@@ -1126,7 +1126,6 @@ def test_a_text_is_not_replaced_by_its_own_ids(tmp_path, tokenizer):
 
 def test_spaces_that_a_normalizer_joins_over_characters_of_no_width(tmp_path):
     """As SentencePiece's do: a zero-width space becomes a space, and of two spaces one is left."""
-    tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", 0), ("\u2581", -2), *((c, -3) for c in "abcdefgh")], 0))
     steps = [
         tokenizers.normalizers.Nmt(),

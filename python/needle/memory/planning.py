@@ -47,7 +47,7 @@ _runs_on_meta = False  # whether a plan does
 _collecting = False  # whether garbage is collected again after the plan that runs
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Plan:
     """What a run of some steps takes from its device's allocator. Bytes are exact; what lies outside of the allocator (a GPU's
     context, libraries, the interpreter) is not in them, nor is what a GPU packs a strided array into while ``numpy()`` reads it.

@@ -45,19 +45,19 @@ _MAKERS: dict[str, Callable] = {
     "numpy.ndarray": _Array,
     "numpy.dtype": _Type,
     "_codecs.encode": lambda text, _: text.encode("latin1"),  # bytes, in protocols that have none
+    "multiarray._reconstruct": lambda *_: _Array(),
+    "numeric._frombuffer": lambda data, dtype, shape, order, *_: dtype.values(data, shape, order),
 }
-for _core in ("core", "_core"):
-    _MAKERS[f"numpy.{_core}.multiarray._reconstruct"] = lambda kind, *_: _Array()
-    _MAKERS[f"numpy.{_core}.numeric._frombuffer"] = lambda data, dtype, shape, order, *_: dtype.values(data, shape, order)
 
 
 class _Unpickler(pickle.Unpickler):
     """Loads tables of arrays and lists, and calls nothing but the above: a pickle can name any function."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" not in _MAKERS:
+        maker = re.sub(r"^numpy\._?core\.", "", f"{module}.{name}")
+        if maker not in _MAKERS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no file of CIFAR-10 does")
-        return _MAKERS[f"{module}.{name}"]
+        return _MAKERS[maker]
 
 
 class CIFAR10Dataset(Dataset):
