@@ -1360,13 +1360,16 @@ class Hostile:
 )  # fmt: skip
 def test_cifar_10_whose_arrays_would_read_other_memory(tmp_path, code, state):
     """numpy's own types do what such a state says: the process ended with a segmentation fault."""
-    make = np.zeros(1).__reduce__()[0]
-    image = Hostile(
-        make, (np.ndarray, (0,), b"b"), (1, (1, 3072), Hostile(np.dtype, (code, False, True), state), False, b"A" * 3072)
-    )
-    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": image, b"labels": [1]}, protocol=2))
+
+    def read(code, state):
+        kind = Hostile(np.dtype, (code, False, True), state)
+        image = Hostile(np.zeros(1).__reduce__()[0], (np.ndarray, (0,), b"b"), (1, (1, 3072), kind, False, b"A" * 3072))
+        (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": image, b"labels": [1]}, protocol=2))
+        return data.CIFAR10Dataset(str(tmp_path), train=False)
+
+    assert (read("u1", (3, "|", None, None, None, -1, -1, 0)).X == np.float32(ord("A")) / 255).all()
     with pytest.raises(DataError, match=r"\[cifar10\] cannot read"):
-        data.CIFAR10Dataset(str(tmp_path), train=False)
+        read(code, state)
 
 
 def test_cifar_10_as_python_2_wrote_it(tmp_path):
