@@ -780,6 +780,11 @@ def check_names(calls):
         assert said.startswith(f"[{name}] ") and "\n" not in said, (name, said)
 
 
+def test_a_terminal_obeys_nothing_in_an_error():
+    """What it names may come from a file, or be the name of one."""
+    assert str(ShapeError("a\x1b[2J\tb\r\n c\x07\x9b")) == "a␛[2J b c␇�"
+
+
 def test_what_an_index_of_ones_own_raises_stays():
     class Refused(ValueError):
         def __init__(self):

@@ -479,7 +479,7 @@ WRONG = [
     ("evaluate", ["--text", "no\nsuch\nfile"], "cannot read no such file: No such file or directory"),
     ("evaluate", ["--text", ""], "[path] is empty"),
     ("evaluate", ["--text", "texts.jsonl"], "no text but JSON lines: texts.jsonl"),
-    ("evaluate", ["--text", "no\0path"], "cannot read no\0path: embedded null byte (a text file in UTF-8)"),
+    ("evaluate", ["--text", "no\0path"], "cannot read no␀path: embedded null byte (a text file in UTF-8)"),
     ("evaluate", ["--text", "/dev/null"], "too short: /dev/null has 0 tokens (at least 1)"),
     ("evaluate", ["--text", "README.md", "--window", 0], "[window] is 0"),
     ("evaluate", ["--text", "README.md", "--window", 8, "--stride", 9], "[stride] is 9"),
@@ -518,7 +518,7 @@ def test_a_model_is_needed(app, name):
 
 
 def test_what_a_model_writes_is_shown_on_a_terminal_and_not_obeyed(monkeypatch):
-    text = "a\x1b[2J\x07b\x7f\n\tc"
+    text = "a\x1b[2J\x07b\x7f\n\tc\x90\x9b"
     assert pythia_app.printable(text) == text
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert pythia_app.printable(text) == "a␛[2J␇b␡\n\tc"
+    assert pythia_app.printable(text) == "a␛[2J␇b␡\n\tc��"

@@ -527,7 +527,7 @@ def test_what_a_missing_block_would_meet_is_not_read(device):
 
 def test_arguments_of_ops(device):
     x = leaf(np.ones((1, 4, 4, 1)), device)
-    for stride, padding in ((0, 1), (-1, 1), (1, -1), ((2, 2), 1), (2.0, 1), (1, None)):
+    for stride, padding in ((0, 1), (-1, 1), (1, -1), ((2, 2), 1), (2.0, 1), (1, None), (2**70, 1), (1, 2**70)):
         with pytest.raises(ShapeError, match=r"\[conv\] (stride|padding) is"):
             ops.conv(x, leaf(np.ones((3, 3, 1, 1)), device), stride, padding)
     for kernel in ((7, 3), (3, 7)):

@@ -777,6 +777,8 @@ def test_a_bias_is_true_or_false():
         with pytest.raises(TypeError, match=r"\[\w+\] bias is .* \(accepted: True or False\)"):
             make()
     assert nn.Conv(3, 4, 3, 1, False).bias is None
+    with pytest.raises(ValueError, match=r"\[RNNCell\] unknown nonlinearity: of type numpy.ndarray \(accepted: tanh, relu\)"):
+        nn.RNN(3, 4, 1, True, np.ones(2))
 
 
 def test_causal_is_true_or_false(device):

@@ -633,6 +633,18 @@ def test_what_is_there_stays_until_the_new_one_is_whole(tmp_path, tokenizer, sma
     assert pair(tmp_path / "x") != old and len(found(tmp_path / "x")) == 6 and leftovers(tmp_path) == []
 
 
+def test_what_was_put_there_during_a_run_stays(tmp_path, tokenizer, small):
+    write_inputs(tmp_path / "in")
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer, report=stopped_after(3))
+    (tmp_path / "x.bin").write_bytes(b"somebody's")
+    with pytest.raises(DataError, match=r"\[output\] .*x.bin exists \(accepted: another name, or --overwrite\)"):
+        prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer)
+    assert (tmp_path / "x.bin").read_bytes() == b"somebody's" and leftovers(tmp_path) != []
+    (tmp_path / "x.bin").unlink()
+    assert prepare([tmp_path / "in"], tmp_path / "x", tokenizer=tokenizer).totals.documents == 6
+
+
 def test_who_reads_the_tokens_knows_what_ends_a_document(tmp_path, tokenizer):
     (tmp_path / "one.txt").write_text(make_text(1, 500))
     for end in ("alpha", "<|endoftext|>", None, "beta", " " * 4):  # the last is none of the model's, but added to them
@@ -789,9 +801,10 @@ def test_compressed_files_that_are_damaged(tmp_path, tokenizer):
             prepare([tmp_path / "x.txt.gz"], tmp_path / "out", tokenizer=tokenizer)
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.txt").write_text(make_text(0, 2000))
-    (tmp_path / "in" / "x.txt.gz").write_bytes(whole[:-20])
-    with pytest.raises(DataError, match=r"\[x.txt.gz\] .*ended before"):  # it is text, of which some would be missing
-        prepare([tmp_path / "in"], tmp_path / "out", tokenizer=tokenizer)
+    for content, said in ((whole[:-20], "ended before"), (whole[:-8] + bytes(8), "CRC check failed")):
+        (tmp_path / "in" / "x.txt.gz").write_bytes(content)
+        with pytest.raises(DataError, match=rf"\[x.txt.gz\] .*{said}"):  # it is text, of which some would be missing
+            prepare([tmp_path / "in"], tmp_path / "out", tokenizer=tokenizer)
 
 
 def test_lines_that_cannot_be_read_are_found_before_the_work(tmp_path, tokenizer, small, monkeypatch):

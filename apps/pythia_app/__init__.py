@@ -6,8 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-# What a terminal would obey, as pictures (U+2400 and on).
-CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421, 155: 0xFFFD}
+from needle.errors import CONTROLS
 
 
 def printable(text: str) -> str:

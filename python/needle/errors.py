@@ -8,6 +8,9 @@ from collections.abc import Callable
 from numbers import Real
 from typing import Any, ClassVar
 
+# What a terminal would obey, as pictures (U+2400 and on), or U+FFFD where there are none.
+CONTROLS = {i: 0x2400 + i for i in range(32) if chr(i) not in "\n\t"} | {127: 0x2421} | dict.fromkeys(range(128, 160), 0xFFFD)
+
 
 def type_name(value: object) -> str:
     """The name of its type, with the package in front where that is neither Python nor needle: torch.Tensor."""
@@ -65,11 +68,11 @@ def check_flag(op: str, name: str, value: Any) -> None:
 
 class _OneLine(Exception):
     """Its text is one line, also where a value in it would be printed on several, and no longer than can be read: what a file says
-    may be a text of megabytes. Then its middle is left out.
+    may be a text of megabytes. Then its middle is left out. A terminal obeys nothing in it: a file may have any name.
     """
 
     def __init__(self, message: object = ""):
-        text = " ".join(str(message).split())
+        text = " ".join(str(message).split()).translate(CONTROLS)
         super().__init__(text if len(text) <= 2000 else f"{text[:1200]} ... {text[-600:]}")
 
 

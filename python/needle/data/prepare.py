@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import gzip
 import hashlib
 import json
 import os
@@ -165,13 +166,17 @@ class _Run:
             _empty(self.folder)
             with self._emptied_by_errors():
                 self._begin()
-        skipped = _read_json(self.folder / "run.json", self._skipped)
+        skipped, may_replace = _read_json(
+            self.folder / "run.json", lambda run: (self._skipped(run), self.overwrite or run.get("overwrite") is True)
+        )
         totals, place, written = Totals(), Place(0, 0, 1), None
         if (self.folder / "state.json").exists():
             totals, place, written = _read_json(self.folder / "state.json", _left)
         if written and publish(self.folder, self.prefix):  # it was killed at the very end
             published = self.prefix.with_name(self.prefix.name + ENDINGS[TOKENIZER])
             return self._prepared(totals, load_tokenizer(published).size, skipped)
+        if not may_replace:  # what was not there when the run began
+            self._check_outputs([self.folder / TOKENIZER_CONFIG, self.folder / TOKENIZER])
         tokenizer = self.loaded or load_tokenizer(self.folder / TOKENIZER)
         encoder = BlockEncoder(tokenizer, self._end(tokenizer), self.sources, self.settings["key"], self.skip_invalid)
         writer = TokenWriter(self.folder, tokenizer.size, written)
@@ -224,19 +229,20 @@ class _Run:
 
     def _begin(self) -> None:
         """Begins a run: checks that every file can be read and is text (in folders, what is none is left out; a .jsonl never is,
-        nor a .gz that is cut off), stores the tokenizer, then run.json.
+        nor a .gz that is damaged), stores the tokenizer, then run.json.
         """
         about = self.folder / TOKENIZER_CONFIG  # names the end-of-text token, for which a tokenizer.json has no place
         with files.write_whole(about) as file:
             file.write(json.dumps({"eos_token": self.settings["end_of_text"]}).encode())
-        self._check_outputs([about, self.given] if self.given else [about])
+        if not self.overwrite:
+            self._check_outputs([about, self.given] if self.given else [about])
         skipped = []
         for i, source in enumerate(self.sources):
             try:
                 source.check()
             except DataError as error:
-                cut_off = isinstance(error.__cause__, (EOFError, zlib.error))  # a .gz that did not come whole
-                if source.lines or i not in self.in_folders or cut_off:
+                damaged = isinstance(error.__cause__, (EOFError, zlib.error, gzip.BadGzipFile))  # a .gz that did not come whole
+                if source.lines or i not in self.in_folders or damaged:
                     raise
                 skipped.append(i)
         if len(skipped) == len(self.sources):
@@ -252,13 +258,14 @@ class _Run:
             self._end(tokenizer)
         sources = [(str(source.path), source.size, source.mtime_ns) for source in self.sources]
         with files.write_whole(self.folder / "run.json") as file:
-            file.write(json.dumps({**self.settings, "skipped": skipped, "sources": sources}).encode())
+            run = {**self.settings, "overwrite": self.overwrite, "skipped": skipped, "sources": sources}
+            file.write(json.dumps(run).encode())
 
     def _check_outputs(self, alike: list[Path]) -> None:
-        """raises: DataError if an output is there that may not be replaced and is not one of ``alike``, byte for byte."""
+        """raises: DataError if an output is there that is not one of ``alike``, byte for byte."""
         there = [path for path in _outputs(self.prefix) if path.exists()]
         there = [path for path in there if not any(filecmp.cmp(path, other, shallow=False) for other in alike)]
-        if there and not self.overwrite:
+        if there:
             raise DataError(f"[output] {min(there)} exists (accepted: another name, or --overwrite)")
 
     def _check_result(self, totals: Totals) -> None:

@@ -286,7 +286,7 @@ def texts_of(piece: Piece, source: Source, key: str, skip_invalid: bool) -> Iter
 
 def _text_of(line: bytes, key: str) -> bytes:
     try:
-        found = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode())  # of bytes it would guess the encoding
+        found = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode(), parse_int=str)  # of bytes it would guess the encoding
     except json.JSONDecodeError as error:  # whose text speaks of line 1
         raise ValueError(f"{error.msg} (character {error.pos})") from error
     if not isinstance(found, dict):

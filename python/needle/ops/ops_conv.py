@@ -17,6 +17,8 @@ from ._reads import _InputRead, _NoRead
 from .ops_index import _Embed
 from .ops_mathematic import summation
 
+_MOST = 2**31 - 1  # pixels of stride or padding
+
 
 class _Axis(NamedTuple):
     """The windows along an axis of n pixels: ``windows`` of them, of ``size`` pixels each, their starts ``stride`` pixels apart.
@@ -72,8 +74,8 @@ class Conv(_InputRead):
     reads_inputs = (0, 1)
 
     def __init__(self, stride: int = 1, padding: int = 0):
-        self.stride = check_count("conv", "stride", stride)
-        self.padding = check_count("conv", "padding", padding, 0)
+        self.stride = check_count("conv", "stride", stride, most=_MOST)
+        self.padding = check_count("conv", "padding", padding, 0, most=_MOST)
 
     def compute(self, a, b, *bias):
         _check_conv(a, b, self.padding)
