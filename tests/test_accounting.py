@@ -408,6 +408,28 @@ def one_step(device):
     return model
 
 
+def test_a_line_of_a_notebook_is_named_by_its_cell(cpu, monkeypatch):
+    class Compile:
+        format_code_name = {"/tmp/ipykernel_7/123.py": ("Cell", "In[3]")}.get
+
+    class Shell:
+        compile = Compile
+
+    def place_of(file):
+        with memory.trace(cpu) as t:
+            exec(compile("\nx = ndl.init.zeros(8, device=cpu)", file, "exec"), {"ndl": ndl, "cpu": cpu})
+        return t.peak_site.place
+
+    class IPython:
+        get_ipython = staticmethod(lambda: Shell)
+
+    monkeypatch.setitem(sys.modules, "IPython", IPython)
+    assert [place_of(file) for file in ("/tmp/ipykernel_7/123.py", "/tmp/other.py")] == ["In[3]:2", "other.py:2"]
+    for shell in (None, object()):  # IPython is there, but not in use; one before 8
+        monkeypatch.setattr(IPython, "get_ipython", staticmethod(lambda shell=shell: shell))
+        assert place_of("/tmp/ipykernel_7/123.py") == "123.py:2"
+
+
 def test_a_trace_names_who_holds_what(device):
     with memory.trace(device) as t:
         model = one_step(device)

@@ -79,8 +79,8 @@ class Site(NamedTuple):
 
     @property
     def place(self) -> str:
-        """``pythia.py:134``."""
-        return f"{os.path.basename(self.file)}:{self.line}" if self.file else "?"
+        """``pythia.py:134``; ``In[3]:2`` in a notebook."""
+        return f"{_cell(self.file) or os.path.basename(self.file)}:{self.line}" if self.file else "?"
 
     @property
     def code(self) -> str:
@@ -99,6 +99,14 @@ class Site(NamedTuple):
     def __str__(self) -> str:
         shown = self.forward or self
         return f"{self.what}, {shown.place}"
+
+
+def _cell(file: str) -> str:
+    """The name of a notebook's cell, ``In[3]``, for that of the file that IPython pretends it to be; "" for other files."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)  # from IPython 8 on
+    kind_and_name = name_of and name_of(file)
+    return kind_and_name[1] if kind_and_name else ""
 
 
 NOWHERE = Site("", 0, "")
