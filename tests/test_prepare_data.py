@@ -866,6 +866,9 @@ def test_other_bad_input(tmp_path, tokenizer):
         assert "\n" not in str(info.value)
     with pytest.raises(DataError, match=r"\[output\] no name for files: ''"):
         prepare([good], "", **made)
+    (tmp_path / "new.idx").mkdir()
+    with pytest.raises(DataError, match=r"\[output\] .*new.idx is a folder \(another name\)"):
+        prepare([good], tmp_path / "new", overwrite=True, **made)
 
 
 def test_two_runs_of_one_name(tmp_path, tokenizer, small):

@@ -95,6 +95,9 @@ def prepare(
     raises: DataError, in one line; the run can be continued then unless the line says otherwise.
     """
     prefix = _prefix(output)
+    folders = [path for path in _outputs(prefix) if os.path.isdir(path)]
+    if folders:  # said now, not when its file would take its place
+        raise DataError(f"[output] {folders[0]} is a folder (another name)")
     if workers < 1:
         raise DataError(f"[workers] is {workers} (accepted: 1 or more)")
     if (tokenizer is None) == (vocab_size is None):
