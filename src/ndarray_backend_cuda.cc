@@ -1,4 +1,4 @@
-// The CUDA backend's module: its device, stream and memory, the error flag, and everything of
+// The CUDA backend's module: its device, stream and memory, the error flags, and everything of
 // bindings.h. The same file compiled by a C++ compiler against cuda_sim/ is the module of the
 // emulated device.
 //
@@ -8,7 +8,9 @@
 // stream (DLPack) is ordered with it.
 #include <pthread.h>
 
+#include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "common/bindings.h"
 #include "common/cublaslt.h"
@@ -90,6 +92,10 @@ class StagingRing {
   int next_ = 0;
 };
 
+// A thread beyond these shares the flag of an earlier one.
+constexpr int kFlags = 64;
+constexpr size_t kFlagBytes = kFlags * sizeof(ErrorFlag);
+
 // Made when first needed, kept until the process ends: arrays may outlive the interpreter's
 // modules.
 struct Device {
@@ -99,10 +105,11 @@ struct Device {
   size_t total_bytes = 0;
   int64_t scratch_bytes = kScratchBytes;
   void* scratch = nullptr;
-  ErrorFlag* flag = nullptr;       // on the device
-  ErrorFlag* flag_copy = nullptr;  // pinned, where a sync reads it
+  ErrorFlag* flags = nullptr;       // on the device, one for each host thread
+  ErrorFlag* flags_copy = nullptr;  // pinned, where a sync reads them
+  ErrorFlag told[kFlags] = {};      // to another thread, which has waited first
   StagingRing staging;
-  std::mutex mutex, scratch_mutex;  // the first: of staging and flag_copy
+  std::mutex mutex, scratch_mutex;  // the first: of staging, flags_copy and told
 
   Device() {
     if (device_count() == 0)
@@ -117,7 +124,7 @@ struct Device {
     try {
       take_memory(free_bytes);
     } catch (...) {  // it is tried again at the next use
-      cudaFreeHost(flag_copy), cudaFree(flag), cudaFree(scratch);
+      cudaFreeHost(flags_copy), cudaFree(flags), cudaFree(scratch);
       if (stream != nullptr) cudaStreamDestroy(stream);
       cudaGetLastError();
       throw;
@@ -140,11 +147,11 @@ struct Device {
                             std::to_string(free_bytes >> 20) + " of " +
                             std::to_string(total_bytes >> 20) + " MiB are free");
     cuda_check(error, "cudaMalloc");
-    cuda_check(cudaMalloc(&flag, sizeof(ErrorFlag)), "cudaMalloc");
-    cuda_check(cudaMemsetAsync(flag, 0, sizeof(ErrorFlag), stream), "cudaMemsetAsync");
+    cuda_check(cudaMalloc(&flags, kFlagBytes), "cudaMalloc");
+    cuda_check(cudaMemsetAsync(flags, 0, kFlagBytes, stream), "cudaMemsetAsync");
     void* pinned = nullptr;
-    cuda_check(cudaMallocHost(&pinned, sizeof(ErrorFlag)), "cudaMallocHost");
-    flag_copy = static_cast<ErrorFlag*>(pinned);
+    cuda_check(cudaMallocHost(&pinned, kFlagBytes), "cudaMallocHost");
+    flags_copy = static_cast<ErrorFlag*>(pinned);
   }
 
   // Where a child would wait for ever for a mutex that another thread held. What is registered
@@ -225,7 +232,18 @@ int code_capability() {
 }
 // Asked each time, which costs nothing to speak of.
 int64_t max_shared_bytes() { return device().attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
-ErrorFlag* error_flag() { return device().flag; }
+
+namespace {
+
+int own_flag() {
+  static std::atomic<unsigned> threads{0};
+  thread_local const unsigned number = threads++;
+  return int(number % kFlags);
+}
+
+}  // namespace
+
+ErrorFlag* error_flag() { return device().flags + own_flag(); }
 
 int64_t scratch_bytes() { return device().scratch_bytes; }
 
@@ -256,21 +274,31 @@ DLDevice dlpack_device() {
   return {kDLCUDA, device().id};
 }
 
+// Throws for a bad id of the calling thread's kernels. One of another thread's is thrown by who
+// waits first, too: that thread may have handed its arrays on, to be read here, and never wait.
 void sync() {
   Device& d = device();
-  ErrorFlag seen;
+  const int own = own_flag();
+  ErrorFlag found{};
   {
     std::lock_guard<std::mutex> lock(d.mutex);
-    cuda_check(
-        cudaMemcpyAsync(d.flag_copy, d.flag, sizeof(ErrorFlag), cudaMemcpyDeviceToHost, d.stream),
-        "cudaMemcpyAsync");
+    cuda_check(cudaMemcpyAsync(d.flags_copy, d.flags, kFlagBytes, cudaMemcpyDeviceToHost, d.stream),
+               "cudaMemcpyAsync");
     cuda_check(cudaStreamSynchronize(d.stream), "sync");
-    seen = *d.flag_copy;
-    if (seen.code != int(BadId::none))
-      cuda_check(cudaMemsetAsync(d.flag, 0, sizeof(ErrorFlag), d.stream), "sync");
+    const auto take = [&](int i) {
+      found = d.flags_copy[i];
+      if (found.code != int(BadId::none))
+        cuda_check(cudaMemsetAsync(d.flags + i, 0, sizeof(ErrorFlag), d.stream), "sync");
+      return found.code != int(BadId::none);
+    };
+    const ErrorFlag told = std::exchange(d.told[own], ErrorFlag{});
+    if (!take(own)) found = told;
+    for (int i = 0; found.code == int(BadId::none) && i < kFlags; ++i)
+      if (take(i)) d.told[i] = found;
   }
-  if (seen.code != int(BadId::none))
-    throw std::out_of_range(bad_id_text(BadId(seen.code), seen.value, seen.position, seen.limit));
+  if (found.code != int(BadId::none))
+    throw std::out_of_range(
+        bad_id_text(BadId(found.code), found.value, found.position, found.limit));
 }
 
 void copy_to_host(const Array& from, void* to) {

@@ -218,6 +218,30 @@ def test_peaks_nest(cpu):
     del outer_array
 
 
+def test_no_peak_is_lost_between_threads(cpu):
+    def poll():
+        while not stop:
+            with memory.peak(cpu):
+                pass
+
+    stop, found, often = [], [], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=poll) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(1000):
+            with memory.peak(cpu) as region:
+                empty((1000,), device=cpu)
+            found.append(region.above_start >= 4000)
+    finally:
+        stop.append(True)
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(often)
+    assert all(found)
+
+
 def test_peaks_overlap(cpu):
     """As those of two threads do; and neither a reset nor a plan made in between takes anything from them."""
     memory.reset_peak(cpu)

@@ -13,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import types
@@ -578,6 +579,29 @@ def small_run(tmp_path):
     state["random"] = random_state(model)
     checkpoint.save(CheckpointFolder(tmp_path / "run", 1), model, optimizer, state)
     return tmp_path / "run", model, optimizer, state
+
+
+def test_threads_that_save_into_one_folder_wait_for_each_other(tmp_path):
+    begun = threading.Barrier(2)
+
+    def save(step):
+        def write(path):
+            time.sleep(0.01)
+            write_tensors(path / "m.safetensors", {"a": np.ones(10)})
+
+        begun.wait()
+        made.append(CheckpointFolder(tmp_path, keep_last=10).save(step, write))
+
+    for turn in range(5):
+        made = []
+        threads = [threading.Thread(target=save, args=(2 * turn + i,)) for i in (1, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for path in made:
+            verify(path)
+    assert len(made) == 2 and len(CheckpointFolder(tmp_path).names()) == 10
 
 
 def test_damaged_checkpoints_of_a_run(small_run):

@@ -285,6 +285,31 @@ def test_more_windows_than_are_counted():
 # --- ids ----------------------------------------------------------------------------------------------------------------
 
 
+def test_an_id_out_of_range_is_raised_in_the_thread_that_gave_it():
+    """And where its array may be read: in the thread that waits first. Each of two threads has its own error."""
+
+    def one_hot(value):
+        backend.one_hot(put(backend, np.array([value]), "int64"), backend.Array(3, "float32"), 1, 3)
+
+    with ThreadPoolExecutor(1) as other:
+        for wrong in (7, 8):  # it never waits: each is raised here
+            other.submit(one_hot, wrong).result()
+            with pytest.raises(IndexError, match=rf"\[one_hot\] id {wrong} "):
+                backend.sync()
+            backend.sync()
+        with pytest.raises(IndexError, match="id 8 "):
+            other.submit(backend.sync).result()
+        other.submit(backend.sync).result()
+        one_hot(3)
+        other.submit(one_hot, 4).result()
+        with pytest.raises(IndexError, match="id 4 "):
+            other.submit(backend.sync).result()
+        with pytest.raises(IndexError, match="id 3 "):
+            backend.sync()
+        for sync in (backend.sync, other.submit(backend.sync).result):
+            sync()
+
+
 def test_an_id_out_of_range_is_raised_at_the_next_sync_once():
     weight, out = put(backend, normal(5, 4), "float32"), backend.Array(8, "float32")
     backend.embedding_forward(weight, put(backend, np.array([1, 5]), "int64"), out, 2, 5, 4)

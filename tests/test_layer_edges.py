@@ -6,6 +6,8 @@ import gzip
 import operator
 import pickle
 import struct
+import threading
+import time
 import tracemalloc
 import weakref
 from dataclasses import dataclass
@@ -777,8 +779,6 @@ def test_a_bias_is_true_or_false():
         with pytest.raises(TypeError, match=r"\[\w+\] bias is .* \(accepted: True or False\)"):
             make()
     assert nn.Conv(3, 4, 3, 1, False).bias is None
-    with pytest.raises(ValueError, match=r"\[RNNCell\] unknown nonlinearity: of type numpy.ndarray \(accepted: tanh, relu\)"):
-        nn.RNN(3, 4, 1, True, np.ones(2))
 
 
 def test_causal_is_true_or_false(device):
@@ -793,6 +793,38 @@ def test_causal_is_true_or_false(device):
         ops.attention(q, q, q, None, False, True)
     with pytest.raises(TypeError, match=r"\[Transformer\] batch_first is 'no' \(accepted: True or False\)"):
         nn.Transformer(8, 16, 1, batch_first="no", device=device)
+
+
+def test_threads_that_take_batches_of_one_loader_get_each_once():
+    class Slow(data.Dataset):
+        def __len__(self):
+            return 60
+
+        def __getitem__(self, index):
+            time.sleep(0.001)  # so that another thread comes
+            if 30 in np.atleast_1d(index) and len(failed) < 2:  # the batch, then its items one by one
+                failed.append(index)
+                raise OSError("not now")
+            return np.asarray(index, np.float32)
+
+    def take():
+        while True:
+            try:
+                batch = next(batches, None)
+            except OSError:
+                continue
+            if batch is None:
+                return
+            found.extend(batch[0].numpy().tolist())
+
+    found, failed = [], []
+    batches = iter(data.DataLoader(Slow(), batch_size=2))
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [*range(60)]
 
 
 def test_what_a_loader_cannot_use_is_said_as_it_is_made():

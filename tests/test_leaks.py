@@ -444,6 +444,16 @@ def test_leaks_now(with_layer):
     assert not [leak for leak in memory.leaks() if leak.name == "history"]
 
 
+def test_what_gc_freeze_has_put_aside_is_found(with_layer, cpu):
+    history = [good_step() for _ in range(3)]
+    modules = objects_of(nn.Module)
+    gc.freeze()
+    assert [leak.tensors for leak in memory.leaks() if leak.name == "history"] == [3]
+    gc.freeze()
+    assert objects_of(nn.Module) == modules != []
+    history.clear()
+
+
 def test_a_loop_without_a_leak_is_left_in_peace(with_layer, recwarn):
     total = 0.0
     with memory.LeakCheck() as check:

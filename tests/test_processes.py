@@ -133,6 +133,58 @@ for _ in range(100):
     assert done.returncode == 0, done.stderr
 
 
+def test_children_of_a_process_whose_other_threads_multiply(cpu):
+    """Products that OpenBLAS makes: a lock of its own is not released in a child."""
+    program = """
+import os, signal, threading, needle as ndl
+x = ndl.ones(200, 200, dtype="float64").cached_data
+x @ x
+def work():
+    while True:
+        x @ x
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+for _ in range(300):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        os._exit(int((x @ x)[0, 0].item()))
+    assert os.waitpid(child, 0)[1] >> 8 == 200
+os._exit(0)
+"""
+    done = run(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_ids_that_another_thread_changes_meanwhile(cpu):
+    """As a loader does that fills its last batch's memory again: garbage or an IndexError, but nothing outside of the arrays."""
+    program = """
+import itertools, threading, numpy as np, needle as ndl
+from needle import init, ops
+buffer = np.zeros(20000, "int32")
+ids, w = ndl.from_dlpack(buffer), ndl.Tensor(np.zeros((1000, 16)))
+logits = ndl.Tensor(np.zeros((20000, 10)))
+def change():
+    while True:
+        buffer[:] = 1 << 30
+        buffer[:] = 0
+threading.Thread(target=change, daemon=True).start()
+calls = (
+    lambda: ops.embedding(w, ids).sum().backward(),
+    lambda: ops.cross_entropy(logits, ids).sum().backward(),
+    lambda: init.one_hot(10, ids),
+)
+for call in itertools.islice(itertools.cycle(calls), 600):
+    try:
+        call()
+    except IndexError:
+        pass
+print("whole")
+"""
+    done = run(program)
+    assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr
+
+
 def test_children_of_a_process_whose_other_thread_is_in_backward(cpu):
     program = """
 import os, signal, threading, needle as ndl

@@ -551,6 +551,23 @@ def test_no_more_than_depth_is_made_ahead():
         Prefetch(Source(TOKENS, 1, 10), depth=0)
 
 
+def test_threads_that_take_batches_of_one_prefetch_all_come_to_the_end():
+    def take():
+        for ids, _ in batches:
+            found.extend(ids[:, 0].tolist())
+
+    found = []
+    expected = [ids[:, 0].tolist() for ids, _ in TokenBatches(TOKENS, 1, 10, epochs=1, shuffle=False)]
+    batches = Prefetch(TokenBatches(TOKENS, 1, 10, epochs=1, shuffle=False))
+    takers = [threading.Thread(target=take, daemon=True) for _ in range(3)]
+    for taker in takers:
+        taker.start()
+    for taker in takers:
+        taker.join(60)
+    assert not any(taker.is_alive() for taker in takers) and threads() == []
+    assert sorted(found) == sorted(itertools.chain.from_iterable(expected))
+
+
 def test_an_end_and_errors_come_where_the_batch_would_have():
     batches = Prefetch(TokenBatches(TOKENS, 64, 10, epochs=1, shuffle=False))
     assert [len(ids) for ids, _ in batches] == [64, 36]

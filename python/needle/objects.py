@@ -2,7 +2,8 @@
 
 ``gc.get_objects`` also gives the tuples that other threads are just making: a second reference to one of these, and that thread's
 ``tuple(...)`` fails with a SystemError. So they must be let go before another thread runs, which no bytecode can promise: here
-all is done in one call, of functions that have none.
+all is done in one call, of functions that have none. Nor does it give what ``gc.freeze`` has put aside, a model for example: a
+search takes that back.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def _chosen(kinds: tuple[type, ...], others: bool) -> list[Any]:
     found: list[Any] = []
     hits = map(frozenset(map(id, types)).__contains__, map(id, map(type, everything)))
     steps = (
+        partial(gc.unfreeze),
         partial(everything.extend, chain.from_iterable(starmap(gc.get_objects, ((),)))),
         partial(found.extend, compress(everything, map(not_, hits) if others else hits)),
         partial(everything.clear),

@@ -268,12 +268,14 @@ MemoryStats Allocator::stats() const {
   return stats_;
 }
 
-void Allocator::reset_peak() {
+MemoryStats Allocator::reset_peak() {
   std::lock_guard<std::mutex> lock(mutex_);
+  const MemoryStats before = stats_;
   stats_.peak = stats_.live;
   stats_.by_category_at_peak = stats_.by_category;
   peak_serial_ = 0;
   stats_.peak_reserved = stats_.reserved;
+  return before;
 }
 
 void Allocator::empty_cache() {

@@ -92,7 +92,7 @@ class Allocator {
   static int set_current_category(int category);
 
   MemoryStats stats() const;
-  void reset_peak();
+  MemoryStats reset_peak();       // the account before that
   void empty_cache();             // gives cached blocks back to the source
   void set_limit(int64_t bytes);  // of live bytes; 0 lifts it
 

@@ -195,7 +195,7 @@ inline PyObject* package_error(py::module_& m, const char* wanted, PyObject* oth
 // OutOfMemory becomes the package's OutOfMemoryError(message, requested_bytes, stats).
 inline void bind_memory(py::module_& m) {
   m.def("memory_stats", [] { return stats_dict(allocator().stats()); });
-  m.def("reset_peak", [] { allocator().reset_peak(); });
+  m.def("reset_peak", [] { return stats_dict(allocator().reset_peak()); });
   m.def("empty_cache", [] {
     wait_for_device();
     allocator().empty_cache();

@@ -30,12 +30,12 @@ Scratch scratch(int64_t bytes);
 int64_t max_shared_bytes();  // dynamic shared memory that a block may have after opting in
 void copy_on_device(void* to, const void* from, int64_t bytes);  // stream-ordered
 
-// An id outside its range, found by a kernel: the first one is kept and raised as IndexError at the
-// next sync.
+// An id outside its range, found by a kernel: the first one of a host thread's kernels is kept, and
+// raised as IndexError at that thread's next sync.
 struct ErrorFlag {
   int code;  // a BadId, which atomicCAS does not take
   int64_t value, position, limit;
 };
-ErrorFlag* error_flag();
+ErrorFlag* error_flag();  // the calling thread's
 
 }  // namespace needle::NEEDLE_DEVICE

@@ -15,10 +15,15 @@
 // depths depend on the operands' shapes alone: neither threads nor tasks change a bit.
 #include "gemm_cpu.h"
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstring>
 #include <limits>
+#include <mutex>
+#include <thread>
 #include <type_traits>
 
 #include "bfloat16_cpu.h"
@@ -559,12 +564,44 @@ bool gemm_own_pays(int64_t batch, int64_t m, int64_t n, int64_t k) {
 #endif
 }
 
+#ifdef NEEDLE_OPENBLAS
+// A call of OpenBLAS, which takes its buffers under a lock that a forked child would wait for if
+// another thread held it. So fork waits for the calls that run, and calls wait for fork.
+class BlasCall {
+ public:
+  BlasCall() {
+    [[maybe_unused]] static const int once = pthread_atfork(hold, let_go, let_go);
+    while (++running_, forking_) {
+      --running_;
+      std::lock_guard<std::mutex> wait(mutex_);
+    }
+  }
+  ~BlasCall() { --running_; }
+
+ private:
+  static void hold() {
+    mutex_.lock();
+    forking_ = true;
+    while (running_ != 0) std::this_thread::yield();
+  }
+  static void let_go() {
+    forking_ = false;
+    mutex_.unlock();
+  }
+
+  static inline std::mutex mutex_;
+  static inline std::atomic<int> running_{0};
+  static inline std::atomic<bool> forking_{false};
+};
+#endif
+
 template <class T>
 void gemm_tile(bool ta, bool tb, int64_t m, int64_t n, int64_t k, const T* a, int64_t lda,
                const T* b, int64_t ldb, bool accumulate, T* c, int64_t ldc) {
 #ifdef NEEDLE_OPENBLAS
   if (fit_int(m, n, k, lda, ldb, ldc)) {
     [[maybe_unused]] const typename Own<T, T>::Mode mode;
+    const BlasCall call;
     const auto multiply = [&](auto function) {
       function(CblasRowMajor, flag(ta), flag(tb), int(m), int(n), int(k), T(1), a, int(lda), b,
                int(ldb), T(accumulate), c, int(ldc));

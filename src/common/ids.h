@@ -35,4 +35,12 @@ void check_ids(const I* ids, int64_t n, int64_t limit, BadId op,
   }
 }
 
+// An id where it is used, -1 for one outside 0 .. limit-1. Read once, so that what was looked at is
+// what is used: another thread may write the ids after they were checked.
+template <class I>
+int64_t id_at(const I* ids, int64_t i, int64_t limit) {
+  const int64_t id = static_cast<const volatile I*>(ids)[i];
+  return uint64_t(id) < uint64_t(limit) ? id : -1;
+}
+
 }  // namespace needle

@@ -120,8 +120,8 @@ void rotary(const Array& x, const Dims& x_strides, int64_t x_offset, const Array
 
 // --- embedding: one_hot(ids) @ weight ------------------------------------------------------------
 // weight (vocab, dim) of any dtype, ids (n) int32 or int64, out (n, dim). CPU: IndexError names the
-// first bad id. cuda: sets the device's error flag, read at the next sync; the row is filled with
-// NaN (integers: 0).
+// first bad id. cuda: sets the host thread's error flag, read at the next sync; the row is filled
+// with NaN (integers: 0).
 void embedding_forward(const Array& weight, const Array& ids, const Array& out, int64_t n,
                        int64_t vocab, int64_t dim);
 // dweight (vocab, dim) += or = the sum of dy rows by id, in ascending position order.
@@ -202,7 +202,7 @@ void attention_backward(const Array& dout, const Dims& dout_strides, const Array
 // contiguous, is softmax(scale * q k^T) v over the cached rows up to it that lie in the key blocks
 // of the layout's query block positions[b] / block. No other row is read. q, k, v: strides of (B,
 // H), last axis contiguous. The layout is causal, of ceil(S / block) blocks each way. A position
-// outside 0..S-1: CPU: IndexError; cuda: the device's error flag, and out is NaN.
+// outside 0..S-1: CPU: IndexError; cuda: the host thread's error flag, and out is NaN.
 void attention_decode(const Array& q, const Dims& q_strides, const Array& k, const Dims& k_strides,
                       const Array& v, const Dims& v_strides, const Array& key_cache,
                       const Array& value_cache, const Array& positions, const Array& out,

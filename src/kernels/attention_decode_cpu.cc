@@ -70,13 +70,14 @@ void attention_decode(const Array& q, const Dims& q_strides, const Array& k, con
                 *blocks = col_idx.data<int32_t>();
   check_ids(position, B, S, BadId::attention_decode);
   int64_t longest = 0;
-  for (int64_t b = 0; b < B; ++b) longest = std::max<int64_t>(longest, position[b] + 1);
+  for (int64_t b = 0; b < B; ++b) longest = std::max<int64_t>(longest, id_at(position, b, S) + 1);
   const int64_t lines = ceil_div(S, block);
   dispatch_float(q.dtype(), "attention_decode", [&](auto tag) {
     using E = typename decltype(tag)::type;
     parallel_ranges(B * H, 1 + kTaskElements / (longest * D + 1), [&](int64_t begin, int64_t end) {
       for (int64_t head = begin; head < end; ++head) {
-        const int64_t b = head / H, h = head % H, at = position[b];
+        const int64_t b = head / H, h = head % H, at = id_at(position, b, S);
+        if (at < 0) continue;
         E *keys = key_cache.data<E>() + head * S * D,
           *values = value_cache.data<E>() + head * S * D;
         std::copy_n(k.data<E>() + b * k_strides[0] + h * k_strides[1], D, keys + at * D);

@@ -8,6 +8,17 @@
 #include "../common/rows_cpu.h"
 
 namespace needle::cpu {
+namespace {
+
+// The target of a row, -1 for one that is to be ignored.
+template <class I>
+int64_t class_at(const I* target, int64_t r, int64_t cols, int64_t ignore_index) {
+  const int64_t t = id_at(target, r, cols);
+  return t == ignore_index ? -1 : t;
+}
+
+}  // namespace
+
 void cross_entropy_forward(const Array& logits, const Array& targets, const Array& loss,
                            const Array& lse, int64_t rows, int64_t cols, int64_t ignore_index) {
   dispatch_ids(targets, "cross_entropy", [&](auto id_tag) {
@@ -22,8 +33,8 @@ void cross_entropy_forward(const Array& logits, const Array& targets, const Arra
         const auto sum = row_logsumexp(x + r * cols, cols);
         parts[2 * r] = sum.shift;
         parts[2 * r + 1] = sum.log_sum;
-        losses[r] =
-            target[r] == ignore_index ? A(0) : sum.shift - A(x[r * cols + target[r]]) + sum.log_sum;
+        const int64_t t = class_at(target, r, cols, ignore_index);
+        losses[r] = t < 0 ? A(0) : sum.shift - A(x[r * cols + t]) + sum.log_sum;
       });
     });
   });
@@ -44,14 +55,15 @@ void cross_entropy_backward(const Array& logits, const Array& targets, const Arr
       for_rows(rows, cols, [&](int64_t r) {
         const T* row = x + r * cols;
         T* drow = dx + r * cols;
-        if (target[r] == ignore_index) {
+        const int64_t t = class_at(target, r, cols, ignore_index);
+        if (t < 0) {
           std::fill_n(drow, cols, T(0.f));
           return;
         }
         const A shift = parts[2 * r], log_sum = parts[2 * r + 1], grad = grads[r];
-        const A at_target = A(row[target[r]]);  // before it is overwritten
+        const A at_target = A(row[t]);  // before it is overwritten
         map_row(row, drow, cols, [&](Vec<A> v) { return vexp<A>(v - shift - log_sum) * grad; });
-        drow[target[r]] = T((vexp<A>(broadcast(at_target - shift - log_sum))[0] - A(1)) * grad);
+        drow[t] = T((vexp<A>(broadcast(at_target - shift - log_sum))[0] - A(1)) * grad);
       });
     });
   });

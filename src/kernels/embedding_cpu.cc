@@ -27,7 +27,8 @@ void embedding_forward(const Array& weight, const Array& ids, const Array& out, 
     char* to = static_cast<char*>(out.ptr());
     parallel_ranges(n, rows_per_task(dim), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        memcpy(to + i * row_bytes, from + id[i] * row_bytes, row_bytes);
+        if (const int64_t w = id_at(id, i, vocab); w >= 0)
+          memcpy(to + i * row_bytes, from + w * row_bytes, row_bytes);
     });
   });
 }
@@ -42,9 +43,13 @@ void embedding_backward(const Array& dy, const Array& ids, const Array& dweight,
     const auto* id = ids.data<typename decltype(id_tag)::type>();
     check_ids(id, n, vocab, BadId::embedding);
     std::fill_n(first, vocab + 1, 0);
-    for (int64_t i = 0; i < n; ++i) ++first[id[i] + 1];
+    for (int64_t i = 0; i < n; ++i) ++first[id_at(id, i, vocab) + 1];
+    first[0] = 0;  // where those outside were counted, if there are any by now
     for (int64_t w = 0; w < vocab; ++w) first[w + 1] += first[w];
-    for (int64_t i = 0; i < n; ++i) positions[first[id[i]]++] = int32_t(i);
+    std::fill_n(positions, n, 0);  // where ids change meanwhile, not all places are written
+    for (int64_t i = 0; i < n; ++i)
+      if (const int64_t w = id_at(id, i, vocab); w >= 0 && first[w] < n)
+        positions[first[w]++] = int32_t(i);
     // first[w] has moved on to the start of w + 1.
   });
   const auto start = [&](int64_t w) { return w == 0 ? 0 : first[w - 1]; };
@@ -80,7 +85,8 @@ void embedding_put(const Array& rows, const Array& ids, const Array& weight, int
     char* to = static_cast<char*>(weight.ptr());
     parallel_ranges(n, rows_per_task(dim), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        if (id[i] >= 0) memcpy(to + id[i] * row_bytes, from + i * row_bytes, row_bytes);
+        if (const int64_t w = id_at(id, i, vocab); w >= 0)
+          memcpy(to + w * row_bytes, from + i * row_bytes, row_bytes);
     });
   });
 }
@@ -94,7 +100,8 @@ void one_hot(const Array& ids, const Array& out, int64_t n, int64_t depth) {
       T* to = out.data<T>();
       parallel_ranges(n, rows_per_task(depth), [&](int64_t begin, int64_t end) {
         std::fill(to + begin * depth, to + end * depth, T(0));
-        for (int64_t i = begin; i < end; ++i) to[i * depth + id[i]] = T(1);
+        for (int64_t i = begin; i < end; ++i)
+          if (const int64_t w = id_at(id, i, depth); w >= 0) to[i * depth + w] = T(1);
       });
     });
   });

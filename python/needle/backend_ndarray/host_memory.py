@@ -95,9 +95,12 @@ class HostAllocator:
             "by_category_at_peak": list(self.by_category_at_peak),
         }
 
-    def reset_peak(self) -> None:
+    def reset_peak(self) -> dict:
+        """Counts the peak from what is live now. Returns the account before that."""
+        before = self.memory_stats()
         self.peak, self.peak_serial = self.live, 0
         self.by_category_at_peak = list(self.by_category)
+        return before
 
     def empty_cache(self) -> None:
         """Nothing is cached here: memory goes back at once."""

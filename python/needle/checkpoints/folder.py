@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -17,9 +18,22 @@ from typing import Any
 
 from .. import files
 from ..errors import CheckpointError, check_count
+from ..locks import process_lock
 
 INDEX, CHECKSUMS = "checkpoints.json", "checksums.json"
 _NAME = re.compile(r"step-(\d{6,})(?:-(\d+))?")
+_changing = process_lock()
+
+
+def _one_at_a_time(method: Callable) -> Callable:
+    """One thread at a time: what another has half written would look abandoned."""
+
+    @functools.wraps(method)
+    def in_turn(*args, **kwargs):
+        with _changing:
+            return method(*args, **kwargs)
+
+    return in_turn
 
 
 class CheckpointFolder:
@@ -27,13 +41,14 @@ class CheckpointFolder:
 
     A checkpoint is written under a hidden name, with a checksum of each file, waited for until it is on the disk, and then
     renamed; after that checkpoints.json names it, and only then are older ones removed. A folder without checkpoints.json holds
-    what its subfolders' names say. One process at a time saves.
+    what its subfolders' names say. One process at a time saves; its threads wait for each other.
     """
 
     def __init__(self, path: str | Path, keep_last: int = 2):
         self.path, self.keep_last = Path(path), check_count("checkpoint", "keep_last", keep_last, error=CheckpointError)
         self._damaged: set[str] = set()  # names that the next ``save`` leaves out
 
+    @_one_at_a_time
     def save(self, step: int, write: Callable[[Path], None]) -> Path:
         """Makes a new folder, calls ``write`` to put the files into it, and makes it the newest checkpoint. Returns its path.
 
@@ -65,6 +80,7 @@ class CheckpointFolder:
                 _remove(left)
         return target
 
+    @_one_at_a_time
     def mark(self, checkpoint: Path, held_out_loss: float) -> None:
         """Records the held-out loss of a checkpoint. raises: CheckpointError if that cannot be written, or if the checkpoint is not
         there any more; ValueError for NaN and infinities.

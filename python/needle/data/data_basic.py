@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from ..autograd import Tensor
@@ -58,21 +60,26 @@ class DataLoader:
         self.shuffle = shuffle
         self.device = None if device is None else as_device(device)
         self.ordering: list[np.ndarray] = []
-        self._next = 0
+        self._left: deque[np.ndarray] = deque()
 
     def __iter__(self) -> DataLoader:
         n = len(self.dataset)
         order = np.random.permutation(n) if self.shuffle else np.arange(n)
         self.ordering = [order[i : i + self.batch_size] for i in range(0, n, self.batch_size)]
-        self._next = 0
+        self._left = deque(self.ordering)
         return self
 
     def __next__(self) -> tuple[Tensor, ...]:
-        if self._next >= len(self.ordering):
-            raise StopIteration
-        indices = self.ordering[self._next]
-        parts = self._items(indices)
-        self._next += 1
+        left = self._left
+        try:
+            indices = left.popleft()  # at once: another thread may take the next batch
+        except IndexError:
+            raise StopIteration from None
+        try:
+            parts = self._items(indices)
+        except BaseException:
+            left.appendleft(indices)
+            raise
         if isinstance(parts, dict):
             raise TypeError(f"[DataLoader] {type(self.dataset).__name__} gave a dict (accepted: an array, or a tuple of arrays)")
         parts = parts if isinstance(parts, (tuple, list)) else (parts,)

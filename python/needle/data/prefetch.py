@@ -17,7 +17,7 @@ class Prefetch(Iterator):
 
     source: an iterator with ``state_dict`` and ``load_state_dict``, like ``TokenBatches``. The thread starts with the first item;
     nothing else may use ``source`` until ``close``. ``state_dict`` is the state after the items given out, so items made ahead
-    are made again after a resume.
+    are made again after a resume. Several threads may take items: each goes to one of them.
 
     An error of ``source`` is raised where its item would have come. ``close`` ends the thread and sets ``source`` back to where
     this iterator is; the thread also ends when nothing refers to the ``Prefetch`` any more.
@@ -28,8 +28,13 @@ class Prefetch(Iterator):
         self.source, self.depth = source, check_count("Prefetch", "depth", depth, error=ValueError)
         self._state = source.state_dict()
         self._thread: threading.Thread | None = None
+        self._turn = threading.RLock()  # one consumer at a time: an end, or an error, comes once
 
     def __next__(self) -> Any:
+        with self._turn:
+            return self._next_item()
+
+    def _next_item(self) -> Any:
         if self._thread is not None and (not self._end.alive or (self._made.empty() and not self._thread.is_alive())):
             self.close()  # an end that was interrupted; or the thread did not start, or is in the parent of this process
         if self._thread is None:
@@ -53,13 +58,14 @@ class Prefetch(Iterator):
 
     def close(self) -> None:
         """Ends the thread; the next item starts it again."""
-        if self._thread is not None:
-            self._end.detach()
-            _end(self._made, self._asked_to_end)
-            if self._thread.is_alive():  # one that did not start cannot be waited for
-                self._thread.join()
-            self.source.load_state_dict(self._state)
-            self._thread = None
+        with self._turn:
+            if self._thread is not None:
+                self._end.detach()
+                _end(self._made, self._asked_to_end)
+                if self._thread.is_alive():  # one that did not start cannot be waited for
+                    self._thread.join()
+                self.source.load_state_dict(self._state)
+                self._thread = None
 
     def __enter__(self) -> Prefetch:
         return self

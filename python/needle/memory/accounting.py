@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ..backend_ndarray.device import BackendDevice, drop_device_caches
 from ..backend_ndarray.host_memory import CATEGORIES
 from ..backend_selection import all_devices, as_device
+from ..locks import process_lock
 from . import sites
 from .units import parse_bytes, readable, table
 
@@ -63,9 +64,10 @@ def stats(device: BackendDevice | None = None) -> MemoryStats:
 def reset_peak(device: BackendDevice | None = None) -> None:
     """Counts the peak from what is live now."""
     device = as_device(device)
-    _begin_anew(device)
-    for earlier in (_earlier_peaks, _earlier_reserved):
-        earlier.pop(device, None)  # another thread may have reset them meanwhile
+    with _peaks:
+        _begin_anew(device)
+        for earlier in (_earlier_peaks, _earlier_reserved):
+            earlier.pop(device, None)
 
 
 def empty_cache(device: BackendDevice | None = None) -> None:
@@ -90,14 +92,13 @@ def set_limit(limit: int | str | None, device: BackendDevice | None = None) -> N
 _earlier_peaks: dict[BackendDevice, tuple[int, list[int]]] = {}
 _earlier_reserved: dict[BackendDevice, int] = {}
 _regions: dict[BackendDevice, list[peak]] = {}
+_peaks = process_lock()  # around changes of these, and around a peak on its way from the allocator to them
 
 
 def _begin_anew(device: BackendDevice) -> dict:
-    """Notes the allocator's peak in all that measure it, then resets it. Returns the account before that."""
+    """Notes the allocator's peak in all that measure it, and resets it. Returns the account before that. With ``_peaks`` held."""
     sites.free_failed_frames()
-    mod = device.require()
-    raw = mod.memory_stats()
-    mod.reset_peak()
+    raw = device.require().reset_peak()
     found = raw["peak"], raw["by_category_at_peak"]
     _earlier_peaks[device] = max(_earlier_peaks.get(device, found), found)
     _earlier_reserved[device] = max(_earlier_reserved.get(device, 0), raw["peak_reserved"])
@@ -119,23 +120,25 @@ class peak:
         self.by_category: dict[str, int] = {}
 
     def __enter__(self) -> peak:
-        raw = _begin_anew(self.device)
-        self._start = raw["live"]
-        self._highest: tuple[int, list[int]] = raw["live"], raw["by_category"]
-        self._all = _regions.setdefault(self.device, [])
-        try:
-            self._all.append(self)
-        except BaseException:  # Ctrl-C may come at any moment
-            if self in self._all:
-                self._all.remove(self)
-            raise
+        with _peaks:
+            raw = _begin_anew(self.device)
+            self._start = raw["live"]
+            self._highest: tuple[int, list[int]] = raw["live"], raw["by_category"]
+            self._all = _regions.setdefault(self.device, [])
+            try:
+                self._all.append(self)
+            except BaseException:  # Ctrl-C may come at any moment
+                if self in self._all:
+                    self._all.remove(self)
+                raise
         return self
 
     def __exit__(self, *exc: object) -> None:
-        try:
-            _begin_anew(self.device)
-        finally:
-            self._all.remove(self)
+        with _peaks:
+            try:
+                _begin_anew(self.device)
+            finally:
+                self._all.remove(self)
         self.bytes, self.by_category = self._highest[0], by_name(self._highest[1])
         self.above_start = self.bytes - self._start
 

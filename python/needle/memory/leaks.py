@@ -133,7 +133,8 @@ os.register_at_fork(after_in_child=_end_those_of_others)
 def leaks() -> list[Leak]:
     """Tensors that hold a graph, by the name that keeps them, the largest first.
 
-    Inside a LeakCheck of this thread: graphs of steps before the one that runs. Otherwise every graph there is.
+    Inside a LeakCheck of this thread: graphs of steps before the one that runs. Otherwise every graph there is. What ``gc.freeze``
+    has put aside is searched, too: the search takes that back.
     """
     check = next((c for c in reversed(_checks) if c._thread == get_ident()), None)
     return find(None, []) if check is None else find(check._before, check._ends)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .. import init, ops
 from ..autograd import Tensor, check_tensors
-from ..errors import ShapeError, check_count, check_flag, shown, type_name
+from ..errors import ShapeError, check_count, check_flag, type_name
 from .nn_basic import Module, Parameter
 
 
@@ -68,8 +68,8 @@ class RNNCell(_Cell):
     """
 
     def __init__(self, input_size, hidden_size, bias=True, nonlinearity="tanh", device=None, dtype="float32"):
-        if not isinstance(nonlinearity, str) or nonlinearity not in ("tanh", "relu"):
-            raise ValueError(f"[RNNCell] unknown nonlinearity: {shown(nonlinearity)} (accepted: tanh, relu)")
+        if nonlinearity not in ("tanh", "relu"):
+            raise ValueError(f"[RNNCell] unknown nonlinearity: {nonlinearity} (accepted: tanh, relu)")
         super().__init__(input_size, hidden_size, bias, device, dtype)
         self.nonlinearity = nonlinearity
 
