@@ -594,14 +594,22 @@ def test_tuples_of_tuples_may_be_deep_and_shared(with_layer):
     assert [leak.name for leak in memory.leaks()] == ["history"] and deep and shared and history
 
 
-def test_what_keeps_a_gradient_keeps_a_graph(with_layer):
+def test_what_keeps_a_gradient_keeps_a_graph(with_layer, cpu):
     """The gradient that backward was given can have one, and is needed as long as gradients can be found again."""
     x = ndl.Tensor([1.0, 2.0])
     y = x * 3
     y.backward(x * 2)
-    assert sorted(leak.name for leak in memory.leaks()) == ["x", "y"]
+    assert sorted(leak.name for leak in memory.leaks()) == ["x.grad", "y"]
     del y
     assert memory.leaks() == []
+    (x * x).sum().backward(create_graph=True)
+    (leak,) = memory.leaks()
+    assert str(leak).startswith("`x.grad` keeps 1 graph alive, ") and str(leak).endswith(": set it to None, as `reset_grad()` does")
+    live = memory.stats(cpu).live
+    slope, x.grad = x.grad, None
+    assert [leak.name for leak in memory.leaks()] == ["slope"]
+    del slope
+    assert live - memory.stats(cpu).live == leak.nbytes
 
 
 def test_the_search_for_leaks_takes_no_variable_from_the_program(with_layer):

@@ -710,21 +710,20 @@ class Tensor(Value):
         the sum. create_graph: give the gradients a history of their own.
         raises: GraphError if nothing here requires a gradient, or a changed parameter would be needed again.
         """
+        root, source = self._to_differentiate("backward")
+        if out_grad is not None:
+            _check_gradient("[backward] out_grad", out_grad, self)
+        with _accumulating if accumulate else nullcontext():
+            _as_gradients(self.device, set_gradients, root, out_grad, retain_graph, accumulate, create_graph, source)
+
+    def _to_differentiate(self, name: str) -> tuple[Tensor, Any]:
+        """(this tensor, or what it is with a history, by what that was made). raises: GraphError, in the name of ``name``."""
         # Of a gradient without a history, unless it was made a leaf that has one of its own.
         source = self._source if self.op is None and not self._requires_grad else None
         root = self if source is None else source.rebuild()
         if not root._requires_grad:
-            raise GraphError("[backward] this tensor has no history: no input required a gradient, or it was detached")
-        device = self.device
-        if out_grad is not None:
-            _check_gradient("[backward] out_grad", out_grad, self)
-        with _accumulating if accumulate else nullcontext():
-            set_category, before = device.set_current_category, ACTIVATION
-            try:  # Ctrl-C may come before the name has its value: what is around this has a ``finally`` of its own
-                before = set_category(GRADIENT)
-                set_gradients(root, out_grad, retain_graph, accumulate, create_graph, source)
-            finally:
-                set_category(before)
+            raise GraphError(f"[{name}] this tensor has no history: no input required a gradient, or it was detached")
+        return root, source
 
     # --- operators --------------------------------------------------------------------------------------------
 
@@ -943,5 +942,46 @@ def sum_node_list(node_list: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def grad(
+    outputs: Tensor,
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | None = None,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """The gradient of sum(outputs * grad_outputs) with respect to each of ``inputs``. No ``.grad`` is set or added to.
+
+    inputs: leaves, or results on the way to ``outputs``, which require a gradient. grad_outputs: shape of ``outputs``; default
+    ones. retain_graph, create_graph: as in ``Tensor.backward``; without the latter the gradients are constants.
+    allow_unused: give None for an input that does not lead to ``outputs``, instead of an error.
+    raises: GraphError if ``outputs`` or an input has no history, or for an input that is not used. source: torch.autograd.grad.
+    """
+    wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    check_tensors("grad", outputs, *wanted)
+    root, _ = outputs._to_differentiate("grad")
+    for i, x in enumerate(wanted):
+        if not x._requires_grad:
+            raise GraphError(f"[grad] input {i}, of shape {x.shape}, requires no gradient")
+    if grad_outputs is not None:
+        _check_gradient("[grad] grad_outputs", grad_outputs, outputs)
+    found = _as_gradients(outputs.device, gradients, root, wanted, grad_outputs, retain_graph, create_graph)
+    for i, (x, value) in enumerate(zip(wanted, found)):
+        if value is None and not allow_unused:
+            unused = f"input {i}, of shape {x.shape}, does not lead to the output"
+            raise GraphError(f"[grad] {unused} (allow_unused=True gives None for it)")
+    return tuple(found)
+
+
+def _as_gradients(device: Any, make: Callable, *args: Any) -> Any:
+    """make(*args), where arrays that are made count as gradients."""
+    set_category, before = device.set_current_category, ACTIVATION
+    try:  # Ctrl-C may come before the name has its value: what is around this has a ``finally`` of its own
+        before = set_category(GRADIENT)
+        return make(*args)
+    finally:
+        set_category(before)
+
+
 from . import ops
-from .backward import set_gradients
+from .backward import gradients, set_gradients

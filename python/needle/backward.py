@@ -27,8 +27,7 @@ def set_gradients(
     root = tensor._as_node()
     found = run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate, retained=True)
     call = _Call(root, out_grad, source)
-    # Memory that a leaf has been given already; 0 is borrowed memory, which has no number of its own.
-    given = {0} if out_grad is None else {0, out_grad.realize_cached_data().serial}
+    given = _given_at_first(out_grad)
     done: set[Tensor] = set()
     for leaf, grad in found.items():
         handle = leaf.live_handle()
@@ -37,18 +36,58 @@ def set_gradients(
         # A leaf that stopped requiring a gradient for a while has a node from before and one from after.
         if (accumulate or handle in done) and handle._grad is not None:
             grad = _accumulated(handle._grad, grad, create_graph)
-        elif not create_graph:
-            array = grad.realize_cached_data()
-            # One array may be the gradient of two leaves (a + b), be cut from a larger one, which it would keep, or have one
-            # element in memory for many (a sum's): each leaf gets its own, to be written to.
-            own = isinstance(grad._source, _Summed)
-            if array.serial in given or array.is_part() or array.is_broadcast():
-                array, own = array.copy(), True
-            given.add(array.serial)
-            grad = Tensor.make_const(array)
-            grad._source = GradientSource(call, leaf, own)
+        else:
+            apart = _apart(grad, given, create_graph)
+            if not create_graph:
+                own = apart is not grad or isinstance(grad._source, _Summed)
+                apart = Tensor.make_const(apart)
+                apart._source = GradientSource(call, leaf, own)
+            grad = apart
         handle._grad = grad if grad._source is not ALL_ONES else grad.detach()
         done.add(handle)
+
+
+def gradients(
+    tensor: Tensor, inputs: Sequence[Tensor], out_grad: Tensor | None, retain_graph: bool, create_graph: bool
+) -> list[Tensor | None]:
+    """What ``autograd.grad`` gives: the gradient of each input, None for one that does not lead to ``tensor``."""
+    wanted = frozenset(x._node for x in inputs if x._node is not None)  # None: a leaf that nothing was made of
+    found = run_backward(tensor._as_node(), out_grad, retain_graph, create_graph, wanted=wanted)
+    given = _given_at_first(out_grad)
+    result: list[Tensor | None] = []
+    for handle in inputs:
+        grad = found.get(handle._node) if handle._node is not None else None
+        if grad is not None:
+            grad = _apart(grad, given, create_graph)
+            grad = grad if create_graph else Tensor.make_const(grad)
+        result.append(grad)
+    return result
+
+
+def _given_at_first(out_grad: Tensor | None) -> set[int]:
+    """The memory that is no gradient's own: of ``out_grad``, and borrowed memory, whose number is 0."""
+    return {0} if out_grad is None else {0, out_grad.realize_cached_data().serial}
+
+
+def _apart(grad: Tensor, given: set[int], create_graph: bool) -> Tensor:
+    """``grad``, or a copy of it with its graph: one array may be the gradient of two leaves (a + b), be cut from a larger one,
+    which it would keep, or have one element in memory for many (a sum's). Each leaf gets its own, to be written to.
+
+    given: the memory of those that have been given, and of this one then.
+    """
+    array = grad.realize_cached_data()
+    if array.serial in given or array.is_part() or array.is_broadcast():
+        grad = _copy(grad) if create_graph else Tensor.make_const(array.copy())
+    given.add(grad.realize_cached_data().serial)
+    return grad
+
+
+def _copy(grad: Tensor) -> Tensor:
+    """A copy, with a graph where ``grad`` has one."""
+    if not grad.requires_grad:
+        return Tensor.make_const(grad.realize_cached_data().copy())
+    with enable_grad():
+        return grad * 1.0
 
 
 class _Call(weakref.ref):
@@ -177,14 +216,16 @@ def run_backward(
     stop: frozenset[Node] = frozenset(),
     accumulate: bool = False,
     retained: bool = False,
+    wanted: frozenset[Node] | None = None,
 ) -> dict[Node, Tensor]:
     """Gradients of the leaves (and of ``stop`` nodes) under ``root``.
 
     accumulate: what leaves have in ``.grad`` is added to in place where it can be, and is itself the gradient then; ``.grad`` of
-    others is replaced by the sum. retained: set ``.grad`` where retain_grad() asked for it.
+    others is replaced by the sum. retained: set ``.grad`` where retain_grad() asked for it. wanted: give the gradients of these
+    nodes instead, and run on the ways to them alone.
     """
     # In a context of its own, which ends wherever Ctrl-C falls: one as a ``with`` begins or ends would leave what it had set.
-    return copy_context().run(_run_backward, root, out_grad, retain_graph, create_graph, stop, accumulate, retained)
+    return copy_context().run(_run_backward, root, out_grad, retain_graph, create_graph, stop, accumulate, retained, wanted)
 
 
 def _run_backward(
@@ -195,9 +236,17 @@ def _run_backward(
     stop: frozenset[Node],
     accumulate: bool,
     retained: bool,
+    wanted: frozenset[Node] | None,
 ) -> dict[Node, Tensor]:
     order = differentiable_order([root], stop)
     segments = _made_ready(root, order, stop)
+    on_way: set[Node] | None = None
+    if wanted is not None:
+        on_way = set()
+        for node in order:
+            if node in wanted or not on_way.isdisjoint(node.inputs):
+                on_way.add(node)
+        order = [node for node in order if node in on_way]
     closing: dict[Node, tuple[Segment, list[Node]]] = {}
     keeps = retain_graph or create_graph
     set_autocast(None)  # gradients run in the dtypes that forward recorded, wherever backward is called
@@ -223,18 +272,22 @@ def _run_backward(
                 continue
             if grad is not None:
                 handle = node.live_handle()
+                if wanted is not None and node in wanted:
+                    found[node] = grad
                 if retained and isinstance(handle, Tensor) and handle._retains_grad:
-                    kept = grad if grad.requires_grad else Tensor.make_const(grad.realize_cached_data().copy())
+                    kept = _copy(grad)
                     handle._grad = handle._grad + kept if accumulate and handle._grad is not None else kept
                 if segments:
                     for n in node.read_nodes():
                         if n.segment in segments:
                             _open_segment(n.segment, segments, closing, disarm=not keeps)
-                push_gradients(node, handle, grad, grads, keeps, create_graph)
+                push_gradients(node, handle, grad, grads, keeps, create_graph, on_way)
             if not keeps and (op.reads_inputs or op.reads_output):
                 node.release()
             if node in closing:
                 _close_segment(*closing.pop(node))
+        for segment, nodes in closing.values():  # those whose last node is on no way
+            _close_segment(segment, nodes)
         if not keeps:
             for segment in segments:  # whose arrays nobody read
                 segment.disarm()
@@ -294,8 +347,10 @@ def _close_segment(segment: Segment, nodes: list[Node]) -> None:
             n.array = None
 
 
-def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, keeps: bool, create_graph: bool) -> None:
-    """Adds this node's contribution to the gradients of its inputs."""
+def push_gradients(
+    node: Node, handle: Value | None, grad: Any, grads: dict, keeps: bool, create_graph: bool, on_way: set[Node] | None
+) -> None:
+    """Adds this node's contribution to the gradients of its inputs; where ``on_way`` is given, of those in it."""
     op = node.op
     assert op is not None
     inputs = node.inputs
@@ -305,7 +360,7 @@ def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, kee
     new = op.makes_gradients
     parts: Sequence[Any]
     if create_graph and op.reference is not None:
-        parts = _reference_gradients(node, grad)
+        parts = _reference_gradients(node, grad, on_way)
     elif op.consuming_gradient is not None and not keeps and handle is None and node.readers == 1 and node.array is not None:
         output, node.array = node.array, None
         parts, new = op.consuming_gradient(grad, Value._passing(node, None), output), True
@@ -324,7 +379,7 @@ def push_gradients(node: Node, handle: Value | None, grad: Any, grads: dict, kee
     if len(parts) != len(inputs):
         raise GraphError(f"[backward] {op.name}.gradient gave {len(parts)} gradients for {len(inputs)} inputs")
     for n, part in zip(inputs, parts):
-        if part is None or not n.requires_grad:
+        if part is None or not n.requires_grad or (on_way is not None and n not in on_way):
             continue
         if isinstance(n.op, TensorTupleOp):
             for i, item in enumerate(part):
@@ -348,7 +403,7 @@ def _check_gradient(op: Op, grad: Any, shape: tuple[int, ...]) -> None:
         )
 
 
-def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
+def _reference_gradients(node: Node, grad: Any, on_way: set[Node] | None) -> list[Tensor | None]:
     """Gradients, with a graph, of a fused op's reference composition: a tuple op's is its first output, or several."""
     inputs = [Value._of(n) for n in node.inputs]
     check_unchanged(node, [x.realize_cached_data() for x in inputs])  # the op is computed again, out of others
@@ -357,9 +412,11 @@ def _reference_gradients(node: Node, grad: Any) -> list[Tensor | None]:
     found = node.op.reference(*wide)  # type: ignore[union-attr, misc]
     values = found if isinstance(found, tuple) else (found,)
     grads: dict[Any, Any] = {}
+    stop = frozenset(node.inputs)
+    wanted = None if on_way is None else stop & on_way
     for value, g in zip(values, (grad,) if isinstance(grad, Tensor) else grad):
         if g is not None:
-            for n, part in run_backward(value._as_node(), g, True, True, stop=frozenset(node.inputs)).items():
+            for n, part in run_backward(value._as_node(), g, True, True, stop=stop, wanted=wanted).items():
                 _add_gradient(grads, n, part, create_graph=True)
     return [grads.pop(n, None) for n in node.inputs]  # a node that is there twice gets all of it once
 

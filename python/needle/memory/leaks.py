@@ -47,8 +47,12 @@ class Leak:
     def __str__(self) -> str:
         what = f"the graph of {_several(self.steps, 'step')}" if self.steps else _several(self.tensors, "graph")
         where = f" ({self.place})" if self.place else ""
-        cure = "`.item()` or `.numpy()` (`.detach()` would keep all of an array of which this is a part)" if self.is_part else ""
-        return f"`{self.name}`{where} keeps {what} alive, {readable(self.nbytes)}: use {cure or '`.detach()` or `.item()`'}"
+        cure = "use `.detach()` or `.item()`"
+        if self.is_part:
+            cure = "use `.item()` or `.numpy()` (`.detach()` would keep all of an array of which this is a part)"
+        if self.name.endswith(".grad"):
+            cure = "set it to None, as `reset_grad()` does"
+        return f"`{self.name}`{where} keeps {what} alive, {readable(self.nbytes)}: {cure}"
 
 
 def _several(count: int, what: str) -> str:
@@ -173,7 +177,7 @@ def _find(among: list[weakref.ref[Node]] | None, ends: list[int]) -> list[Leak]:
         old = [n for n in _under(held) if is_old(n)]
         site = sites.of_node(max((x._as_node() for x in held), key=attrgetter("born")))
         steps = len({bisect_left(ends, n.born) for n in old}) if ends else 0
-        pieces = _pieces(held, old)
+        pieces = _pieces([*held, *map(_grad_of, held)], old)
         nbytes = sum(pieces[key] for key in pieces.keys() - needed)
         is_part = any(isinstance(x._data, NDArray) and x._data.is_part() for x in held)
         found.append(Leak(name, site.place if site else "", steps, nbytes, len(held), is_part))
@@ -188,10 +192,10 @@ def _grad_of(handle: Value) -> Value | None:
     return getattr(handle, "_grad", None)
 
 
-def _pieces(handles: list[Value], nodes: list[Node]) -> dict[tuple[str, int], int]:
-    """Bytes of each piece of memory behind handles, their gradients, nodes, and what went into these with no graph: data, masks."""
+def _pieces(handles: list[Value | None], nodes: list[Node]) -> dict[tuple[str, int], int]:
+    """Bytes of each piece of memory behind handles, nodes, and what went into these with no graph: data, masks."""
     seen: dict[tuple[str, int], int] = {}
-    of_handles = (x._data for x in chain(handles, map(_grad_of, handles)) if x is not None)
+    of_handles = (x._data for x in handles if x is not None)
     of_inputs = (leaf.array for n in nodes for leaf in n.inputs if leaf.op is None)
     for value in chain(of_handles, (n.array for n in nodes), of_inputs):
         for array in value if isinstance(value, tuple) else (value,):

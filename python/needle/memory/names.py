@@ -79,20 +79,26 @@ def names_of(targets: list[Any]) -> list[str]:
         keys = {id(value): name for name, value in _items(on_the_way[key])}
         for part in parts[key]:
             names.setdefault(part, f"{title}.{keys.get(part, '')}")
-    nearest = _handed_down(names, parts)
-    in_a_traceback = _handed_down(dict.fromkeys(in_frames, "a kept traceback"), parts)
+    nearest = _handed_down(names, parts, on_the_way)
+    in_a_traceback = _handed_down(dict.fromkeys(in_frames, "a kept traceback"), parts, on_the_way)
     return [nearest.get(id(x)) or in_a_traceback.get(id(x)) or f"a {type(x).__name__} that no name leads to" for x in targets]
 
 
-def _handed_down(names: dict[int, str], parts: dict[int, list[int]]) -> dict[int, str]:
+def _handed_down(names: dict[int, str], parts: dict[int, list[int]], objects: dict[int, Any]) -> dict[int, str]:
     """``names``, and for each object without one the name of the nearest object that contains it, directly or through others."""
+
+    def handed(key: int, part: int) -> str:
+        is_gradient = issubclass(type(objects[key]), Tensor) and getattr(objects[key], "_grad", None) is objects[part]
+        return f"{known[key]}.grad" if is_gradient else known[key]
+
     known, row = dict(names), list(names)
     while row:
         below: dict[int, str] = {}
         for key in row:
             for part in parts.get(key, ()):
                 if part not in known and not below.get(part, "").isidentifier():
-                    below[part] = known[key] if part not in below or known[key].isidentifier() else below[part]
+                    name = handed(key, part)
+                    below[part] = name if part not in below or name.isidentifier() else below[part]
         known.update(below)
         row = list(below)
     return known

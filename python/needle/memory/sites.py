@@ -173,6 +173,7 @@ _TELLING: dict[int, _Tell] = {
         (backward.push_gradients, _from_node("backward")),
         (graph.recompute, _from_node("recompute")),
         (backward.set_gradients, _from_backward),
+        (backward.gradients, _from_backward),
         (Module.__call__, _from_module),
         *((f, _from_optimizer) for f in (SGD.step, _Moments._update, Optimizer.make_states, Optimizer.clip_grad_norm)),
     )
