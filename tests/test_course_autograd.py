@@ -476,6 +476,8 @@ def test_small_modules(device):
     np.testing.assert_array_equal(nn.Residual(nn.ReLU())(x).numpy(), 2 * A)
     np.testing.assert_array_equal(nn.GELU("tanh")(x).numpy(), ops.gelu(x, "tanh").numpy())
     np.testing.assert_allclose(nn.Sigmoid()(x).numpy(), 1 / (1 + np.exp(-A)), rtol=1e-5)
+    np.testing.assert_allclose(nn.SiLU()(x).numpy(), A / (1 + np.exp(-A)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(nn.Tanh()(x).numpy(), np.tanh(A), rtol=1e-5, atol=1e-6)
     dropout = nn.Dropout(0.25)
     np.random.seed(3)
     kept = dropout(x).numpy()

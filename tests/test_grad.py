@@ -191,3 +191,26 @@ def test_its_arrays_count_as_gradients(host):
     before = memory.stats(host).by_category["gradient"]
     found = grad((x * x).sum(), x)
     assert memory.stats(host).by_category["gradient"] - before == 4000 and len(found) == 1
+
+
+def test_gradients_that_nobody_asked_for_are_not_made(host, monkeypatch):
+    """Of a layer's weight, when that of its input is wanted, and of a constant."""
+    products, plain = [], ops.ops_mathematic._matmul
+
+    def counted(*args, **kwargs):
+        products.append(args)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(ops.ops_mathematic, "_matmul", counted)
+    x, w, b = leaf(np.ones((4, 3)), host), leaf(np.ones((3, 5)), host), leaf(np.ones(5), host)
+    out = ops.linear(x, w, b)
+    products.clear()
+    for inputs, count in ((x, 1), (b, 0), ([x, b], 1)):
+        grad(out, inputs)
+        assert len(products) == count
+        products.clear()
+    a, c = leaf(np.ones(4000), host), leaf(np.ones(4000), host, requires_grad=False)
+    for out in (a * c, a / c):
+        with memory.peak(host) as peak:
+            grad(out, a, c)
+        assert peak.above_start == 4 * 4000

@@ -41,6 +41,9 @@ _segment: ContextVar[Segment | None] = ContextVar("segment", default=None)  # th
 # While an autocast region is open: (op, inputs) -> the inputs, cast as ``op.autocast`` says.
 _autocast: ContextVar[Callable[[Op, Sequence[Any]], Sequence[Any]] | None] = ContextVar("autocast", default=None)
 
+# While ``grad`` runs: the nodes that lead to its inputs.
+_on_way: ContextVar[set[Node] | None] = ContextVar("on_way", default=None)
+
 _first_use = process_lock()
 _accumulating = process_lock()  # one thread at a time adds to ``.grad``, or sums would be lost
 
@@ -111,6 +114,17 @@ class enable_grad(no_grad):
 is_grad_enabled: Callable[[], bool] = _grad_enabled.get
 current_segment: Callable[[], Segment | None] = _segment.get
 current_autocast: Callable[[], Any] = _autocast.get
+
+
+def needs_gradient(x: Value) -> bool:
+    """Whether an op's ``gradient`` has to give one for its input x: if x requires one, and leads to what ``grad`` was asked for.
+    One that is given all the same is dropped.
+    """
+    on_way = _on_way.get()
+    return x._requires_grad and (on_way is None or x._node in on_way)
+
+
+set_on_way: Callable[[set[Node] | None], Any] = _on_way.set
 
 
 def set_autocast(hook: Callable[[Op, Sequence[Any]], Sequence[Any]] | None) -> None:
@@ -195,7 +209,8 @@ class Op:
     def gradient(self, out_grad: Any, node: Any):
         """The gradient of each input, given that of the output: a Tensor, or a tuple with one item per input (None: no gradient).
 
-        node: the op's output; ``node.inputs`` and ``node.input_shapes`` are what it was made of.
+        node: the op's output; ``node.inputs`` and ``node.input_shapes`` are what it was made of. ``needs_gradient`` tells for
+        which of the inputs one is of use.
         """
         if self.accumulate_gradient is None:
             raise NotImplementedError(f"[{self.name}] has no gradient")

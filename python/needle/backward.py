@@ -9,7 +9,7 @@ from typing import Any
 
 from . import dtype as dt
 from . import ops
-from .autograd import Op, Tensor, TensorTupleOp, Value, enable_grad, no_grad, set_autocast
+from .autograd import Op, Tensor, TensorTupleOp, Value, enable_grad, no_grad, set_autocast, set_on_way
 from .backend_selection import array_api
 from .errors import GraphError, type_name
 from .graph import Node, Segment, check_unchanged, differentiable_order, realize, restore, shape_of, spec_of
@@ -247,6 +247,7 @@ def _run_backward(
             if node in wanted or not on_way.isdisjoint(node.inputs):
                 on_way.add(node)
         order = [node for node in order if node in on_way]
+    set_on_way(on_way)
     closing: dict[Node, tuple[Segment, list[Node]]] = {}
     keeps = retain_graph or create_graph
     set_autocast(None)  # gradients run in the dtypes that forward recorded, wherever backward is called

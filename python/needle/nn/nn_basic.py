@@ -294,6 +294,20 @@ class ReLU(Module):
         return ops.relu(x)
 
 
+class Tanh(Module):
+    """Hyperbolic tangent, elementwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.tanh(x)
+
+
+class SiLU(Module):
+    """x / (1 + e^-x), elementwise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.silu(x)
+
+
 class GELU(Module):
     """Gaussian error linear unit; approximate: "none" (erf) or "tanh". raises: ValueError for another."""
 

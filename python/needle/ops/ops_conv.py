@@ -6,7 +6,7 @@ import itertools
 from typing import NamedTuple
 
 from .. import dtype as dt
-from ..autograd import Tensor
+from ..autograd import Tensor, needs_gradient
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_ndarray.ndarray import check_one_device as _check_one_device
@@ -89,9 +89,9 @@ class Conv(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b, *bias = node.inputs
-        grad_a = _ImageGradient(a.shape[1:3], self.stride, self.padding)(out_grad, b) if a.requires_grad else None
-        grad_b = _KernelGradient(b.shape[:2], self.stride, self.padding)(a, out_grad) if b.requires_grad else None
-        return grad_a, grad_b, *[summation(out_grad, (0, 1, 2)) if added.requires_grad else None for added in bias]
+        grad_a = _ImageGradient(a.shape[1:3], self.stride, self.padding)(out_grad, b) if needs_gradient(a) else None
+        grad_b = _KernelGradient(b.shape[:2], self.stride, self.padding)(a, out_grad) if needs_gradient(b) else None
+        return grad_a, grad_b, *[summation(out_grad, (0, 1, 2)) if needs_gradient(added) else None for added in bias]
 
 
 class _ImageGradient(_InputRead):
@@ -130,8 +130,8 @@ class _ImageGradient(_InputRead):
 
     def gradient(self, out_grad, node):
         dy, b = node.inputs
-        grad_dy = conv(out_grad, b, self.stride, self.padding) if dy.requires_grad else None
-        grad_b = _KernelGradient(b.shape[:2], self.stride, self.padding)(out_grad, dy) if b.requires_grad else None
+        grad_dy = conv(out_grad, b, self.stride, self.padding) if needs_gradient(dy) else None
+        grad_b = _KernelGradient(b.shape[:2], self.stride, self.padding)(out_grad, dy) if needs_gradient(b) else None
         return grad_dy, grad_b
 
 
@@ -161,8 +161,8 @@ class _KernelGradient(_InputRead):
 
     def gradient(self, out_grad, node):
         a, dy = node.inputs
-        grad_a = _ImageGradient(a.shape[1:3], self.stride, self.padding)(dy, out_grad) if a.requires_grad else None
-        grad_dy = conv(a, out_grad, self.stride, self.padding) if dy.requires_grad else None
+        grad_a = _ImageGradient(a.shape[1:3], self.stride, self.padding)(dy, out_grad) if needs_gradient(a) else None
+        grad_dy = conv(a, out_grad, self.stride, self.padding) if needs_gradient(dy) else None
         return grad_a, grad_dy
 
 

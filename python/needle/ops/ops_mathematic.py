@@ -27,6 +27,7 @@ from ..autograd import (
     array_api,
     check_tensors,
     is_grad_enabled,
+    needs_gradient,
 )
 from ..backend_ndarray.ndarray import full as _full
 from ..backend_ndarray.ndarray import matmul as _matmul
@@ -140,7 +141,8 @@ class EWiseMul(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        return unbroadcast(out_grad * b, a.shape), unbroadcast(out_grad * a, b.shape)
+        grad_a = unbroadcast(out_grad * b, a.shape) if needs_gradient(a) else None
+        return grad_a, unbroadcast(out_grad * a, b.shape) if needs_gradient(b) else None
 
 
 _MULTIPLY = EWiseMul()
@@ -179,11 +181,11 @@ class EWisePow(_InputRead):
         x, y = a.realize_cached_data(), b.realize_cached_data()
         grad_a = grad_b = None
         # Slopes with a factor 0 are 0: by a for b = 0, also where a^-1 is none; by b for a = 0 and b >= 0, where log(a) is.
-        if a.requires_grad:
+        if needs_gradient(a):
             flat = (1 / x).isfinite().logical_not().logical_and(y == 0)
             shift = Tensor.make_const(flat.astype(dt.promote(out_grad.dtype, "int32")) - 1)  # b of uint8 has no b - 1 at 0
             grad_a = unbroadcast(out_grad * b * a ** (b + shift), a.shape)
-        if b.requires_grad:
+        if needs_gradient(b):
             shift = Tensor.make_const((x == 0).logical_and(y >= 0).astype(a.dtype))
             grad_b = unbroadcast(out_grad * log(a + shift) * a**b, b.shape)
         return grad_a, grad_b
@@ -223,9 +225,9 @@ class EWiseDiv(_InputRead):
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        grad_a = out_grad / b
-        grad_b = unbroadcast(-(out_grad * (a / b / b)), b.shape) if b.requires_grad else None  # b * b may be outside the dtype
-        return unbroadcast(grad_a, a.shape), grad_b
+        grad_a = unbroadcast(out_grad / b, a.shape) if needs_gradient(a) else None
+        grad_b = unbroadcast(-(out_grad * (a / b / b)), b.shape) if needs_gradient(b) else None  # b * b may be outside the dtype
+        return grad_a, grad_b
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
@@ -586,8 +588,8 @@ class Where(TensorOp):
     def gradient(self, out_grad, node):
         condition, a, b = node.inputs
         zero = Tensor.make_const(_full((), 0, out_grad.dtype, out_grad.device))
-        grad_a = unbroadcast(where(condition, out_grad, zero), a.shape) if a.requires_grad else None
-        grad_b = unbroadcast(where(condition, zero, out_grad), b.shape) if b.requires_grad else None
+        grad_a = unbroadcast(where(condition, out_grad, zero), a.shape) if needs_gradient(a) else None
+        grad_b = unbroadcast(where(condition, zero, out_grad), b.shape) if needs_gradient(b) else None
         return None, grad_a, grad_b
 
 
@@ -747,9 +749,9 @@ class MatMul(_InputRead):
         if a.ndim == 1 or b.ndim == 1:
             return self._vector_gradient(out_grad, a, b)
         grad_a = grad_b = None
-        if a.requires_grad:
+        if needs_gradient(a):
             grad_a = unbroadcast(matmul(out_grad, transpose(b)), a.shape)
-        if b.requires_grad:
+        if needs_gradient(b):
             if b.ndim == 2 and a.ndim > 2:  # one large product instead of a batch of them and a sum
                 a, out_grad = _rows(a), _rows(out_grad)
             if b.ndim == 2 and sums[1] is not None:
@@ -827,11 +829,11 @@ class Linear(_InputRead):
         dy = out_grad.realize_cached_data()
         rows = _array_rows(dy)
         grad_x = grad_w = grad_b = None
-        if x.requires_grad:
+        if needs_gradient(x):
             grad_x = Tensor.make_const(_matmul(dy, weight.realize_cached_data().T))
-        if weight.requires_grad:
+        if needs_gradient(weight):
             grad_w = _product_into(_array_rows(x.realize_cached_data()).T, rows, sums[1])
-        if bias.requires_grad:
+        if needs_gradient(bias):
             grad_b = Tensor.make_const(rows.sum(0).reshape(bias.shape))
         return grad_x, grad_w, grad_b
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import reduce
 
 from .. import dtype as dt
-from ..autograd import Tensor, TensorOp, TensorTupleOp, check_tensors
+from ..autograd import Tensor, TensorOp, TensorTupleOp, check_tensors, needs_gradient
 from ..backend_ndarray import kernels
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_ndarray.ndarray import full as _full
@@ -91,7 +91,7 @@ class RNN(TensorOp):
         x, h, w_ih, w_hh = (v.realize_cached_data() for v in node.inputs[:4])
         y = node.realize_cached_data()
         dh, dsums = kernels.rnn_backward(out_grad.realize_cached_data(), y, w_hh, self.nonlinearity)
-        wanted = [v.requires_grad for v in node.inputs]
+        wanted = [needs_gradient(v) for v in node.inputs]
         dx, *weights = _input_and_weight_gradients(dsums, x, h, y, w_ih, wanted[:1] + wanted[2:])
         return [None if g is None else Tensor.make_const(g) for g in (dx, dh, *weights)]
 
@@ -135,7 +135,7 @@ class LSTM(TensorTupleOp):
     def consuming_gradient(self, out_grad, node, output):
         y, _, cells, gates = output
         dy, dc = (None if g is None else g.realize_cached_data() for g in out_grad[:2])
-        wanted = [v.requires_grad for v in node.inputs]
+        wanted = [needs_gradient(v) for v in node.inputs]
         x, h, c, w_ih, w_hh = (v.realize_cached_data() for v in node.inputs[:5])
         dh, dc = kernels.lstm_backward(dy, dc, c, w_hh, cells, gates)
         dx, *weights = _input_and_weight_gradients(gates, x, h, y, w_ih, wanted[:1] + wanted[3:])
