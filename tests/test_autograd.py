@@ -1183,6 +1183,54 @@ def test_threads_that_accumulate_at_once_lose_nothing(host, monkeypatch):
     assert x.grad.numpy() == [15.0]
 
 
+def test_threads_that_add_to_one_sum_lose_nothing(host):
+    x = leaf(np.zeros(20_000), host)
+
+    def accumulate():
+        for _ in range(30):
+            (x * 1).backward(accumulate=True)
+            (x.reshape((100, 200)) @ ones).sum().backward(accumulate=True)
+
+    ones = leaf(np.ones((200, 1)), host, requires_grad=False)
+    threads = [threading.Thread(target=accumulate) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    np.testing.assert_array_equal(x.grad.numpy(), 240.0)
+
+
+def test_a_gradient_may_wait_for_one_that_another_thread_accumulates(host):
+    class Waits(ops.TensorOp):
+        def compute(self, a):
+            return a
+
+        def gradient(self, out_grad, node):
+            thread = threading.Thread(target=lambda: (x * 3).backward(accumulate=True), daemon=True)
+            thread.start()
+            thread.join(30)
+            return out_grad * 2
+
+    x = leaf([1.0], host)
+    Waits()(x).backward(accumulate=True)
+    assert x.grad.numpy() == [5.0]
+    Waits()(x).backward(accumulate=True)
+    assert x.grad.numpy() == [10.0]
+
+
+def test_a_sum_that_a_graph_reads_is_not_added_to_in_place(host):
+    x = leaf([1.0, 2.0], host)
+    (x * 3).backward(accumulate=True)
+    before = x.grad
+    kept = x * x.grad.detach()
+    kept.backward(retain_graph=True, accumulate=True)
+    (x * 2).backward(accumulate=True)
+    np.testing.assert_array_equal(x.grad.numpy(), [8.0, 8.0])
+    np.testing.assert_array_equal(before.numpy(), [3.0, 3.0])
+    kept.backward(accumulate=True)
+    np.testing.assert_array_equal(x.grad.numpy(), [11.0, 11.0])
+
+
 def test_what_is_dropped_while_it_is_recomputed_from(host):
     """By the backward of another thread, or here of an op, that shares a part of the graph."""
     meanwhile = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from copy import deepcopy
 from functools import wraps
@@ -45,7 +45,6 @@ _autocast: ContextVar[Callable[[Op, Sequence[Any]], Sequence[Any]] | None] = Con
 _on_way: ContextVar[set[Node] | None] = ContextVar("on_way", default=None)
 
 _first_use = process_lock()
-_accumulating = process_lock()  # one thread at a time adds to ``.grad``, or sums would be lost
 
 # Called with each new node while needle.memory wants to know where graphs are made; sets its ``site``.
 _node_made: Callable[[Node], None] | None = None
@@ -728,8 +727,7 @@ class Tensor(Value):
         root, source = self._to_differentiate("backward")
         if out_grad is not None:
             _check_gradient("[backward] out_grad", out_grad, self)
-        with _accumulating if accumulate else nullcontext():
-            _as_gradients(self.device, set_gradients, root, out_grad, retain_graph, accumulate, create_graph, source)
+        _as_gradients(self.device, set_gradients, root, out_grad, retain_graph, accumulate, create_graph, source)
 
     def _to_differentiate(self, name: str) -> tuple[Tensor, Any]:
         """(this tensor, or what it is with a history, by what that was made). raises: GraphError, in the name of ``name``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from contextvars import copy_context
 from typing import Any
 
@@ -13,6 +14,9 @@ from .autograd import Op, Tensor, TensorTupleOp, Value, enable_grad, no_grad, se
 from .backend_selection import array_api
 from .errors import GraphError, type_name
 from .graph import Node, Segment, check_unchanged, differentiable_order, realize, restore, shape_of, spec_of
+from .locks import process_lock
+
+_adding = process_lock()  # one thread at a time adds to a ``.grad``, or parts of sums would be lost
 
 
 def set_gradients(
@@ -27,7 +31,12 @@ def set_gradients(
     root = tensor._as_node()
     found = run_backward(root, out_grad, retain_graph, create_graph, accumulate=accumulate, retained=True)
     call = _Call(root, out_grad, source)
-    given = _given_at_first(out_grad)
+    with _adding if accumulate else nullcontext():
+        _set_gradients(found, call, accumulate, create_graph)
+
+
+def _set_gradients(found: dict[Node, Tensor], call: _Call, accumulate: bool, create_graph: bool) -> None:
+    given = _given_at_first(call.out_grad)
     done: set[Tensor] = set()
     for leaf, grad in found.items():
         handle = leaf.live_handle()
@@ -144,6 +153,19 @@ class _Owned:
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
+    def add(self, grad: Tensor) -> None:
+        self.tensor.realize_cached_data().add_in_place(grad.realize_cached_data())
+
+
+class _InGrad(_Owned):
+    """That of a leaf's ``.grad``, to which calls of backward in other threads may be adding too."""
+
+    __slots__ = ()
+
+    def add(self, grad: Tensor) -> None:
+        with _adding:
+            super().add(grad)
+
 
 def _add_gradient(grads: dict, key: Any, grad: Tensor, create_graph: bool, new: bool = False) -> None:
     """new: nothing else holds the array of ``grad``."""
@@ -153,7 +175,7 @@ def _add_gradient(grads: dict, key: Any, grad: Tensor, create_graph: bool, new: 
     elif have is None:
         grads[key] = _Owned(grad) if new and grad.realize_cached_data().is_compact() else grad
     elif isinstance(have, _Owned):
-        have.tensor.realize_cached_data().add_in_place(grad.realize_cached_data())
+        have.add(grad)
     else:
         grads[key] = _Owned(_sum(have, grad, new))
 
@@ -171,27 +193,38 @@ def _accumulated(have: Tensor, grad: Tensor, create_graph: bool) -> Tensor:
     """have + grad. A sum made here belongs to ``.grad`` alone, so the next one is added to it in place."""
     if create_graph:
         return have + grad
+    if _takes_sums(have, spec_of(grad.realize_cached_data())):  # another thread has made it meanwhile, and others may have it
+        have._source = _Summed()
+        _Owned(have).add(grad)
+        return have
     total = _sum(have, grad, isinstance(grad._source, _Summed))
     total._source = have._source and _Summed()  # where the user had set ``.grad``, the sum is no gradient of a backward either
     return total
 
 
+def _takes_sums(have: Tensor, spec: Any) -> bool:
+    """Whether a ``.grad`` is added to in place: its array is its own, and no graph holds it. spec: of the leaf."""
+    return getattr(have._source, "in_place", False) and have._node is None and have._spec() == spec
+
+
 def _sums_so_far(order: list[Node], root: Node, out_grad: Tensor | None) -> dict[Node, _Owned]:
-    """The ``.grad`` of each leaf that may be added to in place: no graph holds its array, and this backward does not read it, as
-    ``out_grad`` or as a constant in its graph (``x.grad.detach()``).
+    """The ``.grad`` of each leaf that may be added to in place: this backward does not read it, as ``out_grad`` or as a constant
+    in its graph (``x.grad.detach()``).
     """
     read = {n.array.serial for node in order for n in node.inputs if n.op is None and not isinstance(n.array, tuple)}
     if out_grad is not None:
         read.add(out_grad.realize_cached_data().serial)
-    found = {}
+    found: dict[Node, _Owned] = {}
     for leaf in (n for n in order if n.op is None and n is not root):
         handle = leaf.live_handle()
         have = handle._grad if isinstance(handle, Tensor) and handle._requires_grad else None
-        if have is None or have._node is not None or have._spec() != spec_of(leaf.array):  # the leaf may have moved since
+        if have is None or not _takes_sums(have, spec_of(leaf.array)):  # the leaf may have moved since
             continue
-        if getattr(have._source, "in_place", False) and have._data.serial not in read:
+        if have._data.serial in read:
+            have._source.in_place = False
+        else:
             have._source = _Summed()
-            found[leaf] = _Owned(have)
+            found[leaf] = _InGrad(have)
     return found
 
 
@@ -199,10 +232,15 @@ ALL_ONES = object()  # as a Tensor's _source: the gradient that backward starts 
 
 
 class _Summed:
-    """Marks a gradient whose array is its own: one summed over several backward calls has no one root to be rebuilt from."""
+    """Of a gradient that is summed over several backward calls: there is no one root to rebuild it from.
 
-    __slots__ = ()
-    in_place = True
+    in_place: whether the array is the gradient's alone.
+    """
+
+    __slots__ = ("in_place",)
+
+    def __init__(self) -> None:
+        self.in_place = True
 
     def rebuild(self) -> Tensor:
         raise GraphError("[backward] an accumulated gradient has no history (use create_graph=True)")
@@ -277,7 +315,8 @@ def _run_backward(
                     found[node] = grad
                 if retained and isinstance(handle, Tensor) and handle._retains_grad:
                     kept = _copy(grad)
-                    handle._grad = handle._grad + kept if accumulate and handle._grad is not None else kept
+                    with _adding:
+                        handle._grad = handle._grad + kept if accumulate and handle._grad is not None else kept
                 if segments:
                     for n in node.read_nodes():
                         if n.segment in segments:
@@ -368,8 +407,10 @@ def push_gradients(
     else:
         value = Value._passing(node, node.array) if handle is None or handle._data is None else handle
         if op.accumulate_gradient is not None and not create_graph:
-            sums = [have.tensor._data if isinstance(have, _Owned) else None for have in map(grads.get, inputs)]
-            parts = op.accumulate_gradient(grad, value, sums)
+            haves = [grads.get(n) for n in inputs]
+            sums = [have.tensor._data if isinstance(have, _Owned) else None for have in haves]
+            with _adding if any([isinstance(have, _InGrad) for have in haves]) else nullcontext():
+                parts = op.accumulate_gradient(grad, value, sums)
         else:
             parts = op.gradient(grad, value)
             if parts is None:  # most likely a forgotten return
