@@ -102,6 +102,50 @@ def test_a_graph_keeps_what_the_formulas_of_its_gradients_have_in_them(host, cas
     assert {(n, item) for n, item, part in parts if part is not None} == wanted
 
 
+BLOCKS = BlockLayout(np.eye(2, dtype=bool)[None], block=16)
+
+
+@pytest.mark.parametrize(
+    "op, shapes",
+    [
+        (ops.multiply, [(4, 3), (4, 3)]),
+        (ops.divide, [(4, 3), (4, 3)]),
+        (ops.matmul, [(4, 3), (3, 5)]),
+        (ops.matmul, [(3,), (3, 5)]),
+        (ops.linear, [(4, 3), (3, 5), (5,)]),
+        (lambda a, b, bias: ops.conv(a, b, padding=1, bias=bias), [(2, 4, 4, 3), (3, 3, 3, 5), (5,)]),
+        (lambda a, b: ops.sdd(a, b, BLOCKS), [(1, 32, 16), (1, 16, 32)]),
+        (lambda a, b: ops.dsd(a, b, BLOCKS), [(1, 2, 16, 16), (1, 32, 4)]),
+        (lambda a, b: ops.dds(a, b, BLOCKS), [(1, 4, 32), (1, 2, 16, 16)]),
+    ],
+    ids="mul div matmul vector linear conv sdd dsd dds".split(),
+)
+def test_what_only_the_gradient_of_a_constant_would_read_is_not_kept(host, op, shapes):
+    leaves = [leaf(np.random.default_rng(i).random(shape) + 1, host) for i, shape in enumerate(shapes)]
+    expected = autograd.grad(op(*leaves).sum(), leaves)
+    for i in range(len(leaves)):
+        y = op(*[x * 1 if k == i else x.detach() for k, x in enumerate(leaves)])
+        kept = y._as_node().inputs[i].array is not None
+        assert kept == (op is ops.divide and i == 1)
+        y.sum().backward()
+        np.testing.assert_allclose(leaves[i].grad.numpy(), expected[i].numpy(), rtol=1e-6)
+
+
+def test_layers_that_are_frozen_keep_no_activations(cpu):
+    frozen = [nn.Linear(64, 64, device=cpu) for _ in range(4)]
+    for p in [p for layer in frozen for p in layer.parameters()]:
+        p.requires_grad = False
+    x = leaf(np.ones((256, 64)), cpu)
+    start = ndl.memory.stats(cpu).live
+    y = x * 2
+    for layer in frozen:
+        y = layer(y)
+    assert ndl.memory.stats(cpu).live - start == y.size * 4
+    y.sum().backward()
+    expected = 2 * np.linalg.multi_dot([layer.weight.numpy() for layer in frozen]).sum(1)
+    np.testing.assert_allclose(x.grad.numpy(), np.broadcast_to(expected, x.shape), rtol=1e-4, atol=1e-5)
+
+
 def test_items_of_a_tuple_that_no_gradient_reads_are_made_again(host):
     x = leaf(np.arange(12.0).reshape(3, 4) ** 2, host)
     y = ops.layer_norm(x * 1, x[0], x[1])
@@ -539,7 +583,31 @@ def test_changing_a_parameter_that_is_needed_again_is_refused(host):
     first = w.grad.numpy()
     w.realize_cached_data()[0, 0] = 6.0
     y.backward()
-    np.testing.assert_array_equal(w.grad.numpy(), first)
+    np.testing.assert_array_equal(w.grad.numpy(), first)  # which nothing but x, a constant, and results are read for
+
+
+def test_changing_what_a_gradient_reads_is_refused(host):
+    x, w = leaf([[1.0, 2.0]], host), leaf([[3.0], [4.0]], host)
+    w.grad = leaf([[1.0], [1.0]], host)
+    for differentiate in (lambda y: y.backward(retain_graph=True), lambda y: autograd.grad(y, [x])):
+        y = (x @ w * 2).sum()
+        ndl.optim.SGD([w], lr=0.5).step()  # of a GAN's discriminator, say, before the generator's backward
+        with pytest.raises(GraphError, match=r"\[backward\] input 1 of MatMul, shape \(2, 1\), was changed in place"):
+            differentiate(y)
+        assert x.grad is None
+    y = ops.exp(x)
+    y.realize_cached_data().add_in_place(1.0)
+    with pytest.raises(GraphError, match=r"\[backward\] the result of Exp, shape \(1, 2\), was changed in place"):
+        y.sum().backward()
+
+
+def test_changing_what_no_gradient_reads_is_nothing(host):
+    x, w = leaf([[1.0, 2.0]], host), leaf([[3.0], [4.0]], host)
+    y = (x + w.reshape((1, 2))).sum() + x.detach() @ w
+    w.data = w.data * 2
+    y.sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [[1.0, 1.0]])
+    np.testing.assert_array_equal(w.grad.numpy(), [[2.0], [3.0]])
 
 
 def test_a_leaf_that_was_used_can_stop_requiring_a_gradient_and_start_again(host):

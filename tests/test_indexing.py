@@ -216,6 +216,7 @@ def test_a_parameter_is_written_in_place(device):
         (ndl.Tensor([1.0, np.nan]), "nan in an index is no whole number"),
         (ndl.Tensor([np.inf]), "inf in an index is no whole number of 64 bits"),
         (ndl.Tensor(True, dtype="bool"), "an index is an array of bool (accepted: whole numbers or bool)"),
+        (ndl.Tensor([True, False]), "an index is float32 made of bools (accepted: whole numbers, or dtype='bool' for a mask)"),
         (["rows"], "an index is an array of <U4 (accepted: whole numbers or bool)"),
         ([[0], [1, 2]], "an index is a list of lists of different lengths (accepted: an array)"),
         ("rows", "unsupported index of type str (accepted: int, slice, None, ..., arrays of whole numbers, masks)"),

@@ -161,7 +161,8 @@ def __getattr__(name: str) -> int:
 class Op:
     """One operation: ``compute`` on arrays, ``gradient`` on Tensors.
 
-    reads_inputs: which inputs' values ``gradient`` reads: True (all), False (none), or a tuple of indices.
+    reads_inputs: which inputs' values ``gradient`` reads: True (all), False (none), a tuple of indices, or one such tuple for each
+    input, of what the gradient of this one reads: ((1,), (0,)) of a product, so that what is multiplied by a constant is not kept.
     reads_output: whether it reads the value of its own output; of a tuple of arrays it may be the indices of those read, which
     are then all that ``gradient`` finds there; others are made again, from the inputs, if they are asked for.
     recomputes_output: the output is cheap to compute again, so it is not kept for gradients that read it.
@@ -184,7 +185,7 @@ class Op:
     output: it may write into them and give them away as gradients.
     """
 
-    reads_inputs: bool | tuple[int, ...] = True
+    reads_inputs: bool | tuple[int, ...] | tuple[tuple[int, ...], ...] = True
     reads_output: bool | tuple[int, ...] = True
     recomputes_output: bool = False
     autocast: str | None = None
@@ -475,16 +476,14 @@ class Value:
             for n, array in zip(in_nodes, arrays):
                 if n in segment.boundary and n.segment is None and not n.op.recomputes_output:  # type: ignore[union-attr]
                     n.array = array
-        reads = op.reads_inputs
-        if reads:
-            for i in range(len(in_nodes)) if reads is True else reads:  # type: ignore[union-attr]
-                n = in_nodes[i]
-                if n.op is not None:
-                    n.readers += 1
-                    if n.segment is not None and home_of(n) is not None:
-                        continue  # an interior of a segment: brought back when backward comes there
-                    if not n.op.recomputes_output:
-                        n.array = arrays[i]
+        for i in node.reads:
+            n = in_nodes[i]
+            if n.op is not None:
+                n.readers += 1
+                if n.segment is not None and home_of(n) is not None:
+                    continue  # an interior of a segment: brought back when backward comes there
+                if not n.op.recomputes_output:
+                    n.array = arrays[i]
         if op.reads_output:
             node.readers = 1
             if segment is None:
@@ -818,6 +817,9 @@ class Tensor(Value):
 
     def __neg__(self):
         return ops.Negate()(self)
+
+    def __abs__(self):
+        return ops.absolute(self)
 
     def __eq__(self, other):
         """Identity, as the course has it. raises: DTypeError beside an array, where np.mean(classes == y) would be 0."""

@@ -11,6 +11,7 @@ from typing import Any
 from . import dtype as dt
 from . import ops
 from .autograd import Op, Tensor, TensorTupleOp, Value, enable_grad, no_grad, set_autocast, set_on_way
+from .backend_ndarray.ndarray import writes
 from .backend_selection import array_api
 from .errors import GraphError, type_name
 from .graph import Node, Segment, check_unchanged, differentiable_order, realize, restore, shape_of, spec_of
@@ -277,6 +278,7 @@ def _run_backward(
     wanted: frozenset[Node] | None,
 ) -> dict[Node, Tensor]:
     order = differentiable_order([root], stop)
+    _check_what_gradients_read(order, stop)
     segments = _made_ready(root, order, stop)
     on_way: set[Node] | None = None
     if wanted is not None:
@@ -332,6 +334,21 @@ def _run_backward(
             for segment in segments:  # whose arrays nobody read
                 segment.disarm()
     return found
+
+
+def _check_what_gradients_read(order: list[Node], stop: frozenset[Node]) -> None:
+    """raises: GraphError if an array that a gradient reads was changed in place after the op had read or made it."""
+    first = next((node for node in order if node.op is not None), None)
+    if first is None or writes.last < first.born:  # nothing at all was written meanwhile
+        return
+    for node in order:
+        op = node.op
+        if op is None or node in stop:
+            continue
+        read = [(i, node.inputs[i].array) for i in node.reads]
+        if op.reads_output:
+            read.append((len(node.inputs), node.array))
+        check_unchanged(node, read, "backward")
 
 
 def _taken(grads: dict, node: Node) -> tuple[Any, bool]:
@@ -448,7 +465,7 @@ def _check_gradient(op: Op, grad: Any, shape: tuple[int, ...]) -> None:
 def _reference_gradients(node: Node, grad: Any, on_way: set[Node] | None) -> list[Tensor | None]:
     """Gradients, with a graph, of a fused op's reference composition: a tuple op's is its first output, or several."""
     inputs = [Value._of(n) for n in node.inputs]
-    check_unchanged(node, [x.realize_cached_data() for x in inputs])  # the op is computed again, out of others
+    check_unchanged(node, enumerate([x.realize_cached_data() for x in inputs]))  # the op is computed again, out of others
     # The kernels compute in float32 at least; here 16 bits would round after each of several ops.
     wide = [ops.astype(x, dt.accumulator(x.dtype)) if isinstance(x, Tensor) and dt.is_float(x.dtype) else x for x in inputs]
     found = node.op.reference(*wide)  # type: ignore[union-attr, misc]

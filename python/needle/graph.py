@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ class Node:
     """A value in the graph. A leaf (op None) always holds its array; elsewhere ``array`` is a cache.
 
     spec: (shape, dtype, device) of the value, known also when the array is gone; a tuple of those for tuple ops.
+    reads: the numbers of the inputs whose arrays its gradient reads, perhaps more than once.
     readers: gradients that have not run yet and will read ``array``; at 0 it is not kept. Of a tuple of which the op's gradient
     reads some items only, the others are None in it.
     born: tick of the write clock when the node was made. From an input that was written after it the value must not be recomputed.
@@ -32,7 +33,7 @@ class Node:
     """
 
     __slots__ = (
-        "op", "inputs", "array", "spec", "readers", "requires_grad", "released", "born", "live_handle", "segment", "site",
+        "op", "inputs", "array", "spec", "reads", "readers", "requires_grad", "released", "born", "live_handle", "segment", "site",
         "__weakref__",
     )  # fmt: skip
 
@@ -41,6 +42,7 @@ class Node:
         self.inputs = inputs
         self.array: Any = handle._data if op is None else None
         self.spec: Any = None
+        self.reads = () if op is None else _reads(op, inputs)
         self.readers = 0
         self.requires_grad = requires_grad
         self.released = False
@@ -67,21 +69,11 @@ class Node:
         handle = self.live_handle()
         return handle._data if handle is not None else None
 
-    def read_nodes(self) -> Iterable[Node]:
+    def read_nodes(self) -> list[Node]:
         """The nodes whose arrays this node's gradient reads, leaves left out since they always have theirs."""
-        op = self.op
-        assert op is not None
-        reads = op.reads_inputs
-        if reads is False and not op.reads_output:
-            return ()
-        if reads is True:
-            chosen: Iterable[Node] = self.inputs
-        elif reads is False:
-            chosen = ()
-        else:
-            chosen = [self.inputs[i] for i in reads]
-        found = [n for n in chosen if n.op is not None]
-        if op.reads_output:
+        inputs = self.inputs
+        found = [inputs[i] for i in self.reads if inputs[i].op is not None]
+        if self.op.reads_output:  # type: ignore[union-attr]
             found.append(self)
         return found
 
@@ -164,6 +156,15 @@ class Segment:
                     n.array = None
 
 
+def _reads(op: Op, inputs: Sequence[Node]) -> Collection[int]:
+    reads: Any = op.reads_inputs
+    if reads is True:
+        return range(len(inputs))
+    if not reads or type(reads[0]) is int:
+        return reads or ()
+    return [i for n, of_n in zip(inputs, reads) if n.requires_grad for i in of_n]
+
+
 def as_read(op: Op, value: Any) -> Any:
     """What the gradient of ``op`` reads of its output."""
     reads = op.reads_output
@@ -217,7 +218,7 @@ def _bring_back(wanted: Sequence[Node]) -> list[Any]:
             uses[n] -= 1
             if not uses[n]:
                 del values[n]
-        check_unchanged(node, arrays)
+        check_unchanged(node, enumerate(arrays))
         value = values[node] = recompute(node, arrays)
         _date_back(value, node.born)
         if node.spec is None:  # lazy mode: the first time
@@ -292,15 +293,20 @@ def shape_of(node: Node) -> tuple[int, ...]:
     return node.array._shape if node.op is None else (node.spec or spec_of(realize(node)))[0]
 
 
-def check_unchanged(node: Node, arrays: Sequence[Any]) -> None:
-    """raises: GraphError if one of ``arrays``, the inputs, was changed in place after the node was made of them."""
-    for index, array in enumerate(arrays):
+def check_unchanged(node: Node, arrays: Iterable[tuple[int, Any]], asked_by: str = "recompute") -> None:
+    """raises: GraphError if one of ``arrays``, (number of the input, array), was changed in place after the node was made of them.
+
+    The number behind the last input's is that of the node's own array. Of a tuple the items that are None are not looked at.
+    """
+    for index, array in arrays:
         for part in array if isinstance(array, tuple) else (array,):
-            if part.last_write > node.born:
+            if part is not None and part.last_write > node.born:
+                op = node.op and node.op.name
+                what = f"input {index} of {op}" if index < len(node.inputs) else f"the result of {op}"
+                needed = "its gradient reads it" if asked_by == "backward" else "a value computed from it is needed"
                 raise GraphError(
-                    f"[recompute] input {index} of {node.op and node.op.name}, shape {part.shape}, was changed in place "
-                    "after it was used, and a value computed from it is needed (call backward before changing it, keep the "
-                    "graph with retain_graph=True, or cut off an earlier step's by detach(): a recurrent state, for instance)"
+                    f"[{asked_by}] {what}, shape {part.shape}, was changed in place after it was used, and {needed} (call backward "
+                    "before changing it, or cut off an earlier step's graph by detach(): a recurrent state, for instance)"
                 )
 
 

@@ -46,6 +46,8 @@ def _item_on_host(item: Any) -> int | np.ndarray:
     if isinstance(item, (bool, np.bool_)) or not (isinstance(item, (list, range)) or hasattr(item, "__array__")):
         accepted = "int, slice, None, ..., arrays of whole numbers, masks"
         raise IndexError(f"[getitem] unsupported index of type {type_name(item)} (accepted: {accepted})")
+    if isinstance(item, NDArray) and item.is_of_bools():
+        raise IndexError(f"[getitem] an index is {item.dtype} made of bools (accepted: whole numbers, or dtype='bool' for a mask)")
     if isinstance(item, NDArray) and item.device.name == "meta":
         if item.dtype == "bool":
             raise IndexError("[getitem] how many a mask on meta() selects is not known (accepted: a mask of numpy's)")

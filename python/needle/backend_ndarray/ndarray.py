@@ -72,7 +72,7 @@ class NDArray:
     raises: DTypeError, DeviceError, ShapeError for lists of different lengths.
     """
 
-    __slots__ = ("_shape", "_strides", "_offset", "_device", "_handle", "_dtype", "_contiguous", "__weakref__")
+    __slots__ = ("_shape", "_strides", "_offset", "_device", "_handle", "_dtype", "_contiguous", "_of_bools", "__weakref__")
     __array_priority__ = 1000
     _shape: tuple[int, ...]
     _strides: tuple[int, ...]
@@ -97,12 +97,18 @@ class NDArray:
                 for end in (values.min(), values.max()):  # numpy refuses a list of what it would wrap in an array, too
                     dt.checked_number("array", end, dtype)
             made = _from_values(values, device, dtype)
+            if values.dtype.kind == "b" and dtype != "bool":
+                self._of_bools = True
         self._take(made)
 
     def _take(self, made: NDArray) -> None:
         self._shape, self._strides, self._offset = made._shape, made._strides, made._offset
         self._device, self._handle, self._dtype = made._device, made._handle, made._dtype
         self._contiguous = made._contiguous
+
+    def is_of_bools(self) -> bool:
+        """Whether it was made of bools as numbers: as an index it might be meant as a mask."""
+        return hasattr(self, "_of_bools")
 
     @staticmethod
     def make(shape, strides=None, device=None, handle=None, offset=0, dtype=None) -> NDArray:

@@ -76,6 +76,11 @@ def _up(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float32) if x.dtype.itemsize == 2 else x
 
 
+def _column_sums(x: np.ndarray, axis: int = 0) -> np.ndarray:
+    """The sum over an axis that is not the last: numpy adds in order there, in which float32 loses digits with every element."""
+    return x.sum(axis=axis, dtype=np.float64 if x.dtype.kind == "f" else None)
+
+
 def _put(out: Array, value) -> None:
     out.array[...] = np.asarray(value).reshape(-1).astype(out.array.dtype, copy=False)
 
@@ -297,11 +302,15 @@ def _reduce_entry(function):
     return entry
 
 
-reduce_sum = _reduce_entry(lambda x: x.sum(axis=1))
+def _middle_sums(x: np.ndarray) -> np.ndarray:
+    return x[..., 0].sum(axis=1) if x.shape[-1] == 1 else _column_sums(x, axis=1)
+
+
+reduce_sum = _reduce_entry(_middle_sums)
 reduce_max = _reduce_entry(lambda x: x.max(axis=1))
 reduce_min = _reduce_entry(lambda x: x.min(axis=1))
 reduce_prod = _reduce_entry(lambda x: x.prod(axis=1))
-reduce_sumsq = _reduce_entry(lambda x: np.square(x).sum(axis=1))
+reduce_sumsq = _reduce_entry(lambda x: _middle_sums(np.square(x)))
 reduce_argmax = _reduce_entry(lambda x: x.argmax(axis=1))
 reduce_argmin = _reduce_entry(lambda x: np.argmin(x, axis=1))
 
@@ -424,8 +433,8 @@ def layer_norm_backward(dy, x, weight, mean, rstd, dx, dweight, dbias, workspace
     g = dy * _up(weight.array)
     inner = _mean(g * normal)
     _put(dx, r * (g - _mean(g) - normal * inner))
-    _put(dweight, (dy * normal).sum(axis=0))
-    _put(dbias, dy.sum(axis=0))
+    _put(dweight, _column_sums(dy * normal))
+    _put(dbias, _column_sums(dy))
 
 
 # --- batch norm over the rows ---
@@ -433,8 +442,8 @@ def layer_norm_backward(dy, x, weight, mean, rstd, dx, dweight, dbias, workspace
 
 def batch_norm_forward(x, weight, bias, y, mean, var, workspace, rows, cols, eps):
     x = _rows(x, rows, cols)
-    m = x.mean(axis=0, dtype=np.float64).astype(x.dtype)  # numpy adds up a column in order
-    v = np.square(x - m).mean(axis=0, dtype=np.float64).astype(x.dtype)
+    m = (_column_sums(x) / rows).astype(x.dtype)
+    v = (_column_sums(np.square(x - m)) / rows).astype(x.dtype)
     _put(mean, m)
     _put(var, v)
     _put(y, (x - m) * (_up(weight.array) / np.sqrt(v + x.dtype.type(eps))) + _up(bias.array))
@@ -444,7 +453,7 @@ def batch_norm_backward(dy, x, weight, mean, var, dx, dweight, dbias, workspace,
     x, dy = _rows(x, rows, cols), _rows(dy, rows, cols)
     r = 1 / np.sqrt(_up(var.array) + x.dtype.type(eps))
     normal = (x - _up(mean.array)) * r
-    of_weight, of_bias = (dy * normal).sum(axis=0), dy.sum(axis=0)
+    of_weight, of_bias = (_column_sums(part).astype(x.dtype) for part in (dy * normal, dy))
     _put(dweight, of_weight)
     _put(dbias, of_bias)
     _put(dx, _up(weight.array) * r * (dy - of_bias / rows - normal * (of_weight / rows)))

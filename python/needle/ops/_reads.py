@@ -18,6 +18,12 @@ class _InputRead(TensorOp):
     reads_output = False
 
 
+class _Product(_InputRead):
+    """An op of two inputs, linear in each: the gradient of one reads the other."""
+
+    reads_inputs = ((1,), (0,))
+
+
 class _OutputRead(TensorOp):
     """An op whose gradient reads its output alone."""
 

@@ -5,17 +5,17 @@ A block-sparse matrix is its blocks, (batch, nnz, block, block), and a ``BlockLa
 
 from __future__ import annotations
 
-from ..autograd import Tensor, TensorOp
+from ..autograd import Tensor, needs_gradient
 from ..backend_ndarray import kernels
 from ..backend_ndarray.block_layout import BlockLayout
+from ._reads import _Product
 from .ops_shape import transpose
 
 
-class BlockSparseMatmul(TensorOp):
+class BlockSparseMatmul(_Product):
     """What sdd, dsd and dds share: a layout, and on CUDA the kernel ``BlockSparseMatmulKernel``."""
 
     autocast = "lower"
-    reads_output = False
 
     def __init__(self, layout: BlockLayout, transpose: bool = False):
         self.layout, self.transpose = layout, transpose
@@ -32,7 +32,8 @@ class SDD(BlockSparseMatmul):
 
     def gradient(self, out_grad, node):
         a, b = node.inputs
-        return dsd(out_grad, transpose(b), self.layout), dds(transpose(a), out_grad, self.layout)
+        grad_a = dsd(out_grad, transpose(b), self.layout) if needs_gradient(a) else None
+        return grad_a, dds(transpose(a), out_grad, self.layout) if needs_gradient(b) else None
 
 
 class DSD(BlockSparseMatmul):
@@ -44,7 +45,8 @@ class DSD(BlockSparseMatmul):
     def gradient(self, out_grad, node):
         blocks, b = node.inputs
         left, right = (b, transpose(out_grad)) if self.transpose else (out_grad, transpose(b))
-        return sdd(left, right, self.layout), dsd(blocks, out_grad, self.layout, not self.transpose)
+        grad_blocks = sdd(left, right, self.layout) if needs_gradient(blocks) else None
+        return grad_blocks, dsd(blocks, out_grad, self.layout, not self.transpose) if needs_gradient(b) else None
 
 
 class DDS(BlockSparseMatmul):
@@ -56,7 +58,8 @@ class DDS(BlockSparseMatmul):
     def gradient(self, out_grad, node):
         a, blocks = node.inputs
         left, right = (transpose(out_grad), a) if self.transpose else (transpose(a), out_grad)
-        return dds(out_grad, blocks, self.layout, not self.transpose), sdd(left, right, self.layout)
+        grad_a = dds(out_grad, blocks, self.layout, not self.transpose) if needs_gradient(a) else None
+        return grad_a, sdd(left, right, self.layout) if needs_gradient(blocks) else None
 
 
 def sdd(a: Tensor, b: Tensor, layout: BlockLayout) -> Tensor:

@@ -13,7 +13,7 @@ from ..backend_ndarray.ndarray import check_one_device as _check_one_device
 from ..backend_ndarray.ndarray import full as _full
 from ..backend_ndarray.shapes import frozen
 from ..errors import ShapeError, as_whole, check_count
-from ._reads import _InputRead, _NoRead
+from ._reads import _InputRead, _NoRead, _Product
 from .ops_index import _Embed
 from .ops_mathematic import summation
 
@@ -71,7 +71,7 @@ class Conv(_InputRead):
     """
 
     autocast = "lower"
-    reads_inputs = (0, 1)
+    reads_inputs = ((1,), (0,), ())
 
     def __init__(self, stride: int = 1, padding: int = 0):
         self.stride = check_count("conv", "stride", stride, most=_MOST)
@@ -94,7 +94,7 @@ class Conv(_InputRead):
         return grad_a, grad_b, *[summation(out_grad, (0, 1, 2)) if needs_gradient(added) else None for added in bias]
 
 
-class _ImageGradient(_InputRead):
+class _ImageGradient(_Product):
     """The gradient of a convolution's image, (N, H, W, Cin): each pixel's from the gradients of all windows that it is in.
 
     dy: (N, H', W', Cout); b: the kernel (K, L, Cin, Cout). Pixels that are ``stride`` apart meet the same pixels of the kernel:
@@ -135,7 +135,7 @@ class _ImageGradient(_InputRead):
         return grad_dy, grad_b
 
 
-class _KernelGradient(_InputRead):
+class _KernelGradient(_Product):
     """The gradient of a convolution's kernel, (K, L, Cin, Cout): each window times its gradient, summed over all windows.
 
     a: the image (N, H, W, Cin); dy: (N, H', W', Cout). Linear in both, so that its own gradients are convolutions.

@@ -140,6 +140,9 @@ def linear_cross_entropy(
     _check_ignored("linear_cross_entropy", ignore_index)
     if not isinstance(chunk_bytes, Real) or not 1 <= chunk_bytes < math.inf:
         raise ShapeError(f"[linear_cross_entropy] chunk_bytes is {chunk_bytes!r} (accepted: a number of at least 1)")
+    if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[:1]:
+        shapes = f"hidden is {hidden.shape}, weight {weight.shape}"
+        raise ShapeError(f"[linear_cross_entropy] {shapes} (accepted: (..., D) and (D, V))")
     rows, columns = _rows("linear_cross_entropy", hidden, targets)
     train = is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return tuple_get_item(LinearCrossEntropy(ignore_index, int(chunk_bytes), train)(rows, weight, columns), 0)

@@ -35,7 +35,7 @@ from ..backend_ndarray.ndarray import where as _where
 from ..backend_ndarray.shapes import frozen, normalize_axes, reduced_shape
 from ..backend_selection import Device
 from ..errors import DTypeError, ShapeError, shown, type_name
-from ._reads import _InputRead, _NoRead, _OutputRead
+from ._reads import _InputRead, _NoRead, _OutputRead, _Product
 from .ops_shape import reshape, transpose
 
 
@@ -133,7 +133,7 @@ def add_scalar(a: Tensor, scalar) -> Tensor:
     return AddScalar(scalar)(a)
 
 
-class EWiseMul(_InputRead):
+class EWiseMul(_Product):
     """a * b, broadcasting."""
 
     def compute(self, a, b):
@@ -219,6 +219,8 @@ def power_scalar(a: Tensor, scalar) -> Tensor:
 
 class EWiseDiv(_InputRead):
     """a / b, broadcasting; integers divide to floats."""
+
+    reads_inputs = ((1,), (0, 1))
 
     def compute(self, a, b):
         return a / b
@@ -735,7 +737,7 @@ def max(a: Tensor, axes=None, keepdims: bool = False) -> Tensor:
     return Max(axes, keepdims)(a)
 
 
-class MatMul(_InputRead):
+class MatMul(_Product):
     """(..., m, k) @ (..., k, n), leading axes broadcast; 1-D operands as in numpy."""
 
     autocast = "lower"
@@ -770,8 +772,11 @@ class MatMul(_InputRead):
         if a.ndim == 1:
             shape = shape[:-1] + (1,) + shape[-1:]
         wide = reshape(out_grad, shape)
-        grad_a = reshape(unbroadcast(matmul(wide, transpose(wide_b)), wide_a.shape), a.shape)
-        grad_b = reshape(unbroadcast(matmul(transpose(wide_a), wide), wide_b.shape), b.shape)
+        grad_a = grad_b = None
+        if needs_gradient(a):
+            grad_a = reshape(unbroadcast(matmul(wide, transpose(wide_b)), wide_a.shape), a.shape)
+        if needs_gradient(b):
+            grad_b = reshape(unbroadcast(matmul(transpose(wide_a), wide), wide_b.shape), b.shape)
         return grad_a, grad_b
 
 
@@ -811,7 +816,7 @@ class Linear(_InputRead):
 
     autocast = "lower"
     makes_gradients = True
-    reads_inputs = (0, 1)
+    reads_inputs = ((1,), (0,), ())
 
     def compute(self, x, weight, bias):
         if weight.ndim != 2 or bias.shape not in (weight.shape[1:], (1, *weight.shape[1:])):
