@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import needle as ndl
+from devices import usable
 from needle import amp, autograd, memory, nn, ops
 from needle.backend_ndarray.block_layout import BlockLayout
 from needle.errors import CheckpointError, DataError, DeviceError, DTypeError, GraphError
@@ -775,6 +776,38 @@ def test_misuse_of_the_scaler(host):
         scaler.unscale_(opt)
 
 
+def test_gradients_of_two_devices_are_not_unscaled(host):
+    others = usable("cpu" if host.name == "cpu_numpy" else "cpu_numpy")
+    params = [nn.Parameter([1.0], device=device) for device in (host, others)]
+    for p in params:
+        p.grad = ndl.Tensor([4.0], device=p.device)
+    with pytest.raises(DeviceError, match=r"\[unscale_\] arrays are on different devices"):
+        amp.GradScaler(init_scale=2.0).unscale_(SGD(params))
+    assert [p.grad.item() for p in params] == [4.0, 4.0]
+
+
+def test_gradients_whose_unscaling_was_interrupted_are_not_used(host, monkeypatch):
+    opt, params, fill = with_gradients(host, [[1.0]])
+    scaler, unscale = amp.GradScaler(), amp.kernels.unscale
+
+    def interrupted(grads, factor):
+        unscale(grads, factor)
+        raise KeyboardInterrupt
+
+    fill(scaler)
+    monkeypatch.setattr(amp.kernels, "unscale", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scaler.step(opt)
+    monkeypatch.undo()
+    with pytest.raises(GraphError, match=r"unscale_ was interrupted, .* \(accepted: those of a new backward\)"):
+        scaler.step(opt)
+    scaler.forget()
+    fill(scaler)
+    scaler.step(opt)
+    scaler.update()
+    assert params[0].item() < 1 and scaler.skipped_steps == 0
+
+
 def test_a_step_that_failed_can_be_made_again(host):
     opt, params, fill = with_gradients(host, [[1.0]])
     scaler, step = amp.GradScaler(), opt.step
@@ -906,6 +939,20 @@ def test_a_step_that_failed_leaves_nothing_to_the_next(host):
             train_step(model, optimizer, batches, 2)
     step = train_step(model, optimizer, [(ids, ids)] * 2, 2)
     assert step == train_step(fresh, AdamW(fresh.parameters()), [(ids, ids)] * 2, 2)
+
+
+def test_the_step_after_one_that_was_interrupted(host):
+    """By Ctrl-C behind the optimizer's step, before the scaler's update."""
+    config = PythiaConfig(layers=1, width=16, heads=2, feed_forward=32, vocab_size=40, max_seq_len=8)
+    ids = ndl.Tensor(np.arange(16).reshape(2, 8) % 7, device=host, dtype="int32", requires_grad=False)
+    model, scaler = Pythia(config, device=host), amp.GradScaler()
+    optimizer, update = AdamW(model.parameters()), scaler.update
+    scaler.update = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train_step(model, optimizer, [(ids, ids)], precision="fp16", scaler=scaler)
+    scaler.update = update
+    train_step(model, optimizer, [(ids, ids)], precision="fp16", scaler=scaler)
+    assert optimizer.t == 2 and scaler.steps == 1
 
 
 def test_every_optimizer_can_take_a_step_of_a_model(cpu):

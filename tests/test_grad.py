@@ -149,10 +149,13 @@ def test_what_has_no_gradient_is_said(host):
         grad(out, y)
     with pytest.raises(GraphError, match=r"^\[grad\] this tensor has no history"):
         grad(y * 2, x)
-    with pytest.raises(DTypeError, match=r"^\[grad\] input 0 is of type list \(accepted: a Tensor\)"):
+    with pytest.raises(DTypeError, match=r"^\[grad\] outputs is of type list \(accepted: a Tensor\)"):
         grad([out], x)
     with pytest.raises(DTypeError, match=r"^\[grad\] input 1 is of type float"):
-        grad(out, [1.0])
+        grad(out, [x, 1.0])
+    for wrong in (np.ones(2), None):
+        with pytest.raises(DTypeError, match=r"^\[grad\] inputs is of type .* \(accepted: a Tensor, or several\)"):
+            grad(out, wrong)
     with pytest.raises(ShapeError, match=r"^\[grad\] grad_outputs is \(1,\) \(accepted: \(2,\)"):
         grad(out, x, y)
     np.testing.assert_array_equal(grad(out, x, leaf([1.0, 3.0], host))[0].numpy(), [2, 6])

@@ -25,6 +25,7 @@ def test_slopes_of_powers_at_0(device):
     np.testing.assert_array_equal(gradients(lambda x: 0**x, device, [2, 0])[0], [0, 0])
     np.testing.assert_array_equal(gradients(lambda x: x**0, device, [2, 0])[0], [0, 0])
     np.testing.assert_array_equal(gradients(ops.absolute, device, [2, 0, -2])[0], [1, 0, -1])
+    np.testing.assert_array_equal(gradients(abs, device, [2, 0, -2])[0], [1, 0, -1])
     base, exponent = gradients(lambda a, b: a**b, device, [np.nan, np.inf, 3], [0, 0, 0])
     np.testing.assert_array_equal(base, 0)
     tiny = ndl.Tensor([2, 6e-8], device=device, dtype="float16")  # its -1st power is infinite, too
@@ -199,10 +200,18 @@ def test_gelu_by_tanh_keeps_its_digits_below_0(device):
 
 def test_sums_of_equal_numbers(device):
     """Each addition of 0.1 to a sum of 64 in float32 is rounded in the same direction."""
-    exact, near = float(np.float32(0.1)), 1e-4 if device == ndl.cpu_numpy() else 2.5e-7  # numpy adds rows one after another
+    exact = float(np.float32(0.1))
     for shape, axis in (((1 << 14,), 0), ((3, 1 << 13), 1), ((1 << 13, 5), 0), ((1 << 12, 130), 0)):
         sums = leaf(np.full(shape, 0.1), device).sum(axis).numpy()
-        np.testing.assert_allclose(sums, exact * shape[axis], rtol=near)
+        np.testing.assert_allclose(sums, exact * shape[axis], rtol=2.5e-7)
+
+
+@pytest.mark.parametrize("norm", [ops.layer_norm, lambda *args: ops.batch_norm(*args)[0]])
+def test_sums_over_rows_in_the_gradients_of_norms(host, norm):
+    x = leaf(np.random.default_rng(0).standard_normal((1 << 13, 3)), host)
+    weight, bias = leaf(np.ones(3), host), leaf(np.zeros(3), host)
+    norm(x, weight, bias).backward(leaf(np.full(x.shape, 0.1), host))
+    np.testing.assert_allclose(bias.grad.numpy(), float(np.float32(0.1)) * len(x.numpy()), rtol=1e-6)
 
 
 def test_logsumexp_where_all_is_minus_infinity(device):
@@ -613,6 +622,9 @@ def test_arguments_of_ops(device):
             loss(*[leaf(np.ones((2, 2)), device)] * inputs, leaf([0, 1], device), leaf(np.ones(2), device))
         with pytest.raises(DTypeError, match=r"ignore_index is of type numpy\.ndarray"):
             loss(*[leaf(np.ones((2, 2)), device)] * inputs, leaf([0, 1], device), np.ones(2))
+    wrong = r"\[linear_cross_entropy\] hidden is \(2, 3, 4\), weight \(5, 4\) \(accepted: \(\.\.\., D\) and \(D, V\)\)"
+    with pytest.raises(ShapeError, match=wrong):
+        ops.linear_cross_entropy(*[leaf(np.ones(shape), device) for shape in ((2, 3, 4), (5, 4), (2, 3))])
     for size in (0, "64MiB", float("nan"), float("inf"), None):
         with pytest.raises(ShapeError, match=f"chunk_bytes is {size!r} .accepted: a number of at least 1"):
             ops.linear_cross_entropy(x, x, leaf([0, 1], device), chunk_bytes=size)

@@ -133,8 +133,13 @@ def test_block_sparse_linear(host):
         with pytest.raises(ShapeError, match=re.escape(f"[BlockSparseLinear] x is {shape} (accepted: (..., 64))")):
             layer(ndl.init.ones(*shape, device=host))
     for layout in (BlockLayout(mask.T, 16), BlockLayout([mask, mask], 16)):
-        with pytest.raises(ShapeError, match=r"does not fit \(64, 48\)"):
+        with pytest.raises(ShapeError, match=r"\[BlockSparseLinear\] layout is .* \(accepted: one head of 64 x 48 elements\)"):
             nn.BlockSparseLinear(64, 48, layout)
+    layout = BlockLayout(mask, 16)
+    with pytest.raises(TypeError, match=r"\[BlockSparseLinear\] bias is "):
+        nn.BlockSparseLinear(64, 48, layout, "cpu")
+    with pytest.raises(ShapeError, match=r"\[BlockSparseLinear\] in_features is 64.0"):
+        nn.BlockSparseLinear(64.0, 48, layout)
     bound = np.sqrt(6 / (64 * 5 / 12))
     assert -bound <= layer.weight.numpy().min() < -0.9 * bound and 0.9 * bound < layer.weight.numpy().max() <= bound
 

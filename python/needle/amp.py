@@ -25,7 +25,7 @@ from . import dtype as dt
 from . import ops
 from .autograd import NDArray, Op, Region, Tensor, current_autocast, current_segment, is_grad_enabled, set_autocast
 from .backend_ndarray import BackendDevice, as_device, kernels
-from .backend_ndarray.ndarray import write_stamp
+from .backend_ndarray.ndarray import check_one_device, write_stamp
 from .errors import CheckpointError, DeviceError, DTypeError, GraphError, check_count, check_state, shown, type_name
 from .objects import objects_of
 
@@ -200,7 +200,8 @@ class GradScaler:
         self.steps = self.skipped_steps = 0
         self._scale = float(init_scale)
         self._good_steps, self._patience = 0, self.hysteresis
-        self._flags: dict[Any, NDArray] = {}  # optimizer: whether its gradients are not finite, on the device; until update()
+        # optimizer: whether its gradients are not finite, on the device, or None while they are unscaled; until update()
+        self._flags: dict[Any, NDArray | None] = {}
         self._stepped: dict[Any, bool] = {}  # optimizer: whether its step was skipped
 
     def is_enabled(self) -> bool:
@@ -218,7 +219,8 @@ class GradScaler:
     def unscale_(self, optimizer: Any) -> None:
         """Divides the gradients of the optimizer's parameters by the scale, in place. ``step`` calls it if you have not.
 
-        raises: GraphError if there are no gradients, or for a second call before ``update``; DTypeError for float16 gradients.
+        raises: GraphError if there are no gradients, or for a second call before ``update``; DTypeError for float16 gradients,
+        DeviceError for those of several devices.
         """
         if not self.enabled:
             return
@@ -233,6 +235,7 @@ class GradScaler:
                 if p.grad.dtype == "float16":
                     raise DTypeError("[unscale_] a gradient is float16 (accepted: parameters in float32, products by autocast)")
                 array = p.grad.realize_cached_data()
+                check_one_device("unscale_", grads[0] if grads else array, array)
                 # A graph, the gradient's own too, or another gradient may hold the array.
                 shared = not getattr(p.grad._source, "in_place", p.grad._node is None) or array.serial in seen
                 seen.add(array.serial)
@@ -240,6 +243,7 @@ class GradScaler:
                 p.grad = Tensor.make_const(grads[-1])
         if not grads:
             raise GraphError("[unscale_] no parameter has a gradient (call backward of the scaled loss first)")
+        self._flags[optimizer] = None  # Ctrl-C may leave some of them divided
         self._flags[optimizer] = kernels.unscale(grads, 1.0 / self._scale)
 
     def _is_unscaled(self, optimizer: Any) -> bool:
@@ -257,9 +261,19 @@ class GradScaler:
             raise GraphError("[step] the optimizer's step is made already (accepted: once between two calls of update)")
         if not self._is_unscaled(optimizer):
             self.unscale_(optimizer)
-        skipped = bool(self._flags[optimizer].numpy()[0])
+        flag = self._flags[optimizer]
+        if flag is None:
+            raise GraphError(
+                "[step] unscale_ was interrupted, the gradients are unscaled in part (accepted: those of a new backward)"
+            )
+        skipped = bool(flag.numpy()[0])
         optimizer.skip_step() if skipped else optimizer.step()
         self._stepped[optimizer] = skipped  # only now: a step that raises may be tried again
+
+    def forget(self) -> None:
+        """Begins anew after a step that did not come to its ``update``: the scale stays, and what was found is dropped."""
+        self._flags.clear()
+        self._stepped.clear()
 
     def update(self) -> None:
         """Chooses the next scale, by what ``step`` and ``unscale_`` have found since the last call: gradients that are not finite
@@ -271,9 +285,9 @@ class GradScaler:
             return
         if not self._flags:
             raise GraphError("[update] there was no step since the last call (accepted: step, then update)")
-        skipped = any([self._stepped[o] if o in self._stepped else bool(flag.numpy()[0]) for o, flag in self._flags.items()])
-        self._flags.clear()
-        self._stepped.clear()
+        flags = self._flags.items()
+        skipped = any([self._stepped[o] if o in self._stepped else flag is not None and bool(flag.numpy()[0]) for o, flag in flags])
+        self.forget()
         self.steps += 1
         if skipped:
             self._back_off()

@@ -110,7 +110,11 @@ class enable_grad(no_grad):
     _enable = True
 
 
-is_grad_enabled: Callable[[], bool] = _grad_enabled.get
+def is_grad_enabled() -> bool:
+    """Whether ops called here record a graph: not within ``no_grad``."""
+    return _grad_enabled.get()
+
+
 current_segment: Callable[[], Segment | None] = _segment.get
 current_autocast: Callable[[], Any] = _autocast.get
 
@@ -421,12 +425,12 @@ class Value:
         if autocast is not None:
             inputs = autocast(op, inputs)
         requires_grad = False
-        if is_grad_enabled():
+        if _grad_enabled.get():
             for x in inputs:
                 if x._requires_grad:
                     requires_grad = True
                     break
-        if LAZY_MODE and is_grad_enabled():  # without a graph nothing is put off: gradients are summed in place
+        if LAZY_MODE and _grad_enabled.get():  # without a graph nothing is put off: gradients are summed in place
             value = cls.__new__(cls)
             value._put_off(op, inputs, requires_grad)
             return value
@@ -721,7 +725,8 @@ class Tensor(Value):
         out_grad: shape of self; default ones. retain_graph: keep the saved arrays for another call (without it they are
         recomputed). accumulate: add to ``.grad``, in place, instead of overwriting it; if that fails midway it holds a part of
         the sum. create_graph: give the gradients a history of their own.
-        raises: GraphError if nothing here requires a gradient, or a changed parameter would be needed again.
+        raises: GraphError if nothing here requires a gradient, or what is needed was changed since; DTypeError, ShapeError or
+        DeviceError for an ``out_grad`` unlike this tensor.
         """
         root, source = self._to_differentiate("backward")
         if out_grad is not None:
@@ -970,10 +975,16 @@ def grad(
     inputs: leaves, or results on the way to ``outputs``, which require a gradient. grad_outputs: shape of ``outputs``; default
     ones. retain_graph, create_graph: as in ``Tensor.backward``; without the latter the gradients are constants.
     allow_unused: give None for an input that does not lead to ``outputs``, instead of an error.
-    raises: GraphError if ``outputs`` or an input has no history, or for an input that is not used. source: torch.autograd.grad.
+    raises: GraphError if ``outputs`` has no history, an input requires no gradient or is not used, or what is needed was changed
+    since; DTypeError for what is no Tensor; ShapeError or DeviceError for ``grad_outputs`` unlike ``outputs``.
+    source: torch.autograd.grad.
     """
+    if not isinstance(outputs, Tensor):
+        raise DTypeError(f"[grad] outputs is of type {type_name(outputs)} (accepted: a Tensor)")
+    if not isinstance(inputs, (Tensor, Iterable)) or isinstance(inputs, (np.ndarray, NDArray)):
+        raise DTypeError(f"[grad] inputs is of type {type_name(inputs)} (accepted: a Tensor, or several)")
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-    check_tensors("grad", outputs, *wanted)
+    check_tensors("grad", *wanted)
     root, _ = outputs._to_differentiate("grad")
     for i, x in enumerate(wanted):
         if not x._requires_grad:

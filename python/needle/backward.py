@@ -279,17 +279,12 @@ def _run_backward(
 ) -> dict[Node, Tensor]:
     order = differentiable_order([root], stop)
     _check_what_gradients_read(order, stop)
-    segments = _made_ready(root, order, stop)
-    on_way: set[Node] | None = None
-    if wanted is not None:
-        on_way = set()
-        for node in order:
-            if node in wanted or not on_way.isdisjoint(node.inputs):
-                on_way.add(node)
+    keeps = retain_graph or create_graph
+    segments = _Segments(_made_ready(root, order, stop), keeps)
+    on_way = None if wanted is None else _on_way_to(wanted, order)
+    if on_way is not None:
         order = [node for node in order if node in on_way]
     set_on_way(on_way)
-    closing: dict[Node, tuple[Segment, list[Node]]] = {}
-    keeps = retain_graph or create_graph
     set_autocast(None)  # gradients run in the dtypes that forward recorded, wherever backward is called
     with enable_grad() if create_graph else no_grad():
         if out_grad is None:
@@ -319,20 +314,21 @@ def _run_backward(
                     kept = _copy(grad)
                     with _adding:
                         handle._grad = handle._grad + kept if accumulate and handle._grad is not None else kept
-                if segments:
-                    for n in node.read_nodes():
-                        if n.segment in segments:
-                            _open_segment(n.segment, segments, closing, disarm=not keeps)
+                segments.open_for(node)
                 push_gradients(node, handle, grad, grads, keeps, create_graph, on_way)
             if not keeps and (op.reads_inputs or op.reads_output):
                 node.release()
-            if node in closing:
-                _close_segment(*closing.pop(node))
-        for segment, nodes in closing.values():  # those whose last node is on no way
-            _close_segment(segment, nodes)
-        if not keeps:
-            for segment in segments:  # whose arrays nobody read
-                segment.disarm()
+            segments.close_at(node)
+        segments.end()
+    return found
+
+
+def _on_way_to(wanted: frozenset[Node], order: list[Node]) -> set[Node]:
+    """The nodes of ``order`` that are among ``wanted``, or made of those."""
+    found: set[Node] = set()
+    for node in order:
+        if node in wanted or not found.isdisjoint(node.inputs):
+            found.add(node)
     return found
 
 
@@ -384,24 +380,54 @@ def _made_ready(root: Node, order: list[Node], stop: frozenset[Node]) -> dict[Se
     return segments
 
 
-def _open_segment(segment: Segment, waiting: dict[Segment, list[Node]], closing: dict, disarm: bool) -> None:
-    """Brings back the arrays of a segment, after those of the segments around it."""
-    if segment.parent in waiting:
-        _open_segment(segment.parent, waiting, closing, disarm)
-    nodes = waiting.pop(segment)
-    if nodes:
-        segment.open = True
-        restore(nodes)
-        closing[nodes[0]] = (segment, nodes)  # the last of them that backward comes to
-    if disarm:
-        segment.disarm()
+class _Segments:
+    """The segments that a backward comes to: the arrays of each are there from its first reader to its last node.
 
+    waiting: those not come to yet, with their nodes in the order of birth. keeps: whether backward may come again.
+    """
 
-def _close_segment(segment: Segment, nodes: list[Node]) -> None:
-    segment.open = False
-    for n in nodes:
-        if n.segment is segment:
-            n.array = None
+    def __init__(self, waiting: dict[Segment, list[Node]], keeps: bool):
+        self.waiting, self.keeps = waiting, keeps
+        self.closing: dict[Node, tuple[Segment, list[Node]]] = {}  # by the last of the nodes that backward comes to
+
+    def open_for(self, node: Node) -> None:
+        """Brings back what the gradient of ``node`` reads."""
+        if self.waiting:
+            for n in node.read_nodes():
+                if n.segment in self.waiting:
+                    self._open(n.segment)
+
+    def _open(self, segment: Segment) -> None:
+        """Brings back the arrays of a segment, after those of the segments around it."""
+        if segment.parent in self.waiting:
+            self._open(segment.parent)
+        nodes = self.waiting.pop(segment)
+        if nodes:
+            segment.open = True
+            restore(nodes)
+            self.closing[nodes[0]] = (segment, nodes)
+        if not self.keeps:
+            segment.disarm()
+
+    def close_at(self, node: Node) -> None:
+        """Drops the arrays of the segment whose last node this is."""
+        if node in self.closing:
+            self._close(*self.closing.pop(node))
+
+    def end(self) -> None:
+        """Closes those whose last node is on no way, and lets go of what nobody read."""
+        for segment, nodes in self.closing.values():
+            self._close(segment, nodes)
+        if not self.keeps:
+            for segment in self.waiting:
+                segment.disarm()
+
+    @staticmethod
+    def _close(segment: Segment, nodes: list[Node]) -> None:
+        segment.open = False
+        for n in nodes:
+            if n.segment is segment:
+                n.array = None
 
 
 def push_gradients(

@@ -128,6 +128,10 @@ class Optimizer:
 
         raises: CheckpointError if it is another optimizer's or another model's; nothing has changed then.
         """
+        vars(self).update(self._read_state(state, names))
+
+    def _read_state(self, state: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
+        """The attributes that ``state`` gives. They are set in one go: an interrupt leaves the new ones or the old."""
         check_state(state)
         by_name = self._by_name(names)
         extra = sorted(map(str, set(state) - {f"{kind}.{name}" for kind in self.STATES for name in by_name}))
@@ -146,7 +150,7 @@ class Optimizer:
                     raise CheckpointError(f"[load_state_dict] {kind}.{name} is {found} (accepted: {wanted})")
                 array = loaded[kind][p] = NDArray(values, device=p.device, dtype=dtype)
                 array.category = OPTIMIZER_STATE
-        vars(self).update(loaded)
+        return loaded
 
     def _by_name(self, names: Sequence[str] | None) -> dict[str, Tensor]:
         names = [str(i) for i in range(len(self.params))] if names is None else names
@@ -244,6 +248,7 @@ class _Grouped(Optimizer):
             check_one_device("optim", w, g)
             if "float64" in (g.dtype, w.dtype) or not dt.is_float(g.dtype):  # the kernels combine these with no other dtype
                 g = g.astype(w.dtype, copy=False)
+            g = g.compact()  # here, where running out of memory has changed nothing yet
             if not w.is_compact():
                 w = w.compact()
                 p.data = Tensor.make_const(w)
@@ -262,11 +267,15 @@ class SGD(_Grouped):
 
     def __init__(self, params, lr=0.01, momentum=0.0, weight_decay=0.0) -> None:
         super().__init__(params, lr, weight_decay)
-        check_number("SGD", "momentum", momentum, below=1)
         self.momentum = momentum
+        self._check_momentum()
         self.u: dict[Tensor, NDArray] = {}
 
+    def _check_momentum(self) -> None:
+        check_number("SGD", "momentum", self.momentum, below=1)
+
     def step(self) -> None:
+        self._check_momentum()  # the user may have put anything there
         updates = self._updates()
         if self.momentum:
             self.make_states(p for _, p, _, _ in updates)
@@ -281,20 +290,23 @@ class _Moments(_Grouped):
 
     def __init__(self, params, lr: float, weight_decay: float, beta1: float, beta2: float, eps: float):
         super().__init__(params, lr, weight_decay)
-        op = type(self).__name__
-        for name, value, below in (("beta1", beta1, 1), ("beta2", beta2, 1), ("eps", eps, math.inf)):
-            check_number(op, name, value, below=below)
+        self.eps = eps
+        self._check_constants(beta1, beta2)
         devices = list(dict.fromkeys(p.device for p in self.params))
         if len(devices) > 1:
-            raise DeviceError(f"[{op}] parameters are on {devices[0]} and {devices[1]} (accepted: one device)")
-        self.eps = eps
+            raise DeviceError(f"[{type(self).__name__}] parameters are on {devices[0]} and {devices[1]} (accepted: one device)")
         self.t = 0
         self.steps: dict[Tensor, int] = {}  # of each parameter: a moment is as old as its parameter's first gradient
         self.m: dict[Tensor, NDArray] = {}
         self.v: dict[Tensor, NDArray] = {}
 
+    def _check_constants(self, beta1: Any, beta2: Any) -> None:
+        for name, value, below in (("beta1", beta1, 1), ("beta2", beta2, 1), ("eps", self.eps, math.inf)):
+            check_number(type(self).__name__, name, value, below=below)
+
     def _update(self, beta1: float, beta2: float, decoupled: bool, scale: NDArray | None = None) -> None:
         """One step. decoupled: weight decay is not added to the gradient. scale: (1,), of the gradients; default 1."""
+        self._check_constants(beta1, beta2)  # the user may have put anything there
         updates = self._updates()
         wide = scale is not None and scale.dtype == "float64"  # of which the kernel would take a float32
         factor = full((1,), 1, "float32", self.params[0].device) if scale is None or wide else scale
@@ -314,7 +326,7 @@ class _Moments(_Grouped):
         fewer = {name: np.array(t) for name, t in own.items() if t != self.t}
         return {**super().state_dict(names), "t": np.array(self.t), **fewer}
 
-    def load_state_dict(self, state: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
+    def _read_state(self, state: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
         check_state(state)
 
         def count(name: str) -> int:
@@ -323,8 +335,8 @@ class _Moments(_Grouped):
         t = count("t")
         own = {p: f"t.{name}" for name, p in self._by_name(names).items() if f"m.{name}" in state}
         steps = {p: count(name) if name in state else t for p, name in own.items()}
-        super().load_state_dict({name: values for name, values in state.items() if name not in {"t", *own.values()}}, names)
-        self.t, self.steps = t, steps
+        moments = {name: values for name, values in state.items() if name not in {"t", *own.values()}}
+        return {**super()._read_state(moments, names), "t": t, "steps": steps}
 
 
 class Adam(_Moments):
@@ -351,13 +363,16 @@ class AdamW(_Moments):
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1) -> None:
-        try:
-            beta1, beta2 = betas
-        except (TypeError, ValueError):
-            raise ValueError(f"[AdamW] betas is {shown(betas)} (accepted: two numbers)") from None
-        super().__init__(params, lr, weight_decay, beta1, beta2, eps)
-        self.betas: tuple[float, float] = (beta1, beta2)
+        self.betas: tuple[float, float] = betas
+        super().__init__(params, lr, weight_decay, *self._two_betas(), eps)
         self._scale: NDArray | None = None
+
+    def _two_betas(self) -> tuple[float, float]:
+        try:
+            beta1, beta2 = self.betas
+        except (TypeError, ValueError):
+            raise ValueError(f"[AdamW] betas is {shown(self.betas)} (accepted: two numbers)") from None
+        return beta1, beta2
 
     def clip_grad_norm(self, max_norm: float = 1.0) -> NDArray:  # type: ignore[override]
         """Has the next ``step`` scale the gradients to a joint norm of at most ``max_norm``. Returns the norm, (1,), on the device.
@@ -378,5 +393,5 @@ class AdamW(_Moments):
         self._scale = None
 
     def step(self) -> None:
-        self._update(*self.betas, decoupled=True, scale=self._scale)
+        self._update(*self._two_betas(), decoupled=True, scale=self._scale)
         self._scale = None

@@ -100,7 +100,9 @@ def prepare(
         raise DataError(f"[output] {folders[0]} is a folder (another name)")
     if workers < 1:
         raise DataError(f"[workers] is {workers} (accepted: 1 or more)")
-    if (tokenizer is None) == (vocab_size is None):
+    if tokenizer is not None and vocab_size is not None:
+        raise DataError("[vocab_size] has no meaning with --tokenizer, which has its own (accepted: one of the two)")
+    if tokenizer is None and vocab_size is None:
         raise DataError("[tokenizer] one of --tokenizer and --vocab_size is needed (a tokenizer.json, or how many ids to train)")
     if tokenizer is None and end_of_text not in (None, END_OF_TEXT):  # said before the training, which takes minutes
         accepted = f"{END_OF_TEXT}, a --tokenizer that has it, or --no_end_of_text"

@@ -285,8 +285,8 @@ def texts_of(piece: Piece, source: Source, key: str, skip_invalid: bool) -> Iter
 
 
 def _text_of(line: bytes, key: str) -> bytes:
-    try:
-        found = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode(), parse_int=str)  # of bytes it would guess the encoding
+    try:  # an integer of any length becomes a short one: none is a text
+        found = json.loads(line.removeprefix(_BYTE_ORDER_MARK).decode(), parse_int=len)  # of bytes it would guess the encoding
     except json.JSONDecodeError as error:  # whose text speaks of line 1
         raise ValueError(f"{error.msg} (character {error.pos})") from error
     if not isinstance(found, dict):

@@ -35,7 +35,10 @@ def _check_relu(nonlinearity):
 
 
 def kaiming_uniform(fan_in, fan_out, shape=None, nonlinearity="relu", **kwargs):
-    """Uniform +-sqrt(6 / fan_in), of ``shape`` or (fan_in, fan_out)."""
+    """Uniform +-sqrt(6 / fan_in), of ``shape`` or (fan_in, fan_out).
+
+    raises: AssertionError for another nonlinearity, as the course's does.
+    """
     if isinstance(shape, str):  # homework 2 has nonlinearity as its third argument
         shape, nonlinearity = None, shape
     _check_relu(nonlinearity)
@@ -46,7 +49,7 @@ def kaiming_uniform(fan_in, fan_out, shape=None, nonlinearity="relu", **kwargs):
 
 
 def kaiming_normal(fan_in, fan_out, nonlinearity="relu", **kwargs):
-    """Normal with standard deviation sqrt(2 / fan_in), shape (fan_in, fan_out)."""
+    """Normal with standard deviation sqrt(2 / fan_in), shape (fan_in, fan_out). raises: as ``kaiming_uniform``."""
     _check_relu(nonlinearity)
     shape = as_shape((fan_in, fan_out))
     return randn(*shape, std=math.sqrt(2.0) / math.sqrt(max(fan_in, 1)), **kwargs)

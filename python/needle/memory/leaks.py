@@ -64,7 +64,8 @@ class LeakCheck:
 
     Put ``with LeakCheck() as check:`` around the loop and ``check.step()`` at the end of each step. Other threads' graphs are not
     looked at, since their steps end at other times; those of all coroutines that take turns in a thread are. A step costs one weak
-    reference per graph node. The program's objects are searched only if a node outlives the step after its own.
+    reference per graph node. The program's objects are searched, which is slow, only if a node outlives the step after its own, and
+    from then on each time that twice as many nodes have.
     warn: whether to warn with LeakWarning. ``found``: the leaks by name, as last seen.
     """
 
@@ -102,7 +103,9 @@ class LeakCheck:
             self._nodes.append(weakref.ref(node))
 
     def step(self) -> list[Leak]:
-        """The end of a step: what earlier ones left behind, the largest first. raises: GraphError outside of the context."""
+        """The end of a step: what earlier ones left behind, the largest first; [] too where no search was due (``found`` has all
+        so far, and ``leaks()`` searches at once). raises: GraphError outside of the context.
+        """
         if self not in _checks:
             raise GraphError("[LeakCheck] step() outside of its context (accepted: inside `with LeakCheck() as check:`)")
         kept = [r for r in self._before if r() is not None]

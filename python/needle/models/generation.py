@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 class GenerationConfig:
     """How tokens are chosen. Names and meaning are those of transformers.
 
-    max_new_tokens: the most tokens that are added.
+    max_new_tokens: the most tokens that are added, 1 or more.
     do_sample: draw tokens at random; else the likeliest one is taken, and temperature, top_k and top_p have no effect.
-    temperature: logits are divided by it.
+    temperature: logits are divided by it; 1e-100 to 1e100.
     top_k: only this many of the likeliest ids can be drawn (None or 0: all).
-    top_p: of those, only the likeliest whose probabilities add up to it.
+    top_p: of those, only the likeliest whose probabilities add up to it; above 0, at most 1.
     repetition_penalty: logits of ids that are in the sequence already are divided by it where positive, else multiplied by it.
     eos_token_id: an id, or several, that end a sequence (None: no id does).
     pad_token_id: what follows the end of a sequence that is shorter than the others (None: the first eos_token_id, or 0).

@@ -45,6 +45,7 @@ def train_step(
     id outside the vocabulary. On a GPU that comes after the update, which has made the parameters NaN.
     """
     scaler = scaler or amp.GradScaler(enabled=False)
+    scaler.forget()  # Ctrl-C may have come into a step before this
     total = 0.0
     loss: Tensor | float = 0.0
     source = iter(micro_batches)

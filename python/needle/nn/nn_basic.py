@@ -20,7 +20,17 @@ from ..backend_ndarray import kernels
 from ..backend_ndarray.host_memory import PARAMETER
 from ..backend_ndarray.ndarray import NDArray
 from ..backend_selection import Device
-from ..errors import CheckpointError, GraphError, ShapeError, check_count, check_flag, check_number, check_state, type_name
+from ..errors import (
+    CheckpointError,
+    DTypeError,
+    GraphError,
+    ShapeError,
+    check_count,
+    check_flag,
+    check_number,
+    check_state,
+    type_name,
+)
 
 
 def _in_place(name: str) -> Callable[[Any, Any], Any]:
@@ -40,13 +50,18 @@ _next_number = itertools.count().__next__
 
 
 class Parameter(Tensor):
-    """A Tensor that a Module's ``parameters()`` finds. Its memory counts as ``parameter``."""
+    """A Tensor that a Module's ``parameters()`` finds. Its memory counts as ``parameter``.
+
+    raises: DTypeError for integers, unless it requires no gradient.
+    """
 
     _number: int  # Parameters are numbered in the order in which they are made
 
     __iadd__, __isub__, __imul__, __itruediv__ = map(_in_place, ("add", "sub", "mul", "div"))
 
     def _setup(self, data, requires_grad: bool) -> None:
+        if requires_grad and not dt.is_float(data.dtype):
+            raise DTypeError(f"[Parameter] dtype is {data.dtype} (accepted: floating, or requires_grad=False)")
         super()._setup(data, requires_grad)
         data.category = PARAMETER
         self._number = _next_number()
@@ -67,7 +82,7 @@ class Buffer(Tensor):
         super().__init__(array, requires_grad=False, **kwargs)
 
 
-def _in_place_of(before: Parameter | Buffer, value: Any, what: str) -> Parameter | Buffer:
+def _replacement_of(before: Parameter | Buffer, value: Any, what: str) -> Parameter | Buffer:
     """``value`` as a Parameter or a Buffer, whichever ``before`` is. raises: TypeError."""
     if isinstance(value, Tensor) and isinstance(before, Buffer):
         return Buffer(value)
@@ -142,7 +157,7 @@ class Module:
             raise TypeError(f"{name} would hold the module that it is part of (accepted: modules that do not know theirs)")
         before = self.__dict__.get(name)
         if isinstance(before, (Parameter, Buffer)) and not isinstance(value, (Parameter, Buffer, Module, NoneType)):
-            value = _in_place_of(before, value, f"[{type(self).__name__}] {name}")
+            value = _replacement_of(before, value, f"[{type(self).__name__}] {name}")
         super().__setattr__(name, value)
 
     def parameters(self) -> list[Tensor]:
@@ -401,8 +416,8 @@ class BatchNorm1d(Module):
         if self.training:
             out = ops.batch_norm(x, self.weight, self.bias, self.eps)
             _, mean, var = out.realize_cached_data()
-            self.running_mean = self._followed(self.running_mean, mean)
-            self.running_var = self._followed(self.running_var, var)
+            mean, var = self._followed(self.running_mean, mean), self._followed(self.running_var, var)
+            self.running_mean, self.running_var = mean, var  # both, or none where memory runs out
             return out[0]
         scale = self.weight / ops.sqrt(self.running_var + self.eps)  # so that one pass over x is enough
         y = (ops.astype(x, dt.accumulator(x.dtype)) - self.running_mean) * scale + self.bias

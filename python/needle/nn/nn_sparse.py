@@ -10,7 +10,7 @@ from .. import init, ops
 from ..autograd import Tensor, check_tensors
 from ..backend_ndarray.block_layout import BlockLayout, check_block, check_size
 from ..backend_ndarray.device import device_cache
-from ..errors import DTypeError, ShapeError, check_count, type_name
+from ..errors import DTypeError, ShapeError, check_count, check_flag, type_name
 from .nn_basic import Module, Parameter
 
 # Which blocks ``col`` of the past a block ``row`` sees beside itself.
@@ -88,10 +88,14 @@ class BlockSparseLinear(Module):
 
     def __init__(self, in_features: int, out_features: int, layout: BlockLayout, bias=True, device=None, dtype="float32"):
         super().__init__()
+        check_flag("BlockSparseLinear", "bias", bias)
+        sizes = (("in_features", in_features), ("out_features", out_features))
+        in_features, out_features = [check_count("BlockSparseLinear", name, size, 0) for name, size in sizes]
         if not isinstance(layout, BlockLayout):
             raise DTypeError(f"[BlockSparseLinear] layout is of type {type_name(layout)} (accepted: a BlockLayout)")
         if layout.shape != (in_features, out_features) or layout.heads != 1:
-            raise ShapeError(f"[BlockSparseLinear] {layout} does not fit ({in_features}, {out_features})")
+            accepted = f"one head of {in_features} x {out_features} elements"
+            raise ShapeError(f"[BlockSparseLinear] layout is {layout} (accepted: {accepted})")
         self.layout = layout
         share = layout.nnz_total / max(layout.block_rows * layout.block_cols, 1)
         bound = (6.0 / max(in_features * share, 1)) ** 0.5

@@ -71,8 +71,8 @@ class AttentionLayer(Module):
     """Projections around MultiHeadAttention, each input normalized first: q (B, T, q_features), k and v, default q -> (B, T,
     out_features). ``probs``: the probabilities of the last call, without history.
 
-    num_head, dim_head: H and D, of any number of features. k_features, v_features, out_features: default q_features. causal: by
-    default yes. raises: ShapeError for no heads, or empty ones.
+    num_head, dim_head: H and D, of any number of features. k_features, v_features, out_features: default q_features. dropout:
+    of the probabilities. causal: by default yes. raises: ShapeError for no heads, or empty ones.
     """
 
     def __init__(
