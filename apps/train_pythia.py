@@ -52,29 +52,37 @@ def start(argv: list[str] | None) -> int:
         if where is not None and where != options.checkpoint_dir:
             print(f"note: --load_checkpoint has no effect: the run in {options.checkpoint_dir} goes on", file=sys.stderr)
         where = options.checkpoint_dir
-    if where is None or not os.path.isdir(where):
+    return go_on(argv, Path(where)) if where is not None and os.path.isdir(where) else begin(argv, options)
+
+
+def begin(argv: list[str] | None, options: Namespace) -> int:
+    """A new run, from trained weights if so told."""
+    check(options)
+    weights = find_model(options.init_from) if options.init_from else None
+    if weights is not None:
+        fit_options(options, weights)
+    if options.vocab_size is None:
+        options.vocab_size = default_vocabulary(options)
         check(options)
-        weights = find_model(options.init_from) if options.init_from else None
-        if weights is not None:
-            fit_options(options, weights)
-        if options.vocab_size is None:
-            options.vocab_size = default_vocabulary(options)
-            check(options)
-        for note in notes(argv, options):
-            print(f"note: {note}", file=sys.stderr)
-        if options.resume and where is None and not (options.eval_only or options.plan or options.compare_dense):
-            print(f"a new run: no checkpoint is in {options.checkpoint_dir}")
-        if options.eval_only and weights is None and not options.plan:
-            there = f"in {options.checkpoint_dir}" if options.checkpoint_dir else "was named"
-            print(f"note: the loss is that of untrained weights: no checkpoint {there}", file=sys.stderr)
-        return run(options, weights=weights)
-    found = checkpoint.find(Path(where))
+    for note in notes(argv, options):
+        print(f"note: {note}", file=sys.stderr)
+    if options.resume and not (options.eval_only or options.plan or options.compare_dense):
+        print(f"a new run: no checkpoint is in {options.checkpoint_dir}")
+    if options.eval_only and weights is None and not options.plan:
+        there = f"in {options.checkpoint_dir}" if options.checkpoint_dir else "was named"
+        print(f"note: the loss is that of untrained weights: no checkpoint {there}", file=sys.stderr)
+    return run(options, weights=weights)
+
+
+def go_on(argv: list[str] | None, where: Path) -> int:
+    """A run that goes on from the newest whole checkpoint in the folder ``where``, with the options kept in it."""
+    found = checkpoint.find(where)
     for problem in found.problems:
         print(f"{problem}; going on from {found.path.name}", file=sys.stderr)
     state = checkpoint.read_state(found.path)
     resumed = parse(argv, state["options"])
     if not (resumed.eval_only or resumed.plan or lies_elsewhere(found.path, resumed.checkpoint_dir)):
-        checkpoint.check_newest(found.path, Path(where))
+        checkpoint.check_newest(found.path, where)
     for note in notes(argv, resumed):
         print(f"note: {note}", file=sys.stderr)
     return run(resumed, found, state)

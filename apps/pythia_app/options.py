@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+from collections.abc import Callable
 
 import numpy as np
 
@@ -46,6 +47,16 @@ RANGES = {
     "warmup_steps": (0, HUGE),
     "save_every": (0, HUGE),
     "keep_last": (1, 1 << 20),
+}
+# What another number may be: a test, and its words.
+NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "epochs": (lambda value: 0 < value <= 1e6, "above 0, at most 1e+06"),
+    "lr": (lambda value: 0 < value <= 1e38, "above 0, at most 1e+38"),
+    "max_grad_norm": (lambda value: 0 < value <= 1e38, "above 0, at most 1e+38"),
+    "eps": (lambda value: SMALLEST <= value <= 1, f"{SMALLEST:.2g} to 1"),  # 0 in float32 makes NaN of the first step
+    "min_lr_ratio": (lambda value: 0 <= value <= 1, "0 to 1"),
+    "weight_decay": (lambda value: 0 <= value <= 1, "0 to 1"),
+    "dropout": (lambda value: 0 <= value < 1, "at least 0, below 1"),
 }
 # What a checkpoint keeps of the command line. A resumed run takes these from it; only the first may be changed then.
 CHANGEABLE = (
@@ -221,16 +232,10 @@ def check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
             raise ShapeError(f"[{name}] is {value} (accepted: {low} to {high:,})")
-    for name, high in (("epochs", 1e6), ("lr", 1e38), ("max_grad_norm", 1e38)):
+    for name, (fits, accepted) in NUMBERS.items():
         value = getattr(options, name)
-        if value is not None and not 0 < value <= high:
-            raise ShapeError(f"[{name}] is {value} (accepted: above 0, at most {high:g})")
-    if not SMALLEST <= options.eps <= 1:  # 0 in float32 makes NaN of the first step
-        raise ShapeError(f"[eps] is {options.eps} (accepted: {SMALLEST:.2g} to 1)")
-    for name in ("min_lr_ratio", "weight_decay"):
-        value = getattr(options, name)
-        if not 0 <= value <= 1:
-            raise ShapeError(f"[{name}] is {value} (accepted: 0 to 1)")
+        if value is not None and not fits(value):
+            raise ShapeError(f"[{name}] is {value} (accepted: {accepted})")
     if not all(0 <= beta < 1 for beta in options.betas):
         raise ShapeError(f"[betas] are {options.betas} (accepted: at least 0, below 1)")
     for name in ("dataset", "tokenizer", "checkpoint_dir", "load_checkpoint", "init_from"):
@@ -241,8 +246,6 @@ def check(options: argparse.Namespace) -> None:
             raise ShapeError(f"[compare_dense] trains from the start; {name} was given (accepted: one of the two)")
     if options.resume and options.checkpoint_dir is None:
         raise ShapeError("[resume] needs to know where the run is (accepted: with --checkpoint_dir FOLDER)")
-    if not 0 <= options.dropout < 1:
-        raise ShapeError(f"[dropout] is {options.dropout} (accepted: at least 0, below 1)")
     if options.batch_size * options.seq_len > MOST_TOKENS:
         raise ShapeError(f"[batch_size] {options.batch_size} x {options.seq_len} tokens are too many (accepted: {MOST_TOKENS:,})")
     options.checkpoint_layers = layers_or_bytes(str(options.checkpoint_layers))
