@@ -595,6 +595,10 @@ def test_changing_what_a_gradient_reads_is_refused(host):
         with pytest.raises(GraphError, match=r"\[backward\] input 1 of MatMul, shape \(2, 1\), was changed in place"):
             differentiate(y)
         assert x.grad is None
+    y = (x * w.reshape((1, 2))).sum()
+    x.data = x.data * 2
+    with pytest.raises(GraphError, match=r"\[backward\] input 0 of EWiseMul, shape \(1, 2\), was changed in place"):
+        y.backward()
     y = ops.exp(x)
     y.realize_cached_data().add_in_place(1.0)
     with pytest.raises(GraphError, match=r"\[backward\] the result of Exp, shape \(1, 2\), was changed in place"):
@@ -603,6 +607,11 @@ def test_changing_what_a_gradient_reads_is_refused(host):
 
 def test_changing_what_no_gradient_reads_is_nothing(host):
     x, w = leaf([[1.0, 2.0]], host), leaf([[3.0], [4.0]], host)
+    target = leaf([[0.0], [0.0]], host)
+    y = x @ w + x.detach() @ target
+    target.data = w.data  # on the same memory
+    y.sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), [[3.0, 4.0]])
     y = (x + w.reshape((1, 2))).sum() + x.detach() @ w
     w.data = w.data * 2
     y.sum().backward()

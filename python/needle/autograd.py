@@ -24,7 +24,7 @@ import numpy as np
 from . import dtype as dt
 from .backend_ndarray.host_memory import ACTIVATION, GRADIENT
 from .backend_ndarray.ndarray import from_dlpack as _array_from_dlpack
-from .backend_ndarray.ndarray import writes
+from .backend_ndarray.ndarray import write_stamp, writes
 from .backend_selection import Device, NDArray, array_api, as_device
 from .errors import DeviceError, DTypeError, GraphError, ShapeError, type_name
 from .graph import Node, Segment, as_computed, as_read, home_of, realize, shape_of, spec_of
@@ -393,11 +393,12 @@ class Value:
             if _data_given is not None:
                 _data_given(self, array)
         self._data = array
-        if self._node is not None:
-            if self._node.op is None:
-                self._node.array = array
-            if isinstance(array, NDArray):
-                array.mark_written()  # graphs that used the old array must not recompute from this one
+        node = self._node
+        if node is not None and node.op is None:  # what was made of the old array must not be recomputed from this one
+            node.array = array
+            node.replaced = writes.last = write_stamp()
+        elif node is not None and isinstance(array, NDArray):
+            array.mark_written()
 
     def realize_cached_data(self):
         """The array; recomputed if nothing holds it any more."""

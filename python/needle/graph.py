@@ -27,14 +27,15 @@ class Node:
     readers: gradients that have not run yet and will read ``array``; at 0 it is not kept. Of a tuple of which the op's gradient
     reads some items only, the others are None in it.
     born: tick of the write clock when the node was made. From an input that was written after it the value must not be recomputed.
+    replaced: tick when a leaf was given another array; 0: never.
     live_handle: gives the handle, or None when that has gone.
     segment: the innermost Segment that all readers are in, which is where ``array`` is dropped and brought back.
     site: where it was made, for needle.memory; None unless that was asked for.
     """
 
     __slots__ = (
-        "op", "inputs", "array", "spec", "reads", "readers", "requires_grad", "released", "born", "live_handle", "segment", "site",
-        "__weakref__",
+        "op", "inputs", "array", "spec", "reads", "readers", "requires_grad", "released", "born", "replaced", "live_handle",
+        "segment", "site", "__weakref__",
     )  # fmt: skip
 
     def __init__(self, op: Op | None, inputs: tuple[Node, ...], requires_grad: bool, handle: Value):
@@ -47,6 +48,7 @@ class Node:
         self.requires_grad = requires_grad
         self.released = False
         self.born = write_stamp()
+        self.replaced = 0
         self.live_handle = weakref.ref(handle)
         self.segment: Segment | None = None
         self.site: Any = None
@@ -298,11 +300,13 @@ def check_unchanged(node: Node, arrays: Iterable[tuple[int, Any]], asked_by: str
 
     The number behind the last input's is that of the node's own array. Of a tuple the items that are None are not looked at.
     """
+    born, inputs = node.born, node.inputs
     for index, array in arrays:
+        replaced = index < len(inputs) and inputs[index].replaced > born
         for part in array if isinstance(array, tuple) else (array,):
-            if part is not None and part.last_write > node.born:
+            if part is not None and (replaced or part.last_write > born):
                 op = node.op and node.op.name
-                what = f"input {index} of {op}" if index < len(node.inputs) else f"the result of {op}"
+                what = f"input {index} of {op}" if index < len(inputs) else f"the result of {op}"
                 needed = "its gradient reads it" if asked_by == "backward" else "a value computed from it is needed"
                 raise GraphError(
                     f"[{asked_by}] {what}, shape {part.shape}, was changed in place after it was used, and {needed} (call backward "
