@@ -1,5 +1,6 @@
 """The graph: what is kept, what is recomputed, what is freed."""
 
+import contextlib
 import copy
 import gc
 import math
@@ -44,8 +45,8 @@ def test_backward_overwrites_and_accumulate_adds(host):
 @pytest.mark.parametrize(
     ("op", "kept"),
     [
-        *[(op, 0) for op in (ops.exp, ops.tanh, ops.sigmoid, ops.softmax, ops.logsoftmax)],
-        *[(op, 1) for op in (ops.log, ops.relu, ops.gelu, ops.silu)],
+        *[(op, 0) for op in (ops.exp, ops.tanh, ops.sigmoid, ops.relu, ops.softmax, ops.logsoftmax)],
+        *[(op, 1) for op in (ops.log, ops.gelu, ops.silu)],
         *[(lambda x, op=op: ops.relu(op(x)), 1) for op in (ops.gelu, ops.silu)],  # whose result is computed again
         (lambda x: ops.where(ndl.Tensor(x.numpy(), device=x.device, requires_grad=False), x, x * 2), 1),  # the condition
         (lambda x: ops.embedding(x, ndl.Tensor([0], device=x.device)), 0),
@@ -76,10 +77,10 @@ def test_what_a_graph_keeps_beside_its_result(host, op, kept):
 READ = {
     "": "AddScalar AsType BroadcastTo Concatenate Dilate DivScalar Dropout EWiseAdd Flip FusedAddScalars GetItem MakeTensorTuple Mean "
     "MulScalar Negate Pad Permute Reshape Rotary RotaryQKV SetItem Split Stack Summation Transpose TupleGetItem UnDilate",
-    "a": "Abs Clip Cos Erf GELU Log PowerScalar ReLU SiLU Sin Where",
+    "a": "Abs Clip Cos Erf GELU Log PowerScalar SiLU Sin Where",
     "b": "Embedding",
     "ab": "Conv DDS DSD EWiseDiv EWiseMul EWisePow Linear MatMul Maximum Minimum SDD",
-    "y": "Exp LogSoftmax Sigmoid Softmax Sqrt Tanh",
+    "y": "Exp LogSoftmax ReLU Sigmoid Softmax Sqrt Tanh",
     "12": "LinearCrossEntropy",
     "ay": "LogSumExp Max RDivScalar",
     "ab1": "CrossEntropy",
@@ -599,6 +600,22 @@ def test_changing_what_a_gradient_reads_is_refused(host):
     x.data = x.data * 2
     with pytest.raises(GraphError, match=r"\[backward\] input 0 of EWiseMul, shape \(1, 2\), was changed in place"):
         y.backward()
+    for op in (ops.gelu, ops.exp):  # the one is computed again for backward, unless something holds it
+        for write in (lambda y: y.__setitem__(..., 100.0), lambda y: setattr(y, "data", leaf([[9.0, 9.0]], host))):
+            y = op(x)
+            z = (y * w.reshape((1, 2))).sum()
+            if op is ops.exp:
+                z.backward()
+            with ndl.no_grad():
+                write(y)
+            with pytest.raises(GraphError, match=r"shape \(1, 2\), was changed in place"):
+                z.backward()
+    held = []
+    z = nn.remat(lambda x: (held.append(ops.exp(x)), held[-1] * w.reshape((1, 2)))[1], x)
+    with ndl.no_grad():
+        held[0][...] = 100.0
+    with pytest.raises(GraphError, match=r"shape \(1, 2\), was changed in place"):
+        z.sum().backward()
     y = ops.exp(x)
     y.realize_cached_data().add_in_place(1.0)
     with pytest.raises(GraphError, match=r"\[backward\] the result of Exp, shape \(1, 2\), was changed in place"):
@@ -612,6 +629,12 @@ def test_changing_what_no_gradient_reads_is_nothing(host):
     target.data = w.data  # on the same memory
     y.sum().backward()
     np.testing.assert_array_equal(x.grad.numpy(), [[3.0, 4.0]])
+    target = leaf([[1.0, 2.0]], host)
+    y = ops.exp(x @ (w * 0)) @ target
+    with ndl.no_grad():
+        w[...] = 5.0  # whose gradient is not asked for
+    np.testing.assert_array_equal(autograd.grad(y.sum(), [target])[0].numpy(), [[1.0, 1.0]])
+    w.data, x.grad = leaf([[3.0], [4.0]], host), None
     y = (x + w.reshape((1, 2))).sum() + x.detach() @ w
     w.data = w.data * 2
     y.sum().backward()
@@ -1293,6 +1316,69 @@ def test_a_gradient_may_wait_for_one_that_another_thread_accumulates(host):
     assert x.grad.numpy() == [5.0]
     Waits()(x).backward(accumulate=True)
     assert x.grad.numpy() == [10.0]
+
+
+@pytest.mark.parametrize("replaced_by", [lambda x: (x * 100 * x.grad.detach()).sum().backward(accumulate=True), None])
+def test_a_sum_that_is_replaced_while_another_thread_adds_to_it(host, replaced_by):
+    class Waits(ops.TensorOp):
+        def compute(self, a):
+            return a
+
+        def gradient(self, out_grad, node):
+            inside.set()
+            assert replaced.wait(30)
+            return out_grad
+
+    x, inside, replaced = leaf([0.0], host), threading.Event(), threading.Event()
+    for _ in range(2):
+        x.backward(accumulate=True)
+    two = ops.add(x * 3, Waits()(x * 10))  # one part is added before, one behind
+    thread = threading.Thread(target=lambda: two.backward(accumulate=True))
+    thread.start()
+    assert inside.wait(30)
+    if replaced_by is None:
+        x.grad = None
+    else:
+        replaced_by(x)
+    replaced.set()
+    thread.join(30)
+    before = x.grad.item()
+    assert before in ({10.0, 13.0} if replaced_by is None else {215.0, 515.0})
+    x.backward(accumulate=True)
+    assert x.grad.item() == before + 1
+
+
+def test_what_an_embedding_adds_to_a_gradient_is_a_write(host):
+    w, v = leaf(np.eye(3), host), leaf(np.ones((3, 3)), host)
+    ids = ndl.Tensor([0, 1], device=host, dtype="int32", requires_grad=False)
+    for _ in range(2):
+        ops.embedding(w, ids).sum().backward(accumulate=True)
+    z = (w.grad.detach() * v).sum()
+    ops.embedding(w, ids).sum().backward(accumulate=True)
+    with pytest.raises(GraphError, match="input 0 of EWiseMul"):
+        z.backward()
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+@pytest.mark.parametrize("low", [None, "float16", "bfloat16"])
+def test_a_loss_makes_no_gradient_of_frozen_weights_nor_of_given_features(host, low, trained):
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((40, 16)), rng.standard_normal((16, 50))
+    ids = ndl.Tensor(np.arange(40), device=host, dtype="int32", requires_grad=False)
+    grads = []
+    for frozen in (False, True):
+        inputs = [leaf(v, host, requires_grad=not frozen or i == trained) for i, v in enumerate(values)]
+        with amp.autocast(host, low) if low else contextlib.nullcontext():
+            loss = ops.linear_cross_entropy(*inputs, ids)
+        kept = [a.shape for a in loss._as_node().inputs[0].array if a is not None]
+        assert kept == ([values[trained].shape] if frozen else [v.shape for v in values])
+        (loss * 2).backward(retain_graph=True)
+        first = inputs[trained].grad.numpy()
+        loss.backward()
+        np.testing.assert_allclose(inputs[trained].grad.numpy() * 2, first, rtol=1e-6)
+        assert not frozen or inputs[1 - trained].grad is None
+        grads.append(first)
+    np.testing.assert_array_equal(*grads)
 
 
 def test_a_sum_that_a_graph_reads_is_not_added_to_in_place(host):

@@ -394,11 +394,10 @@ class Value:
                 _data_given(self, array)
         self._data = array
         node = self._node
-        if node is not None and node.op is None:  # what was made of the old array must not be recomputed from this one
-            node.array = array
-            node.replaced = writes.last = write_stamp()
-        elif node is not None and isinstance(array, NDArray):
-            array.mark_written()
+        if node is not None:
+            if node.op is None:
+                node.array = array
+            node.replaced = writes.last = write_stamp()  # what was made of the old array must not be recomputed from this one
 
     def realize_cached_data(self):
         """The array; recomputed if nothing holds it any more."""

@@ -11,10 +11,10 @@ from typing import Any
 from . import dtype as dt
 from . import ops
 from .autograd import Op, Tensor, TensorTupleOp, Value, enable_grad, no_grad, set_autocast, set_on_way
-from .backend_ndarray.ndarray import writes
+from .backend_ndarray.ndarray import NDArray, writes
 from .backend_selection import array_api
 from .errors import GraphError, type_name
-from .graph import Node, Segment, check_unchanged, differentiable_order, realize, restore, shape_of, spec_of
+from .graph import Node, Segment, as_read, check_unchanged, differentiable_order, realize, restore, shape_of, spec_of
 from .locks import process_lock
 
 _adding = process_lock()  # one thread at a time adds to a ``.grad``, or parts of sums would be lost
@@ -41,7 +41,7 @@ def _set_gradients(found: dict[Node, Tensor], call: _Call, accumulate: bool, cre
     done: set[Tensor] = set()
     for leaf, grad in found.items():
         handle = leaf.live_handle()
-        if not isinstance(handle, Tensor) or not handle._requires_grad or grad is handle._grad:  # the sum has been made there
+        if not isinstance(handle, Tensor) or not handle._requires_grad:
             continue
         # A leaf that stopped requiring a gradient for a while has a node from before and one from after.
         if (accumulate or handle in done) and handle._grad is not None:
@@ -151,21 +151,44 @@ class _Owned:
 
     __slots__ = ("tensor",)
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor | None):
         self.tensor = tensor
 
+    def array(self) -> NDArray | None:
+        """To be added to."""
+        assert self.tensor is not None
+        return self.tensor.realize_cached_data()
+
     def add(self, grad: Tensor) -> None:
-        self.tensor.realize_cached_data().add_in_place(grad.realize_cached_data())
+        array = self.array()
+        assert array is not None
+        array.add_in_place(grad.realize_cached_data())
 
 
 class _InGrad(_Owned):
-    """That of a leaf's ``.grad``, to which calls of backward in other threads may be adding too."""
+    """The ``.grad`` of a leaf, to which calls of backward in other threads may add too, and which they, or the user, may replace.
 
-    __slots__ = ()
+    leaf: None from then on. What came until then went with it, or into the sum that replaced it; the rest is summed apart.
+    """
+
+    __slots__ = ("leaf",)
+
+    def __init__(self, leaf: Tensor):
+        super().__init__(leaf._grad)
+        self.leaf: Tensor | None = leaf
+
+    def array(self) -> NDArray | None:
+        """To be added to while ``_adding`` is held; None where there is no sum apart yet."""
+        if self.leaf is not None and self.leaf._grad is not self.tensor:
+            self.leaf = self.tensor = None
+        return None if self.tensor is None else super().array()
 
     def add(self, grad: Tensor) -> None:
         with _adding:
-            super().add(grad)
+            if self.array() is None:
+                self.tensor = Tensor.make_const(grad.realize_cached_data().copy())
+            else:
+                super().add(grad)
 
 
 def _add_gradient(grads: dict, key: Any, grad: Tensor, create_graph: bool, new: bool = False) -> None:
@@ -225,7 +248,7 @@ def _sums_so_far(order: list[Node], root: Node, out_grad: Tensor | None) -> dict
             have._source.in_place = False
         else:
             have._source = _Summed()
-            found[leaf] = _InGrad(have)
+            found[leaf] = _InGrad(handle)  # type: ignore[arg-type]
     return found
 
 
@@ -277,13 +300,13 @@ def _run_backward(
     retained: bool,
     wanted: frozenset[Node] | None,
 ) -> dict[Node, Tensor]:
-    order = differentiable_order([root], stop)
-    _check_what_gradients_read(order, stop)
-    keeps = retain_graph or create_graph
-    segments = _Segments(_made_ready(root, order, stop), keeps)
+    order = whole = differentiable_order([root], stop)
     on_way = None if wanted is None else _on_way_to(wanted, order)
     if on_way is not None:
         order = [node for node in order if node in on_way]
+    _check_what_gradients_read(order, stop)
+    keeps = retain_graph or create_graph
+    segments = _Segments(_made_ready(root, whole, stop), keeps)
     set_on_way(on_way)
     set_autocast(None)  # gradients run in the dtypes that forward recorded, wherever backward is called
     with enable_grad() if create_graph else no_grad():
@@ -341,9 +364,9 @@ def _check_what_gradients_read(order: list[Node], stop: frozenset[Node]) -> None
         op = node.op
         if op is None or node in stop:
             continue
-        read = [(i, node.inputs[i].array) for i in node.reads]
+        read = [(i, array) for i in node.reads for array in node.inputs[i].in_sight()]
         if op.reads_output:
-            read.append((len(node.inputs), node.array))
+            read += [(len(node.inputs), as_read(op, array)) for array in node.in_sight()]
         check_unchanged(node, read, "backward")
 
 
@@ -352,6 +375,8 @@ def _taken(grads: dict, node: Node) -> tuple[Any, bool]:
     if isinstance(node.op, TensorTupleOp):
         return _tuple_gradient(grads, node), False
     grad = grads.pop(node, None)
+    if isinstance(grad, _InGrad) and grad.leaf is not None:  # all of it is there
+        return None, False
     own = isinstance(grad, _Owned)
     grad = grad.tensor if own else grad
     return (None if grad is None else _fitting(grad, node.spec[1] if node.spec else spec_of(realize(node))[1])), own
@@ -451,8 +476,8 @@ def push_gradients(
         value = Value._passing(node, node.array) if handle is None or handle._data is None else handle
         if op.accumulate_gradient is not None and not create_graph:
             haves = [grads.get(n) for n in inputs]
-            sums = [have.tensor._data if isinstance(have, _Owned) else None for have in haves]
             with _adding if any([isinstance(have, _InGrad) for have in haves]) else nullcontext():
+                sums = [have.array() if isinstance(have, _Owned) else None for have in haves]
                 parts = op.accumulate_gradient(grad, value, sums)
         else:
             parts = op.gradient(grad, value)

@@ -27,7 +27,7 @@ class Node:
     readers: gradients that have not run yet and will read ``array``; at 0 it is not kept. Of a tuple of which the op's gradient
     reads some items only, the others are None in it.
     born: tick of the write clock when the node was made. From an input that was written after it the value must not be recomputed.
-    replaced: tick when a leaf was given another array; 0: never.
+    replaced: tick when the handle was given another array; 0: never.
     live_handle: gives the handle, or None when that has gone.
     segment: the innermost Segment that all readers are in, which is where ``array`` is dropped and brought back.
     site: where it was made, for needle.memory; None unless that was asked for.
@@ -71,6 +71,12 @@ class Node:
         handle = self.live_handle()
         return handle._data if handle is not None else None
 
+    def in_sight(self) -> list[Any]:
+        """The arrays of which a gradient may find one: the cached one, and that of the live handle."""
+        handle = self.live_handle()
+        held = None if handle is None or handle._data is self.array else handle._data
+        return [array for array in (self.array, held) if array is not None]
+
     def read_nodes(self) -> list[Node]:
         """The nodes whose arrays this node's gradient reads, leaves left out since they always have theirs."""
         inputs = self.inputs
@@ -87,7 +93,7 @@ class Node:
 
     def hold_if_written(self, array: Any) -> None:
         """Keeps ``array`` as long as this node if it was written in place since: the op would not give these values again."""
-        if not isinstance(array, tuple) and array.last_write > self.born:
+        if not isinstance(array, tuple) and max(array.last_write, self.replaced) > self.born:
             self.array, self.segment = array, None
             self.readers += 1
 
@@ -162,7 +168,7 @@ def _reads(op: Op, inputs: Sequence[Node]) -> Collection[int]:
     reads: Any = op.reads_inputs
     if reads is True:
         return range(len(inputs))
-    if not reads or type(reads[0]) is int:
+    if not reads or not isinstance(reads[0], tuple):
         return reads or ()
     return [i for n, of_n in zip(inputs, reads) if n.requires_grad for i in of_n]
 
@@ -302,7 +308,7 @@ def check_unchanged(node: Node, arrays: Iterable[tuple[int, Any]], asked_by: str
     """
     born, inputs = node.born, node.inputs
     for index, array in arrays:
-        replaced = index < len(inputs) and inputs[index].replaced > born
+        replaced = (inputs[index] if index < len(inputs) else node).replaced > born
         for part in array if isinstance(array, tuple) else (array,):
             if part is not None and (replaced or part.last_write > born):
                 op = node.op and node.op.name

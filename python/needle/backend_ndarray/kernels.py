@@ -432,6 +432,8 @@ def embedding_backward(dy: NDArray, ids: NDArray, vocab: int, into: NDArray | No
         dy.contiguous_handle(), ids.contiguous_handle(), dweight._handle, workspace._handle, ids.size, vocab, dim,
         into is not None,
     )  # fmt: skip
+    if into is not None:
+        into.mark_written()
     return dweight
 
 
@@ -510,15 +512,15 @@ def linear_cross_entropy(
     weight: NDArray,
     targets: NDArray,
     ignore_index: int,
-    with_gradients: bool,
+    with_gradients: tuple[bool, bool],
     chunk_bytes: int,
     compute_dtype: str | None,
 ) -> tuple[NDArray, NDArray | None, NDArray | None]:
     """Mean cross entropy of ``hidden @ weight`` against ``targets`` without the (N, V) logits.
 
-    hidden: (N, D); weight: (D, V); targets: (N). Returns (loss, dhidden, dweight), the gradients of the loss itself, or
-    None without ``with_gradients``. Rows are taken in chunks whose logits stay within ``chunk_bytes``; one row is the least,
-    so the hard cap is max(chunk_bytes, one row). Each logit is computed once: three matrix products in all.
+    hidden: (N, D); weight: (D, V); targets: (N). Returns (loss, dhidden, dweight), the gradients of the loss itself, None where
+    ``with_gradients`` has False for it. Rows are taken in chunks whose logits stay within ``chunk_bytes``; one row is the least,
+    so the hard cap is max(chunk_bytes, one row). Each logit is computed once: three matrix products at most.
     compute_dtype: what hidden, weight and logits are cast to; the gradients are float32 then, and with 16-bit inputs.
     """
     targets = _whole_ids("linear_cross_entropy", targets)
@@ -537,10 +539,14 @@ def linear_cross_entropy(
     counted = targets_that_count(targets, ignore_index, wide)
     losses = _new((rows,), wide, device)
     dhidden = dweight = scale = None
-    if with_gradients:
+    if with_gradients[0]:
         dhidden = _new(hidden._shape, wide, device)
+    if with_gradients[1]:
         dweight = full(weight._shape, 0, wide, device) if rows == 0 else _new(weight._shape, wide, device)
-        dhidden.category = dweight.category = GRADIENT
+    made = [grad for grad in (dhidden, dweight) if grad is not None]
+    for grad in made:
+        grad.category = GRADIENT
+    if made:
         if dtype == "float16":
             scale = full((at_once,), FLOAT16_GRADIENT_SCALE, wide, device)
         else:
@@ -564,17 +570,17 @@ def linear_cross_entropy(
         except IndexError:  # whose position counts from the first row of the chunk
             _check_targets("linear_cross_entropy", targets.numpy(), vocab, ignore_index)
             raise
-        if scale is not None and dhidden is not None:
+        if scale is not None:
             device.cross_entropy_backward(
                 logits.contiguous_handle(), ids.contiguous_handle(), lse._handle, scale[:n].contiguous_handle(),
                 logits.contiguous_handle(), n, vocab, ignore_index,
             )  # fmt: skip
+        if dhidden is not None:
             matmul(logits, weight_t, out=dhidden[part])
+        if dweight is not None:
             matmul(hidden[part].permute((1, 0)), logits, out=dweight, accumulate=start > 0)
-    if dtype == "float16" and dhidden is not None and dweight is not None:
-        rest = (1.0 / FLOAT16_GRADIENT_SCALE) / counted
-        dhidden.mul_in_place(rest)
-        dweight.mul_in_place(rest)
+    for grad in made if dtype == "float16" else ():
+        grad.mul_in_place((1.0 / FLOAT16_GRADIENT_SCALE) / counted)
     loss = losses.sum()
     return loss / counted.reshape(loss.shape), dhidden, dweight
 

@@ -87,38 +87,47 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = kernels.I
 class LinearCrossEntropy(TensorTupleOp):
     """(loss, dhidden, dweight): the cross entropy of hidden @ weight without its logits.
 
-    hidden: (N, D); weight: (D, V); targets: (N). Logits exist for at most ``chunk_bytes`` at a time (or one row). Both gradients
+    hidden: (N, D); weight: (D, V); targets: (N). Logits exist for at most ``chunk_bytes`` at a time (or one row). The gradients
     are made in forward, from logits that are there anyway, so that each logit is computed once; they are float32 (or float64).
+    train: for which of the first two inputs; the other's is left out.
     source: the idea of Wijmans et al. 2024, arXiv:2411.09009, and Hsu et al. 2024, arXiv:2410.10989.
     """
 
     autocast = "inside"
     reads_inputs = False
-    reads_output = (1, 2)
     accepts_missing_grads = True
 
     def __init__(
-        self, ignore_index: int = kernels.IGNORE_INDEX, chunk_bytes: int = kernels.DEFAULT_CHUNK_BYTES, train: bool = True
+        self,
+        ignore_index: int = kernels.IGNORE_INDEX,
+        chunk_bytes: int = kernels.DEFAULT_CHUNK_BYTES,
+        train: tuple[bool, bool] = (True, True),
     ):
         self.ignore_index, self.chunk_bytes, self.train = ignore_index, chunk_bytes, train
+        self.reads_output = tuple(range(1, 1 + sum(train)))
 
     def compute(self, hidden, weight, targets):
         loss, *grads = kernels.linear_cross_entropy(
             hidden, weight, targets, self.ignore_index, self.train, self.chunk_bytes, self.compute_dtype
         )
-        return (loss, *grads) if self.train else (loss,)
+        return (loss, *[g for g in grads if g is not None])
 
     def gradient(self, out_grad, node):
-        _, dhidden, dweight = node.realize_cached_data()
-        upstream = out_grad[0].realize_cached_data().astype(dhidden.dtype, copy=False)
-        return Tensor.make_const(dhidden * upstream), Tensor.make_const(dweight * upstream), None
+        _, *grads = node.realize_cached_data()
+        upstream = out_grad[0].realize_cached_data()
+        return self._in_place([g * upstream.astype(g.dtype, copy=False) for g in grads])
 
     def consuming_gradient(self, out_grad, node, output):
         _, *grads = output
         if out_grad[0]._source is not ALL_ONES:  # a loss is most often the root
             for g in grads:
                 g.mul_in_place(out_grad[0].realize_cached_data())
-        return *[Tensor.make_const(g) for g in grads], None
+        return self._in_place(grads)
+
+    def _in_place(self, grads):
+        """Each of those that there are in the place of its input."""
+        left = iter(grads)
+        return *[Tensor.make_const(next(left)) if wanted else None for wanted in self.train], None
 
     def reference(self, hidden, weight, targets):
         return _reference_loss(matmul(hidden, weight), targets, self.ignore_index)
@@ -144,5 +153,5 @@ def linear_cross_entropy(
         shapes = f"hidden is {hidden.shape}, weight {weight.shape}"
         raise ShapeError(f"[linear_cross_entropy] {shapes} (accepted: (..., D) and (D, V))")
     rows, columns = _rows("linear_cross_entropy", hidden, targets)
-    train = is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    train = (is_grad_enabled() and hidden.requires_grad, is_grad_enabled() and weight.requires_grad)
     return tuple_get_item(LinearCrossEntropy(ignore_index, int(chunk_bytes), train)(rows, weight, columns), 0)

@@ -391,14 +391,14 @@ class _BackwardRow(_InputRead):
         return saved._binary(dy, f"ewise_{self.row}", f"scalar_{self.row}")
 
 
-class ReLU(_InputRead):
-    """max(a, 0); slope 0 at 0."""
+class ReLU(_OutputRead):
+    """max(a, 0); slope 0 at 0, which the output shows as well."""
 
     def compute(self, a):
         return a._unary("ewise_relu")
 
     def gradient(self, out_grad, node):
-        return _BackwardRow("relu_backward")(node.inputs[0], out_grad)
+        return _BackwardRow("relu_backward")(node, out_grad)
 
     @staticmethod
     def reference(a):
