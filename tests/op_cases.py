@@ -115,6 +115,7 @@ TARGETS = [3, 0, 6, 3, 1]
 CASES = [
     OpCase("add", lambda a, b: a + b, [(3, 1, 5), (4, 5)], ["EWiseAdd"], lambda a, b: a + b),
     OpCase("add_scalar", lambda a: a + 1.5, [(3, 5)], ["AddScalar"], lambda a: a + 1.5),
+    OpCase("rsub_scalar", lambda a: 1.5 - a, [(3, 5)], ["AddScalar"], lambda a: 1.5 - a),
     OpCase("multiply", lambda a, b: a * b, [(3, 1, 5), (4, 5)], ["EWiseMul"], lambda a, b: a * b),
     OpCase("mul_scalar", lambda a: a * -2.5, [(3, 5)], ["MulScalar"], lambda a: a * -2.5),
     OpCase("divide", lambda a, b: a / b, [(3, 5), (3, 5)], ["EWiseDiv"], lambda a, b: a / b, away_from_zero, 4, "b near 0.2"),

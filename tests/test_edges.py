@@ -2,6 +2,7 @@
 infinities. Each is done right or is one clear error."""
 
 import ctypes
+import itertools
 import math
 import operator
 import re
@@ -899,3 +900,31 @@ def test_any_number_can_be_the_target_that_is_ignored(device):
         assert ops.cross_entropy(leaf(np.ones((2, classes)), device), targets, ignored).item() == 0
     targets = leaf(np.array([ignored, 1]), device, "int64", requires_grad=False)
     assert ops.cross_entropy(leaf(np.zeros((2, 3)), device), targets, ignored).item() == pytest.approx(np.log(3), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sum", "max", "min", "prod"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int32"])
+def test_rows_of_any_short_length(host, name, dtype):
+    rng = np.random.default_rng(0)
+    for n in (1, 2, 3, 7, 8, 15, 16, 17, 24, 31, 32, 33, 40):
+        x = ndl.Tensor(rng.integers(-2, 3, (133, n)), device=host, dtype=dtype).realize_cached_data()
+        found = getattr(x, name)(axis=1).astype("float64").numpy()
+        np.testing.assert_allclose(
+            found, getattr(np, name)(x.astype("float64").numpy(), axis=1), rtol=1e-2 if "16" in dtype else 1e-6
+        )
+        if name in ("max", "min") and "float" in dtype:
+            x[5, n // 2] = float("nan")
+            assert np.flatnonzero(np.isnan(getattr(x, name)(axis=1).astype("float64").numpy())).tolist() == [5]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_reductions_of_permuted_arrays(host, order):
+    values = np.random.default_rng(0).standard_normal((3, 4, 5)).astype(np.float32)
+    x, expected = leaf(values, host).realize_cached_data().permute(order), values.transpose(order)
+    for count in (1, 2, 3):
+        for axes in itertools.combinations(range(3), count):
+            for keepdims in (False, True):
+                np.testing.assert_allclose(
+                    x.sum(axes, keepdims=keepdims).numpy(), expected.sum(axes, keepdims=keepdims), rtol=1e-5, atol=1e-6
+                )
+                assert np.array_equal(x.max(axes, keepdims=keepdims).numpy(), expected.max(axes, keepdims=keepdims))

@@ -792,6 +792,8 @@ class Tensor(Value):
         other = self._other(other)
         if isinstance(other, Tensor):
             return other - self
+        if dt.is_float(self.dtype):
+            return ops.AddScalar.of_negative(other)(self)
         wide = self.device.default_float if isinstance(other, float) and not dt.is_float(self.dtype) else None
         return ops.Negate(wide)(self) + other
 

@@ -69,6 +69,9 @@ struct Own {
   static constexpr int64_t kMinRows = 96, kMinCols = 2 * kCols;  // of a task
   static constexpr int64_t kPacked = 4 * kRows;                  // rows of A a task packs at least
   static constexpr int64_t kMostRows = 32;                       // of any loop
+  // Times kRows: rows of a task, up to which packing B beforehand takes longer than on the way.
+  static constexpr int64_t kFewRowGroups = 12;
+  static constexpr int64_t kTask = 1 << 20;  // multiply-adds of a task that is worth handing out
   static_assert(kStrip >= kMinCols * kDepth && kRows <= kMostRows);
   // Words from a row to the next in a panel of A: an odd number of vectors keeps a panel's rows in
   // different sets of the cache.
@@ -208,12 +211,18 @@ struct Own {
     const int64_t strips = ceil_div(n, width);
     const int64_t groups = std::min(ceil_div(rows, kMinRows), ceil_div(2 * threads, strips));
     const int64_t height = round_up(ceil_div(rows, groups), kRows);
-    parallel_for(strips * ceil_div(rows, height), [&](int64_t task) {
+    const auto multiply_task = [&](int64_t task) {
       [[maybe_unused]] const Mode mode;
       const int64_t j0 = task % strips * width, cols = std::min(width, n - j0);
       const int64_t i0 = task / strips * height, i1 = std::min(rows, i0 + height);
       P* const strip = reinterpret_cast<P*>(workspace().strip);
-      pack_b(depth, cols, b.from(j0, 0), strip);
+      // Where few rows follow, the first pack B as they are multiplied with it, but for a last
+      // panel that is not whole.
+      int64_t on_the_way = 0;
+      if constexpr (kReadable && Loop::kPacks)
+        if (!b.along && i1 - i0 <= kFewRowGroups * kRows) on_the_way = cols / kCols * kCols;
+      P* const rest = strip + on_the_way * words * kWord;
+      if (on_the_way < cols) pack_b(depth, cols - on_the_way, b.from(j0 + on_the_way, 0), rest);
       const Runs run = one_run(words);
       for (int64_t i = i0; i < i1; i += kRows) {
         const int64_t there = std::min<int64_t>(kRows, i1 - i);
@@ -223,6 +232,14 @@ struct Own {
           if (i < in_place) from = a.data + i * a.ld, ld = a.ld;
         Out* const to = c + i * ldc + j0;
         const auto multiply = [&](auto across, int64_t lda) {
+          if constexpr (kReadable && Loop::kPacks)
+            if (i == i0 && on_the_way > 0) {
+              Loop::template multiply_rows<across, true>(there, on_the_way, run, from, lda, strip,
+                                                         accumulate, to, ldc,
+                                                         {b.from(j0, 0).data, b.ld});
+              return Loop::template multiply_rows<across>(there, cols - on_the_way, run, from, lda,
+                                                          rest, accumulate, to + on_the_way, ldc);
+            }
           Loop::template multiply_rows<across>(there, cols, run, from, lda, strip, accumulate, to,
                                                ldc);
         };
@@ -233,7 +250,11 @@ struct Own {
           }
         multiply(std::false_type{}, ld);
       }
-    });
+    };
+    parallel_ranges(strips * ceil_div(rows, height), kTask / (width * height * depth) + 1,
+                    [&](int64_t task, int64_t end) {
+                      for (; task < end; ++task) multiply_task(task);
+                    });
   }
 
   using Patch = cpu::Patch<In, P, kRows>;
@@ -559,8 +580,11 @@ bool gemm_own_pays(int64_t batch, int64_t m, int64_t n, int64_t k) {
   return false;
 #else
   // A product takes no less time than one of kDeep: it has C to write.
-  constexpr int64_t kDeep = 64;
-  return m >= 4 * VectorLoop<float>::kRows && n >= 64 && m * n * std::max(k, kDeep) >= kLeast;
+  constexpr int64_t kDeep = 64, kLeastOfOne = 1 << 20;
+  // With shorter vectors small products have not been measured.
+  const bool small = kVectorBytes == 64 && batch == 1;
+  return m >= (small ? 1 : 4) * VectorLoop<float>::kRows && n >= 64 &&
+         m * n * std::max(k, kDeep) >= (small ? kLeastOfOne : kLeast);
 #endif
 }
 

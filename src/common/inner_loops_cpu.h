@@ -56,13 +56,23 @@ struct VectorLoop {
   // How many of so many evenly spaced rows, and of what follows them, are worth reading at once.
   static int64_t at_once(int64_t left) { return left < kRows ? 0 : kRows; }
 
+  // B as it is stored, its rows ld elements apart, which the first rows of A to be multiplied with
+  // it pack on the way.
+  struct Unpacked {
+    const P* data;
+    int64_t ld;
+  };
+  static constexpr bool kPacks = kWord == 1;
+
   // The first R of kRows rows of C and as many of a panel's columns as V vectors have, of which
   // rows x cols are there. The rows of A lie along memory, lda elements apart, or across it, a word
-  // lda elements from the next.
-  template <bool across, int R, int V, class Out>
-  static void micro(const Runs& runs, const P* a, int64_t lda, const P* b, bool accumulate, Out* c,
-                    int64_t ldc, int64_t rows, int64_t cols) {
+  // lda elements from the next. A panel that is packed on the way is whole.
+  template <bool across, int R, int V, bool packs, class Out>
+  static void micro(const Runs& runs, const P* a, int64_t lda,
+                    std::conditional_t<packs, P, const P>* b, bool accumulate, Out* c, int64_t ldc,
+                    int64_t rows, int64_t cols, Unpacked unpacked) {
     constexpr int64_t kAhead = 8 * kCols * kWord;  // panels of B come from L2 or beyond
+    [[maybe_unused]] constexpr int64_t kRowsAhead = 12;
     for (int64_t i = 0; i < rows; ++i)
       for (int j = 0; j < V; ++j) __builtin_prefetch(c + i * ldc + j * kLane, 1);
     Vec<T> sum[R][V] = {};
@@ -78,9 +88,16 @@ struct VectorLoop {
         Words<P> words[V];
 #pragma GCC unroll 2
         for (int j = 0; j < V; ++j) {
-          __builtin_prefetch(b + kAhead + j * kLane * kWord);
-          words[j] = load_words(b + j * kLane * kWord);
+          if constexpr (packs) {
+            __builtin_prefetch(unpacked.data + kRowsAhead * unpacked.ld + j * kLane);
+            words[j] = load(unpacked.data + j * kLane);
+            store(b + j * kLane, words[j]);
+          } else {
+            __builtin_prefetch(b + kAhead + j * kLane * kWord);
+            words[j] = load_words(b + j * kLane * kWord);
+          }
         }
+        if constexpr (packs) unpacked.data += unpacked.ld;
 #pragma GCC unroll 16
         for (int i = 0; i < R; ++i) {
           const P* x = from + i * (across ? kWord : lda);
@@ -111,17 +128,19 @@ struct VectorLoop {
   }
 
   // kRows rows of A, or fewer, times panels of B, whose columns are all of C's.
-  template <bool across, class Out>
+  template <bool across, bool packs = false, class Out>
   static void multiply_rows(int64_t rows, int64_t cols, const Runs& runs, const P* a, int64_t lda,
-                            const P* b, bool accumulate, Out* c, int64_t ldc) {
+                            std::conditional_t<packs, P, const P>* b, bool accumulate, Out* c,
+                            int64_t ldc, Unpacked unpacked = {}) {
     constexpr int kHalf = kRows / 2;
     for (int64_t j = 0; j < cols; j += kCols, b += runs.count * runs.length * kCols * kWord) {
       const int64_t left = std::min<int64_t>(kCols, cols - j);
-      const auto part =
-          rows > kHalf ? left > kLane ? micro<across, kRows, 2, Out> : micro<across, kRows, 1, Out>
-          : left > kLane ? micro<across, kHalf, 2, Out>
-                         : micro<across, kHalf, 1, Out>;
-      part(runs, a, lda, b, accumulate, c + j, ldc, rows, left);
+      const auto part = rows > kHalf   ? left > kLane ? micro<across, kRows, 2, packs, Out>
+                                                      : micro<across, kRows, 1, packs, Out>
+                        : left > kLane ? micro<across, kHalf, 2, packs, Out>
+                                       : micro<across, kHalf, 1, packs, Out>;
+      part(runs, a, lda, b, accumulate, c + j, ldc, rows, left, unpacked);
+      if constexpr (packs) unpacked.data += kCols;
     }
   }
 };
@@ -132,7 +151,7 @@ struct TileLoop {
   using Mode = tiles::Use;
   static constexpr int kWord = 2, kGroup = tiles::kSide, kRows = 2 * tiles::kSide, kCols = kRows;
   static constexpr int64_t kWide = 8 * kCols;
-  static constexpr bool kAcross = false, kByLines = true, kHalves = true;
+  static constexpr bool kAcross = false, kByLines = true, kHalves = true, kPacks = false;
   using RowStride = tiles::RowStride;
   static int64_t at_once(int64_t left) {
     constexpr int64_t kMost = kRows / 4;  // rows that are read, multiplied and left out

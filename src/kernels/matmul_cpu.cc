@@ -234,7 +234,9 @@ void multiply(Product p, const T* a, const Dims& a_strides, const T* b, const Di
       return;
     }
     if constexpr (std::is_floating_point_v<T>)
-      if (const int64_t parts = parts_of(p); batch == 1 && parts > 1)
+      if (const int64_t parts = parts_of(p);
+          batch == 1 && parts > 1 &&
+          !(kVectorBytes == 64 && p.n >= 256 && gemm_own_pays<T>(batch, p.m, p.n, p.k)))
         return multiply_by_parts(p, parts, at(a, a_strides, 0), at(b, b_strides, 0), out);
     if (gemm_own_pays<T>(batch, p.m, p.n, p.k)) {
       for (int64_t item = 0; item < batch; ++item)

@@ -185,9 +185,17 @@ void strided_fill(const Array& out, const Dims& strides, int64_t offset, const D
                   Scalar value) {
   const Walk<1> walk(shape, {&strides});
   if (walk.size == 0) return;
+  // By width, as copies are: g++ fills with one element of a class type after the other.
   dispatch_any(out.dtype(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    fill_walk(out.data<T>() + offset, walk, value.to<T>());
+    const auto element = value.to<typename decltype(tag)::type>();
+    dispatch_bytes(sizeof element, [&](auto width) {
+      using Bits = typename decltype(width)::type;
+      if constexpr (sizeof(Bits) == sizeof element) {
+        Bits bits;
+        std::memcpy(&bits, &element, sizeof bits);
+        fill_walk(static_cast<Bits*>(out.ptr()) + offset, walk, bits);
+      }
+    });
   });
 }
 

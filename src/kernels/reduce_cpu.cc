@@ -118,6 +118,24 @@ typename Op::W reduce_few(const S* x, int64_t n) {
   return total;
 }
 
+// Rows that take longer one by one. Sums of float in as many lanes as there are elements do not.
+template <class Op>
+bool are_short(int64_t n) {
+  constexpr bool kWidens = !std::is_same_v<typename Op::R, typename Op::W>;
+  return n <= 2 * kFewLanes && !(kWidens && n % kFewLanes == 0);
+}
+
+// results[i] = reduce_few of row i, for `rows` <= kStored: side by side, since in each of them an
+// element waits for the one before.
+template <class Op, class S, class C>
+void reduce_short(const S* x, int64_t rows, int64_t n, typename Op::W* results) {
+  using W = typename Op::W;
+  for (int64_t i = 0; i < rows; ++i) results[i] = W(Op::first());
+  for (int64_t r = 0; r < n; ++r, ++x)
+    for (int64_t i = 0; i < rows; ++i)
+      results[i] = Op::join(results[i], W(Op::take(Op::first(), C(x[i * n]))));
+}
+
 template <class Op, class S, class C>
 typename Op::W reduce_row(const S* x, int64_t n) {
   if (n < kFewLanes) return reduce_few<Op, S, C>(x, n);
@@ -152,8 +170,8 @@ void reduce_rows(const S* x, void* out, Store<typename Op::W> store, int64_t row
       W results[kStored];
       const int64_t some = std::min(kStored, end - first);
       const S* row = x + first * n;
-      if (n < kFewLanes)
-        for (int64_t i = 0; i < some; ++i) results[i] = reduce_few<Op, S, C>(row + i * n, n);
+      if (are_short<Op>(n))
+        reduce_short<Op, S, C>(row, some, n, results);
       else
         for (int64_t i = 0; i < some; ++i) results[i] = reduce_row<Op, S, C>(row + i * n, n);
       store(results, some, out, first);

@@ -840,7 +840,7 @@ class NDArray:
             raise ShapeError(f"[{op}] nothing to reduce: axes {axes} of {self._shape} have no elements")
         if kernel != "reduce_prod" and self.is_broadcast():
             return self._reduce_once(op, kernel, axes, dtype).reshape(shape)
-        order, (*steps, last) = reduction(self._shape, self._strides, axes)
+        order, (*steps, last), turned = reduction(self._shape, self._strides, axes)
         x = self if self._contiguous else self.permute(order)
         kept = dt.accumulator(dtype) if steps and adds and dt.is_float(dtype) else dtype
         function = getattr(self._device.require(), kernel)
@@ -849,8 +849,10 @@ class NDArray:
             part.category = WORKSPACE
             function(x.contiguous_handle(), part._handle, outer, length, inner)
             x = part
-        out = _new(shape, kept, self._device)
+        out = _new(turned[0] if turned else shape, kept, self._device)
         function(x.contiguous_handle(), out._handle, *last)
+        if turned:
+            out = out.permute(turned[1]).compact().reshape(shape)
         return out.astype(dtype, copy=False)
 
     def _reduce_once(self, op: str, kernel: str, axes: tuple[int, ...], dtype: str) -> NDArray:

@@ -134,17 +134,20 @@ def reduced_shape(shape: tuple[int, ...], axes: tuple[int, ...], keepdims: bool 
 @lru_cache(maxsize=4096)
 def reduction(
     shape: tuple[int, ...], strides: tuple[int, ...], axes: tuple[int, ...]
-) -> tuple[tuple[int, ...], list[tuple[int, int, int]]]:
-    """(order, steps): ``axes``, which count from the front, are reduced by steps one after the other of the array permuted to
-    ``order``, each over the middle axis of its (outer, length, inner).
+) -> tuple[tuple[int, ...], list[tuple[int, int, int]], tuple[tuple[int, ...], tuple[int, ...]] | None]:
+    """(order, steps, turned): ``axes``, which count from the front, are reduced by steps one after the other of the array permuted
+    to ``order``, each over the middle axis of its (outer, length, inner).
 
-    The order is that in memory, which needs no copy, if it has no gaps and the other axes are in it as they are in the shape. Of
-    axes that are apart in it the longest are first, so that the least is left to the next step.
+    The order is that in memory, which needs no copy, if it has no gaps. Of axes that are apart in it the longest are first, so that
+    the least is left to the next step. turned: if the other axes are not in it as they are in the shape, their lengths as they are
+    in it, and the order that brings them back.
     """
     order = memory_order(strides) or tuple(range(len(shape)))
-    others = [i for i in order if i not in axes and shape[i] != 1]
-    if others != sorted(others) or not is_contiguous(tuple([shape[i] for i in order]), tuple([strides[i] for i in order])):
+    if not is_contiguous(tuple([shape[i] for i in order]), tuple([strides[i] for i in order])):
         order = tuple(range(len(shape)))
+    others = [i for i in order if i not in axes and shape[i] != 1]
+    back = tuple(sorted(range(len(others)), key=others.__getitem__))
+    turned = None if others == sorted(others) else (tuple([shape[i] for i in others]), back)
     parts = [
         (math.prod([shape[i] for i in part]), reduced)
         for reduced, part in itertools.groupby([i for i in order if shape[i] != 1], lambda i: i in axes)
@@ -155,7 +158,7 @@ def reduction(
         lengths = [n for n, _ in parts]
         steps.append((math.prod(lengths[:at]), lengths[at], math.prod(lengths[at + 1 :])))
         del parts[at]
-    return order, steps or [(1, 1, math.prod(shape))]
+    return order, steps or [(1, 1, math.prod(shape))], turned
 
 
 @lru_cache(maxsize=4096)

@@ -110,9 +110,12 @@ def add(a: Tensor, b: Tensor) -> Tensor:
 
 
 class AddScalar(_OfScalar, _NoRead):
-    """a + scalar; with ``subtracted``, whose negative an integer dtype may not have, a - subtracted."""
+    """a + scalar; with ``subtracted``, whose negative an integer dtype may not have, a - subtracted; where it ``negates``,
+    scalar - a.
+    """
 
     subtracted: float | None = None
+    negates = False
 
     @classmethod
     def of_difference(cls, subtracted: float) -> AddScalar:
@@ -121,11 +124,20 @@ class AddScalar(_OfScalar, _NoRead):
         op.subtracted = +subtracted  # of True 1, as of its negative -1
         return op
 
+    @classmethod
+    def of_negative(cls, scalar: float) -> AddScalar:
+        """The op that Tensor's scalar - a is, for floats."""
+        op = cls(scalar)
+        op.negates = True
+        return op
+
     def compute(self, a):
+        if self.negates:
+            return self.scalar - a
         return a + self.scalar if self.subtracted is None else a - self.subtracted
 
     def gradient(self, out_grad, node):
-        return out_grad
+        return negate(out_grad) if self.negates else out_grad
 
 
 def add_scalar(a: Tensor, scalar) -> Tensor:
@@ -398,11 +410,9 @@ class ReLU(_OutputRead):
         return a._unary("ewise_relu")
 
     def gradient(self, out_grad, node):
+        if is_grad_enabled():
+            return where(Tensor.make_const((node.realize_cached_data() <= 0).logical_not()), out_grad, 0.0)  # NaN goes through
         return _BackwardRow("relu_backward")(node, out_grad)
-
-    @staticmethod
-    def reference(a):
-        return _shared(a, 1 - (a.realize_cached_data() <= 0).astype(a.dtype))
 
 
 def relu(a: Tensor) -> Tensor:
@@ -842,9 +852,13 @@ class Linear(_InputRead):
             grad_b = Tensor.make_const(rows.sum(0).reshape(bias.shape))
         return grad_x, grad_w, grad_b
 
-    @staticmethod
-    def reference(x, weight, bias):
-        return matmul(x, weight) + reshape(bias, (-1,))
+    def gradient(self, out_grad, node):
+        """As ``accumulate_gradient``, which is called where there is no graph to be made."""
+        x, weight, bias = node.inputs
+        rows = _rows(out_grad)
+        grad_x = matmul(out_grad, transpose(weight)) if needs_gradient(x) else None
+        grad_w = matmul(transpose(_rows(x)), rows) if needs_gradient(weight) else None
+        return grad_x, grad_w, reshape(summation(rows, 0), bias.shape) if needs_gradient(bias) else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
