@@ -428,7 +428,7 @@ def test_what_a_module_made_for_its_call_takes_is_that_of_the_one_around_it():
         return lambda: model(ndl.init.ones(1000, 10, device=device)).sum().backward()
 
     rows = memory.plan(build).by_module
-    assert rows["modules.0"]["activation"] > 40_000 and rows["modules.1"]["activation"] > 2 * 40_000
+    assert rows["modules.0"]["activation"] > 40_000 and rows["modules.1"]["activation"] >= 2 * 40_000  # results of ReLU and Dropout
     assert sum(rows[""].values()) <= 40_000 + 8  # what comes in
 
 
