@@ -522,6 +522,8 @@ def test_recurrent_modules(device):
     for name, f in (("rnn", lambda: ops.rnn(x, x[0], x[0], x[0], None, "gelu")), ("rnn_cell", lambda: ops.rnn_cell(x[0], "gelu"))):
         with pytest.raises(ValueError, match=rf"^\[{name}\] unknown nonlinearity: gelu \(accepted: tanh, relu\)"):
             f()
+    with pytest.raises(ValueError, match=r"^\[RNNCell\] unknown nonlinearity: .*\(accepted: tanh, relu\)"):
+        nn.RNN(3, 5, nonlinearity=np.zeros(2))
     with pytest.raises(ValueError, match="unknown nonlinearity: Tanh"):
         nn.RNN(3, 5, nonlinearity="Tanh")
     lstm = nn.LSTM(3, 5, bias=False, device=device)

@@ -77,7 +77,7 @@ class DataLoader:
             raise StopIteration from None
         try:
             parts = self._items(indices)
-        except BaseException:
+        except BaseException:  # Ctrl-C too: no item is left out by it
             left.appendleft(indices)
             raise
         if isinstance(parts, dict):

@@ -68,7 +68,7 @@ class RNNCell(_Cell):
     """
 
     def __init__(self, input_size, hidden_size, bias=True, nonlinearity="tanh", device=None, dtype="float32"):
-        if nonlinearity not in ("tanh", "relu"):
+        if str(nonlinearity) not in ("tanh", "relu"):  # an array, too, compares as text
             raise ValueError(f"[RNNCell] unknown nonlinearity: {nonlinearity} (accepted: tanh, relu)")
         super().__init__(input_size, hidden_size, bias, device, dtype)
         self.nonlinearity = nonlinearity

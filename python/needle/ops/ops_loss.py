@@ -153,5 +153,5 @@ def linear_cross_entropy(
         shapes = f"hidden is {hidden.shape}, weight {weight.shape}"
         raise ShapeError(f"[linear_cross_entropy] {shapes} (accepted: (..., D) and (D, V))")
     rows, columns = _rows("linear_cross_entropy", hidden, targets)
-    train = (is_grad_enabled() and hidden.requires_grad, is_grad_enabled() and weight.requires_grad)
+    train = (hidden.requires_grad, weight.requires_grad) if is_grad_enabled() else (False, False)
     return tuple_get_item(LinearCrossEntropy(ignore_index, int(chunk_bytes), train)(rows, weight, columns), 0)
